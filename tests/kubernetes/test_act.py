@@ -238,7 +238,7 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
 
 @pytest.mark.parametrize("kind", [kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.POD_GROUP, kinds.VOLCANO_GROUP])
 @pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
-def test_what_others_have_made_is_used_and_said_and_not_changed_when_the_job_changes(
+def test_what_others_have_made_is_not_changed_when_the_job_changes(
     owner: dict[str, str] | None, kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
 ) -> None:
     """A PodDisruptionBudget of the application that has the job's name protects that, and does not go with the job."""

@@ -579,6 +579,14 @@ def test_code_of_the_image_is_not_hidden_by_an_empty_directory() -> None:
     assert "/workspace" in {mount["mountPath"] for mount in fetched["volumeMounts"]}
 
 
+def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() -> None:
+    documents = manifests.render(a_job(secrets=[{"name": "hf-token"}, {"name": "mlflow", "to": "/etc/mlflow"}]), "job")
+    container = worker(documents)
+    assert container["envFrom"] == [{"secretRef": {"name": "hf-token"}}]
+    assert {"name": "secret-1", "readOnly": True, "mountPath": "/etc/mlflow"} in container["volumeMounts"]
+    assert {"name": "secret-1", "secret": {"secretName": "mlflow"}} in template(documents)["spec"]["volumes"]
+
+
 # Resources and scheduling
 
 
