@@ -236,21 +236,7 @@ def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
 
 
-@pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
-def test_what_is_not_of_the_job_is_used_and_said(
-    owner: dict[str, str] | None, api: apiserver.ApiServer, cluster: kube.Cluster
-) -> None:
-    job = a_job(api)
-    api.put(a_service() if owner is None else an_owned_service(job, **owner))
-    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Outcome(None)
-    said = (
-        "Service train exists and does not belong to this job, and stays as it is; give the job another name if that is not meant"
-    )
-    assert told(cluster) == [("Warning", "NameTaken", said)]
-    assert len(cluster.list_(kinds.POD)) == 1
-
-
-@pytest.mark.parametrize("kind", [kinds.DISRUPTION_BUDGET, kinds.POD_GROUP, kinds.VOLCANO_GROUP])
+@pytest.mark.parametrize("kind", [kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.POD_GROUP, kinds.VOLCANO_GROUP])
 @pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
 def test_what_others_have_made_is_not_changed_when_the_job_changes(
     owner: dict[str, str] | None, kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
@@ -261,12 +247,14 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
     meta = (a_service() if owner is None else an_owned_service(job, **owner))["metadata"]
     theirs = kind.document(dict(meta), spec={"minAvailable": 3, "selector": {"a": "web"}})
     api.put(theirs)
-    for plan in (Plan(prerequisites=(ours,)), Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
+    whole = Plan(prerequisites=(ours,), creates=(a_pod(job),))
+    for plan in (whole, Plan(apply=(ours,)), Plan(apply=(ours,), status={"n": 1})):
         assert act(cluster, job, plan, NOW) == Outcome(None)
     assert cluster.get(kind, "train") == theirs
     there = f"{kind.kind} train exists and does not belong to this job, and stays as it is"
     said = f"{there}; give the job another name if that is not meant"
     assert told(cluster) == [("Warning", "NameTaken", said)]
+    assert len(cluster.list_(kinds.POD)) == 1
 
 
 def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_waited_for(

@@ -310,15 +310,120 @@ def test_a_suspended_job_saves_first_has_no_pods_and_goes_on_where_it_was(change
     assert cluster.status["interruptions"] == 0
 
 
-def test_a_process_that_fails_costs_no_pod() -> None:
+def freeze(cluster: Cluster, index: int) -> None:
+    agent = cluster.agent_of(index)
+    assert agent is not None
+    agent.frozen = True
+
+
+def fail_saying(cluster: Cluster, *left_out: str) -> None:
+    """A process of worker 1 fails, and agents report it without these words."""
+    cluster.fail(1)
+    for agent in cluster.agents.values():
+        agent.failure = {key: value for key, value in (agent.failure or {}).items() if key not in left_out}
+
+
+def crash(cluster: Cluster) -> None:
+    """Worker 1 ends with its last words."""
+    cluster.end(ended := pod(cluster, 1), 139)
+    ended["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = "Segmentation fault"
+
+
+def wrong_bits(cluster: Cluster) -> None:
+    """End worker 1, whose rank has wrong bits."""
+    cluster.fail(1)
+    agent = cluster.agent_of(1)
+    assert agent is not None
+    agent.standing, agent.failure = "training", {**(agent.failure or {}), "cause": "bits", "reason": "rank 1 has other bits"}
+    cluster.report(agent)
+    cluster.end(pod(cluster, 1), 1)
+
+
+def avoids(pod: dict[str, Any], node: str) -> bool:
+    affinity = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
+    avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
+    return {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
+
+
+UNREAD = "worker 1 failed, and its report cannot be read: its agent is of another version"
+FAILURES: dict[str, tuple[Callable[[Cluster], object], str, str | None]] = {
+    "a process": (lambda c: c.fail(1), "rank 1 on worker 1 failed", "rank 1 on worker 1 failed\n"),
+    "no log tail": (lambda c: fail_saying(c, "log_tail"), "rank 1 on worker 1 failed", None),
+    "no sentence": (lambda c: fail_saying(c, "reason"), UNREAD, None),
+    "killed": (lambda c: c.end(pod(c, 1), 137), "worker 1 was killed (exit code 137)", None),
+    "last words": (crash, "worker 1 failed with exit code 139", "Segmentation fault"),
+    "wrong bits": (wrong_bits, "rank 1 has other bits", "rank 1 on worker 1 failed\n"),
+    "stands still": (lambda c: freeze(c, 1), "worker 1 has said nothing for 30 s", None),
+}
+"""What happens, and the reason and the end of the log of the failure as which it is counted."""
+
+
+@pytest.mark.parametrize("what", FAILURES)
+def test_a_failure_counts_once_is_told_with_its_node_and_costs_at_most_the_steps_since_the_checkpoint(what: str) -> None:
+    happens, reason, tail = FAILURES[what]
     cluster = training()
-    made = dict(cluster.made)
-    again(cluster, by=lambda: cluster.fail(1))
-    assert cluster.made == made
-    assert cluster.status["restarts"] == 1
-    failure = cluster.status["lastFailure"]
-    assert (failure["worker"], failure["reason"], failure["node"]) == (1, "rank 1 on worker 1 failed", "node-1")
-    assert failure["logTail"] == "rank 1 on worker 1 failed\n"
+    made, node = cluster.made["train-worker-1"], pod(cluster, 1)["spec"]["nodeName"]
+    writes = again(cluster, by=lambda: happens(cluster))
+    last = cluster.status["lastFailure"]
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (1, 0)
+    assert (last["worker"], last["node"], last["reason"], last.get("logTail")) == (1, node, reason, tail)
+    assert cluster.made["train-worker-1"] == made + (what not in ("a process", "no log tail", "no sentence"))
+    assert (f"delete train-worker-1: {reason}" in writes) == (what == "stands still")
+    assert repeated(cluster) <= EVERY
+    if what == "wrong bits":
+        assert avoids(pod(cluster, 1), node), "at once"
+        assert [(each["node"], each.get("cause")) for each in cluster.status["failures"]] == [(node, "bits")]
+
+
+@pytest.mark.parametrize("low", [1, 2])
+@pytest.mark.parametrize("happens", [lambda c: c.end(pod(c, 0), 137), lambda c: freeze(c, 0)], ids=["killed", "silent"])
+def test_worker_0_that_fails_is_replaced_and_counts_once(happens: Callable[[Cluster], object], low: int) -> None:
+    cluster = training(low=low)
+    again(cluster, by=lambda: happens(cluster))
+    assert (cluster.status["restarts"], cluster.status["interruptions"], cluster.made["train-worker-0"]) == (1, 0, 2)
+
+
+def taint(cluster: Cluster) -> None:
+    """The node of worker 1 is going away."""
+    taints = [{"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule"}]
+    cluster.documents["Node", pod(cluster, 1)["spec"]["nodeName"]]["spec"] = {"taints": taints}
+
+
+INTERRUPTIONS: dict[str, Callable[[Cluster], object]] = {
+    **{
+        reason: lambda c, reason=reason: c.end(pod(c, 1), 137, disrupted=reason)
+        for reason in ("EvictionByEvictionAPI", "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC")
+    },
+    "deleted": lambda c: c.delete(kinds.POD, "train-worker-1", pod(c, 1)["metadata"]["uid"]),
+    "its node goes": taint,
+}
+
+
+@pytest.mark.parametrize("what", INTERRUPTIONS)
+def test_an_interruption_never_counts_as_a_failure_and_one_that_is_announced_costs_no_step(what: str) -> None:
+    cluster = training()
+    for n in (1, 2, 3):
+        node = pod(cluster, 1)["spec"]["nodeName"]
+        again(cluster, by=lambda: INTERRUPTIONS[what](cluster))
+        told = 0 if what == "deleted" else n  # by somebody who wants it so
+        assert (cluster.status["restarts"], cluster.status["interruptions"], cluster.made["train-worker-1"]) == (0, told, n + 1)
+        assert (pod(cluster, 1)["spec"]["nodeName"] == node) <= (what != "its node goes")
+    assert (repeated(cluster) == 0) >= (what in ("deleted", "its node goes"))
+
+
+@pytest.mark.parametrize(("low", "lost_s"), [(1, 30), (2, 30), (1, 120)])
+def test_a_lost_node_is_given_up_after_the_time_that_is_said_and_nobody_is_blamed(low: int, lost_s: int) -> None:
+    cluster = training(low=low)
+    cluster.limits = Limits(lost_s=lost_s)
+    began, node = cluster.now, pod(cluster, 1)["spec"]["nodeName"]
+    cluster.lose(node)
+    cluster.run(30)
+    assert cluster.status["world"] == ([0] if low == 1 else [])
+    writes = again(cluster, by=lambda: None)
+    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for {lost_s} s" in writes
+    assert lost_s <= cluster.now - began < lost_s + 70
+    assert pod(cluster, 1)["spec"]["nodeName"] != node
+    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
 
 
 def test_what_members_repair_while_nobody_decides_is_counted_once_and_in_order() -> None:
@@ -374,28 +479,6 @@ def test_attempts_use_up_the_budget_as_well() -> None:
     assert "restarts.limit (2 within 1h without a new checkpoint) is used up" in cluster.status["reason"]
 
 
-def test_an_agent_that_says_no_log_tail_is_understood() -> None:
-    def fail(cluster: Cluster) -> None:
-        cluster.fail(1)
-        for agent in cluster.agents.values():
-            agent.failure.pop("log_tail")
-
-    cluster = training()
-    again(cluster, by=lambda: fail(cluster))
-    assert "logTail" not in cluster.status["lastFailure"]
-
-
-def test_the_last_words_of_a_pod_that_failed_are_kept() -> None:
-    def end(cluster: Cluster) -> None:
-        ended = pod(cluster, 1)
-        cluster.end(ended, 139)
-        ended["status"]["containerStatuses"][0]["state"]["terminated"]["message"] = "Segmentation fault"
-
-    cluster = training()
-    again(cluster, by=lambda: end(cluster))
-    assert cluster.status["lastFailure"]["logTail"] == "Segmentation fault"
-
-
 def failed_three_times_at_step_7(**failure: object) -> Cluster:
     """A job that has ended by that; `failure` is what its agents report otherwise."""
     cluster = training()
@@ -442,15 +525,6 @@ def test_no_words_of_a_script_change_why_its_job_ended() -> None:
     assert prometheus.failure_cause(cluster.status) == "error"
 
 
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_killed_container_is_made_anew_and_counts(index: int) -> None:
-    cluster = training()
-    again(cluster, by=lambda: cluster.end(pod(cluster, index), 137))
-    assert cluster.status["restarts"] == 1
-    assert cluster.status["lastFailure"]["reason"] == f"worker {index} was killed (exit code 137)"
-    assert repeated(cluster) <= EVERY
-
-
 def test_running_out_of_memory_again_and_again_ends_by_the_budget() -> None:
     cluster = training(low=2, restarts={"limit": 3}, resources={"memory": "16Gi"}, steps=10_000)
     cluster.every = 10_000  # no progress
@@ -484,14 +558,15 @@ def test_running_out_of_memory_at_one_step_ends_like_an_error() -> None:
     assert cluster.made["train-worker-0"] == 3
 
 
-@pytest.mark.parametrize(
-    "reason", ["EvictionByEvictionAPI", "PreemptionByScheduler", "DeletionByTaintManager", "DeletionByPodGC"]
-)
-def test_a_disruption_never_counts(reason: str) -> None:
-    cluster = training()
-    for n in (1, 2, 3):
-        again(cluster, by=lambda: cluster.end(pod(cluster, 1), 137, disrupted=reason))
-        assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, n)
+def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
+    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
+    cluster.every = 10_000
+    for _ in range(3):
+        cluster.run(5)
+        freeze(cluster, 0)
+        cluster.run(100)
+    assert cluster.status["state"] == "Failed"
+    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]
 
 
 def test_a_worker_that_ends_beside_a_container_that_runs_on_has_ended() -> None:
@@ -577,47 +652,6 @@ def test_a_pod_that_finalizers_of_others_keep_is_deleted_once_and_named() -> Non
     assert cluster.status["reason"].endswith("worker 0 has gone, and its name is kept by the finalizers a/b; have them removed")
 
 
-def test_a_pod_that_is_deleted_saves_first_and_comes_back() -> None:
-    cluster = training()
-    again(cluster, by=lambda: cluster.delete(kinds.POD, "train-worker-0", pod(cluster, 0)["metadata"]["uid"]))
-    assert repeated(cluster) == 0
-    assert cluster.status["restarts"] == 0
-    assert cluster.made["train-worker-0"] == 2
-
-
-def test_workers_leave_a_node_that_is_going_away() -> None:
-    cluster = training()
-    node = pod(cluster, 0)["spec"]["nodeName"]
-    taints = {"taints": [{"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule"}]}
-    again(cluster, by=lambda: cluster.documents["Node", node].update(spec=taints))
-    assert pod(cluster, 0)["spec"]["nodeName"] != node
-    assert repeated(cluster) == 0
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
-
-
-@pytest.mark.parametrize("low", [1, 2])
-def test_a_lost_node_is_given_up_after_a_short_time_and_nobody_is_blamed(low: int) -> None:
-    cluster = training(low=low)
-    began, node = cluster.now, pod(cluster, 1)["spec"]["nodeName"]
-    cluster.lose(node)
-    cluster.run(30)
-    assert cluster.status["world"] == ([0] if low == 1 else [])
-    writes = again(cluster, by=lambda: None)
-    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for 30 s" in writes
-    assert cluster.now - began < 70
-    assert pod(cluster, 1)["spec"]["nodeName"] != node
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
-
-
-def test_how_long_a_node_may_be_silent_can_be_said() -> None:
-    cluster = training()
-    cluster.limits = Limits(lost_s=120)
-    began, node = cluster.now, pod(cluster, 1)["spec"]["nodeName"]
-    writes = again(cluster, by=lambda: cluster.lose(node))
-    assert f"delete train-worker-1: worker 1 was lost: its node {node} has not answered for 120 s" in writes
-    assert cluster.now - began > 120
-
-
 @pytest.mark.parametrize("told", [True, False])
 def test_a_node_that_has_joined_and_is_not_told_of_yet_is_not_taken_for_lost(told: bool) -> None:
     cluster = a_cluster()
@@ -634,35 +668,6 @@ def test_a_node_that_has_joined_and_is_not_told_of_yet_is_not_taken_for_lost(tol
     cluster.look()
     assert (pod(cluster, 1)["metadata"]["uid"] == uid) is told
     assert cluster.status["interruptions"] == (not told)
-
-
-@pytest.mark.parametrize("low", [1, 2])
-@pytest.mark.parametrize("index", [0, 1])
-def test_a_worker_that_stands_still_as_a_whole_is_replaced_and_counts_once(index: int, low: int) -> None:
-    cluster = training(low=low)
-
-    def freeze() -> None:
-        agent = cluster.agent_of(index)
-        assert agent is not None
-        agent.frozen = True
-
-    writes = again(cluster, by=freeze)
-    assert f"delete train-worker-{index}: worker {index} has said nothing for 30 s" in writes
-    assert cluster.status["lastFailure"]["reason"] == f"worker {index} has said nothing for 30 s"
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (1, 0)
-
-
-def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
-    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
-    cluster.every = 10_000
-    for _ in range(3):
-        cluster.run(5)
-        agent = cluster.agent_of(0)
-        assert agent is not None
-        agent.frozen = True
-        cluster.run(100)
-    assert cluster.status["state"] == "Failed"
-    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]
 
 
 @pytest.mark.parametrize("kind", ["Role", "Service", "ServiceAccount", "RoleBinding"])
@@ -787,31 +792,6 @@ def test_pods_of_an_ended_job_go_as_the_policy_says(policy: str, left: int) -> N
     cluster.until(lambda c: c.status.get("state") == "Succeeded")
     cluster.run(120)
     assert len(cluster.pods) == left
-
-
-def avoids(pod: dict[str, Any], node: str) -> bool:
-    affinity = pod["spec"]["affinity"]["nodeAffinity"]["preferredDuringSchedulingIgnoredDuringExecution"]
-    avoided = {"key": "metadata.name", "operator": "NotIn", "values": [node]}  # one node a field, says the API server
-    return {"weight": 100, "preference": {"matchFields": [avoided]}} in affinity
-
-
-def wrong_bits(cluster: Cluster) -> None:
-    """End worker 1, whose rank has wrong bits."""
-    cluster.fail(1)
-    agent = cluster.agent_of(1)
-    assert agent is not None
-    agent.standing, agent.failure = "training", {**(agent.failure or {}), "cause": "bits", "reason": "rank 1 has other bits"}
-    cluster.report(agent)
-    cluster.end(pod(cluster, 1), 1)
-
-
-def test_a_node_with_wrong_bits_gets_no_more_at_once() -> None:
-    cluster = training(3)
-    node = pod(cluster, 1)["spec"]["nodeName"]
-    again(cluster, 3, by=lambda: wrong_bits(cluster))
-    assert avoids(pod(cluster, 1), node)
-    assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, "rank 1 has other bits")
-    assert [(each["node"], each.get("cause")) for each in cluster.status["failures"]] == [(node, "bits")]
 
 
 def test_a_node_on_which_workers_keep_failing_gets_no_more() -> None:
@@ -1043,20 +1023,6 @@ def test_a_worker_of_another_job_cannot_speak_for_one_of_this() -> None:
     cluster.put({**lease, "metadata": meta})
     cluster.run(20)
     assert (cluster.status["state"], cluster.status["generation"]) == ("Running", 1)
-
-
-def test_a_failure_that_cannot_be_read_counts_and_the_job_goes_on() -> None:
-    """Agents of another version tell of failures without a sentence."""
-    cluster = training(2)
-
-    def fails() -> None:
-        cluster.fail(1)
-        for agent in cluster.agents.values():
-            agent.failure = {key: value for key, value in (agent.failure or {}).items() if key != "reason"}
-
-    again(cluster, by=fails)
-    said = "worker 1 failed, and its report cannot be read: its agent is of another version"
-    assert (cluster.status["restarts"], cluster.status["lastFailure"]["reason"]) == (1, said)
 
 
 @pytest.mark.parametrize("bits", [False, True])

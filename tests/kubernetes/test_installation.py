@@ -3,15 +3,14 @@
 from __future__ import annotations
 
 import copy
+import functools
 import json
-import runpy
 import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
-import yaml
 from kubernetes_validate import utils as schemas
 
 from fake_cluster import Document, FakeCluster
@@ -25,6 +24,13 @@ from outlast.kubernetes.manifests.installed import operator_deployment
 Outlast = Callable[..., tuple[int, str, str]]
 
 ROOT = Path(__file__).parents[2]
+FILES = functools.cache(operator_deployment.files)
+
+
+@pytest.fixture(autouse=True)
+def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is installed is read from YAML once for each choice of options, and not hundreds of times."""
+    monkeypatch.setattr(operator_deployment, "files", lambda **options: copy.deepcopy(FILES(**options)))
 
 
 def established(cluster: FakeCluster) -> FakeCluster:
@@ -65,19 +71,13 @@ WHOLE = [
 ]
 
 
-def test_what_is_installed_is_what_deploy_holds() -> None:
-    names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml"]
-    held = [document for name in names for document in yaml.safe_load_all((ROOT / "deploy" / name).read_text())]
-    assert installation.documents() == held
-    watcher = list(yaml.safe_load_all((ROOT / "deploy" / "node-watch" / "node-watch.yaml").read_text()))
-    assert [each for each in installation.documents(watch=True) if each not in held] == watcher
-    assert runpy.run_path(str(ROOT / "deploy" / "render.py"))["pages"]().keys() >= set(names)
-
-
-def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made() -> None:
+def test_a_new_cluster_is_given_everything_in_an_order_that_can_be_made_and_again_nothing() -> None:
     cluster = established(FakeCluster())
     assert bring(cluster) == [f"created    {each}" for each in WHOLE]
     assert cluster.order == [f"apply {each.partition(' in ')[0]}" for each in WHOLE]
+    before = copy.deepcopy(cluster.documents)
+    assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
+    assert cluster.documents == before
 
 
 WATCHER = [
@@ -129,13 +129,6 @@ def test_the_operator_can_be_kept_off_spot_machines() -> None:
     assert "karpenter.sh/capacity-type" in kept["Deployment"]
     assert "NotIn" in kept["Deployment"]
     assert "karpenter.sh/capacity-type" not in kept["DaemonSet"], "the watcher runs on each"
-
-
-def test_installing_again_changes_nothing() -> None:
-    cluster = installed()
-    before = copy.deepcopy(cluster.documents)
-    assert bring(cluster) == [f"unchanged  {each}" for each in WHOLE]
-    assert cluster.documents == before
 
 
 def test_another_image_changes_the_deployment_alone() -> None:
@@ -218,7 +211,8 @@ def test_uninstalling_ends_when_the_namespace_is_gone_and_installing_waits_for_t
 
 
 @pytest.mark.usefixtures("quickly")
-def test_a_namespace_that_does_not_go_is_told_and_nothing_put_into_it() -> None:
+def test_a_namespace_that_does_not_go_is_told_and_nothing_put_into_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(installation, "_DELETION_S", 0.02)
     cluster = established(Slow())
     cluster.looks = 0
     bring(cluster)

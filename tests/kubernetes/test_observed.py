@@ -54,35 +54,51 @@ def said(*seen: Document, workload: Document | None = None, **more: Any) -> tupl
     return found.state, found.reason
 
 
-def test_a_job_whose_workers_are_all_ready_trains() -> None:
-    assert said(running(0), running(1)) == (State.RUNNING, "all 2 workers train")
+NO_GPU = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: no GPU."}
+BACK_OFF = container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'})
+SILENT = a_pod(
+    1, **container(running={}), conditions=[{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
+)
+QUEUED = a_job(suspend=True)
+QUEUED["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "research"
+HELD = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 0}}}
 
 
-def test_a_job_waits_for_its_first_pods() -> None:
-    assert said() == (State.PENDING, "its pods are not created yet; if it stays so, outlast why train says why")
-    unscheduled = {
-        "type": "PodScheduled",
-        "status": "False",
-        "reason": "Unschedulable",
-        "message": "0/3 nodes are available: no GPU.",
-    }
-    assert said(a_pod(0, phase="Pending", conditions=[unscheduled])) == (
-        State.PENDING,
-        "worker 0 cannot be scheduled: 0/3 nodes are available: no GPU",
-    )
-
-
-def test_an_image_that_cannot_be_pulled_is_the_reason() -> None:
-    waiting = container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'})
-    assert said(a_pod(1, phase="Pending", **waiting)) == (
-        State.PENDING,
-        'worker 1 cannot start: ImagePullBackOff: Back-off pulling image "x"',
-    )
-
-
-def test_a_worker_that_is_replaced_makes_it_restart() -> None:
-    state, reason = said(running(0), ended(1, code=1), a_pod(1, phase="Pending", made=5))
-    assert (state, reason) == (State.RESTARTING, "worker 1 is being started on node-a")
+@pytest.mark.parametrize(
+    ("seen", "workload", "state", "reason"),
+    [
+        ((running(0), running(1)), None, State.RUNNING, "all 2 workers train"),
+        ((), None, State.PENDING, "its pods are not created yet; if it stays so, outlast why train says why"),
+        (
+            (a_pod(0, phase="Pending", conditions=[NO_GPU]),),
+            None,
+            State.PENDING,
+            "worker 0 cannot be scheduled: 0/3 nodes are available: no GPU",
+        ),
+        (
+            (a_pod(1, phase="Pending", **BACK_OFF),),
+            None,
+            State.PENDING,
+            'worker 1 cannot start: ImagePullBackOff: Back-off pulling image "x"',
+        ),
+        (
+            (running(0), ended(1, code=1), a_pod(1, phase="Pending", made=5)),
+            None,
+            State.RESTARTING,
+            "worker 1 is being started on node-a",
+        ),
+        ((running(0), SILENT), None, State.RESTARTING, "worker 1 is on node-a, which does not answer"),
+        ((), a_job(suspend=True), State.SUSPENDED, "suspended"),
+        ((running(0),), a_job(suspend=True), State.SUSPENDED, "suspended; workers that still save and leave: 1"),
+        ((), HELD, State.SUSPENDED, "suspended"),
+        ((), QUEUED, State.PENDING, "waits in the queue research to be admitted"),
+    ],
+)
+def test_where_a_job_stands_is_said_by_its_pods(
+    seen: tuple[Document, ...], workload: Document | None, state: State, reason: str
+) -> None:
+    assert said(*seen, workload=workload) == (state, reason)
+    assert job_status.status(Snapshot("train", workload or a_job(), seen)).replicas == (0 if workload is HELD else 2)
 
 
 def test_failures_are_counted_and_interruptions_are_not() -> None:
@@ -129,15 +145,6 @@ def test_how_a_worker_ended_is_a_sentence(pod: Document, code: int, sentence: st
     assert (end.code, end.sentence, end.counted) == (code, sentence, counted)
 
 
-def test_a_node_that_does_not_answer_is_named() -> None:
-    silent = running(1)
-    silent["status"]["conditions"] = [
-        {"type": "Ready", "status": "False"},
-        {"type": "ContainersReady", "status": "True"},
-    ]
-    assert said(running(0), silent) == (State.RESTARTING, "worker 1 is on node-a, which does not answer")
-
-
 def test_the_end_of_a_job_is_its_condition_and_the_last_failure() -> None:
     complete = {"type": "Complete", "status": "True", "lastTransitionTime": "2026-01-01T02:00:00Z"}
     assert said(workload=a_job(conditions=[complete])) == (State.SUCCEEDED, "all workers are done")
@@ -146,23 +153,6 @@ def test_the_end_of_a_job_is_its_condition_and_the_last_failure() -> None:
     assert found.state is State.FAILED
     assert found.reason == "worker 1 failed with exit code 3; Job has reached the specified backoff limit"
     assert found.exit_code == 3
-
-
-def test_a_suspended_job_says_who_still_leaves() -> None:
-    assert said(workload=a_job(suspend=True)) == (State.SUSPENDED, "suspended")
-    assert said(running(0), workload=a_job(suspend=True)) == (State.SUSPENDED, "suspended; workers that still save and leave: 1")
-
-
-def test_an_elasticjob_that_is_to_have_no_workers_is_suspended() -> None:
-    held = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers": {"replicas": 0}}}
-    assert said(workload=held) == (State.SUSPENDED, "suspended")
-    assert job_status.status(Snapshot("train", held)).replicas == 0
-
-
-def test_a_job_in_a_queue_waits_for_it() -> None:
-    queued = a_job(suspend=True)
-    queued["metadata"]["labels"]["kueue.x-k8s.io/queue-name"] = "research"
-    assert said(workload=queued) == (State.PENDING, "waits in the queue research to be admitted")
 
 
 def test_what_agents_say_is_the_step() -> None:

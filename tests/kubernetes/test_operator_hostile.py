@@ -45,8 +45,15 @@ def the_status(world: World, name: str, kind: Kind = ELASTIC_JOB) -> Document:
         return dict(world.api.documents[kind.resource, "default", name].get("status") or {})
 
 
-@pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
-@pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
+UNREADABLE = [
+    (ELASTIC_JOB, apiserver.FAT),
+    (LEGACY_JOB, apiserver.DEEP),
+    pytest.param(ELASTIC_JOB, apiserver.DEEP, marks=pytest.mark.slow),
+    pytest.param(LEGACY_JOB, apiserver.FAT, marks=pytest.mark.slow),
+]
+
+
+@pytest.mark.parametrize(("kind", "template"), UNREADABLE)
 def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind: Kind, template: str) -> None:
     sentence = SENTENCES[template]
     world.api.unserved = ("kueue.x-k8s.io", "scheduling.x-k8s.io", "scheduling.volcano.sh")
@@ -74,8 +81,7 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     assert all(thread.is_alive() for thread in operator._threads)
 
 
-@pytest.mark.parametrize("kind", [ELASTIC_JOB, LEGACY_JOB], ids=lambda kind: kind.group)
-@pytest.mark.parametrize("template", [apiserver.DEEP, apiserver.FAT])
+@pytest.mark.parametrize(("kind", "template"), UNREADABLE)
 def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind: Kind, template: str) -> None:
     world.api.put(a_job("bad", kind, template))
     world.api.put(a_job("good", kind))

@@ -17,6 +17,7 @@ import pytest
 import yaml
 
 import etcds
+import kubelets
 import ports
 import processes
 from outlast.job import contract, spec
@@ -54,18 +55,8 @@ class Node:
     def _environment(self, said: list[Document], place: Path, index: int) -> dict[str, str]:
         fields = {"metadata.namespace": "team", "status.podIP": "127.0.0.1"}  # all others are where the index is
         places = {Pod.CONFIG: place / "etc", Pod.STATE: place / "state", Pod.CACHE: place / "cache", Pod.HOME: place / "home"}
-        shared = {Pod.OUTPUT: self.directory / "out", Pod.CODE: place / "code"}
-        found: dict[str, str] = {}
-        for each in said:
-            if each.get("valueFrom", {}).get("secretKeyRef", {}).get("optional"):
-                continue  # that Secret is not there
-            source = each.get("valueFrom", {}).get("fieldRef", {}).get("fieldPath", "")
-            value = fields.get(source, str(index)) if source else each["value"]
-            for there, here in {**places, **shared}.items():
-                value = re.sub(rf"^{there}(?=/|$)", str(here), value)
-            found[each["name"]] = value
-        for here in (*places.values(), *shared.values()):
-            here.mkdir(parents=True, exist_ok=True)
+        places |= {Pod.OUTPUT: self.directory / "out", Pod.CODE: place / "code"}
+        found = kubelets.environment(said, places, fields, str(index))
         if found[Env.RENDEZVOUS].startswith("c10d://"):
             found[Env.RENDEZVOUS] = f"c10d://localhost:{self._port}"
         return {**found, Env.PROBE_PORT: "0"}

@@ -162,14 +162,6 @@ def test_the_same_file_again_goes_on_with_what_was_suspended_and_keeps_what_was_
     assert 1 in (spec.get("replicas"), spec.get("completions"))
 
 
-def test_what_has_ended_is_not_run_again(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    outlast("submit", "job.yaml", "--as", "indexed-job")
-    (job,) = the(api, "jobs.batch")
-    job["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
-    _, out, _ = outlast("submit", "job.yaml", "--as", "indexed-job")
-    assert out.splitlines()[0].endswith("has ended (Succeeded) and is not run again; --fresh does")
-
-
 def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apiserver.ApiServer, outlast: Outlast) -> None:
     place = store.open_(f"memory://{uuid.uuid4().hex}/train")
 
@@ -366,6 +358,7 @@ def test_a_claim_that_is_there_is_used_and_never_changed(api: apiserver.ApiServe
 
 def test_a_claim_that_is_not_there_is_made_and_stays(api: apiserver.ApiServer, outlast: Outlast) -> None:
     assert "PersistentVolumeClaim data created" in outlast("submit", "job.yaml", *CLAIMING)[1]
+    assert "ownerReferences" not in api.documents["persistentvolumeclaims", "default", "data"]["metadata"]
     outlast("cancel", "train", "-n", "default")
     assert resources(api) == ["persistentvolumeclaims"]
 
@@ -378,11 +371,6 @@ def test_what_is_made_beside_a_job_goes_with_it(api: apiserver.ApiServer, outlas
     assert [each["metadata"]["ownerReferences"] for each in beside] == [[owner], [owner]]
     api.remove("jobs.batch", job["metadata"]["name"])  # as when its time after its end is over
     assert resources(api) == []
-
-
-def test_a_claim_belongs_to_no_workload(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    outlast("submit", "job.yaml", *CLAIMING)
-    assert "ownerReferences" not in api.documents["persistentvolumeclaims", "default", "data"]["metadata"]
 
 
 def test_what_an_earlier_run_leaves_is_not_lost_by_the_next(api: apiserver.ApiServer, outlast: Outlast) -> None:
@@ -487,14 +475,3 @@ def test_following_a_job_that_has_ended_says_how_although_its_logs_are_gone(api:
         "outlast | train has no pods now, and its output is in no store: there are no logs to be had",
         "outlast | train: Succeeded: all workers are done",
     ]
-
-
-def test_a_kubeconfig_that_is_named_and_does_not_exist_is_said(
-    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setenv("KUBECONFIG", str(tmp_path / "none"))
-    code, out, err = outlast("list")
-    assert (code, out) == (2, "")
-    assert (
-        err == f"Error: KUBECONFIG names {tmp_path}/none, which does not exist; correct it, or log in to a cluster to make one\n"
-    )

@@ -122,16 +122,76 @@ def test_a_wait_ends_with_the_job_and_tells_how_far_it_is_at_a_calm_pace() -> No
     ]
 
 
-def test_a_job_that_fails_ends_the_wait_with_the_sentence_of_why() -> None:
-    failed = to("Failed", "restarts are used up", end="BackoffLimitExceeded", step=7)
-    ended = Scene(to("Running", "2 train"), failed).wait()
-    assert (ended.code, ended.status.state) == (Code.FAILED, State.FAILED)
-    assert re.fullmatch(r"digits has failed: .+", ended.sentence)
+def replaced(scene: Scene) -> None:
+    gone(scene)
+    new = scene.job("Running")
+    new["metadata"]["uid"] = "another"
+    scene.cluster.put(new)
 
 
-def test_neither_a_suspended_job_nor_one_that_is_queued_or_replaced_by_its_operator_ends_the_wait() -> None:
-    states = [to(state) for state in ("Queued", "Running", "Suspended", "Interrupted", "Resizing", "Restarting")]
-    assert Scene(*states, to("Succeeded")).wait().code is Code.SUCCEEDED
+def refuses(**what: bool) -> Callable[[Scene], object]:
+    """The cluster is away, does not know the kind, or forbids it, from now on or no more."""
+    return lambda scene: vars(scene.cluster).update(what)
+
+
+CANCELLED = "digits was cancelled or deleted by somebody else; submitted again, it goes on"
+REPLACED = "digits was submitted again by somebody else, and this run of it is over"
+KINDLESS, KNOWN = refuses(unserved=True), refuses(unserved=False)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "sentence"),
+    [
+        (
+            [to("Running", "2 train"), to("Failed", "restarts are used up", end="BackoffLimitExceeded")],
+            Code.FAILED,
+            "has failed: ",
+        ),
+        (
+            [*map(to, ("Queued", "Running", "Suspended", "Interrupted", "Resizing", "Restarting")), to("Succeeded")],
+            Code.SUCCEEDED,
+            "digits has succeeded",
+        ),
+        ([to("Running", step=5), gone], Code.GONE, CANCELLED),
+        ([to("Cancelled")], Code.GONE, ""),
+        ([to("Running"), replaced], Code.GONE, REPLACED),
+        ([KINDLESS, *[nothing] * 20, KNOWN, to("Succeeded")], Code.SUCCEEDED, ""),
+    ],
+)
+def test_a_wait_ends_with_the_job_and_with_nothing_else(
+    script: list[Callable[[Scene], object]], code: Code, sentence: str
+) -> None:
+    ended = Scene(*script).wait()
+    assert (ended.code, sentence in ended.sentence) == (code, True)
+    assert ended.status.step == (5 if sentence == CANCELLED else 0)
+
+
+@pytest.mark.parametrize(
+    ("before", "script", "error", "after_s"),
+    [
+        (refuses(away=True), [nothing] * 1000, Unanswered, 600),
+        (nothing, [KINDLESS, *[nothing] * 1000], NotServed, 300),
+        (KINDLESS, [nothing], NotServed, 0),  # where it was never known there is nothing to wait for
+        (nothing, [to("Running"), refuses(forbidden_now=True)], Forbidden, 0),
+    ],
+)
+def test_what_is_refused_is_raised_at_once_and_what_may_pass_after_a_while(
+    before: Callable[[Scene], object], script: list[Callable[[Scene], object]], error: type[Exception], after_s: int
+) -> None:
+    scene = Scene(*script)
+    before(scene)
+    with pytest.raises(error):
+        scene.wait()
+    assert after_s <= scene.clock < after_s + 20
+
+
+def test_an_api_server_that_is_away_at_first_and_a_job_that_is_removed_as_soon_as_it_is_submitted() -> None:
+    scene = Scene(nothing, back, to("Succeeded"))
+    away(scene)
+    assert scene.wait().code is Code.SUCCEEDED
+    scene = Scene()
+    scene.waiter.submit(lambda: iter(()))
+    assert scene.waiter.wait().code is Code.GONE
 
 
 def test_an_api_server_that_is_away_does_not_end_the_wait() -> None:
@@ -141,64 +201,6 @@ def test_an_api_server_that_is_away_does_not_end_the_wait() -> None:
         "https://fake does not answer; trying again",
         "the cluster answers again",
     ]
-
-
-def test_an_api_server_that_is_away_at_first_is_waited_for_but_not_for_ever() -> None:
-    scene = Scene(nothing, back, to("Succeeded"))
-    scene.cluster.away = True
-    assert scene.wait().code is Code.SUCCEEDED
-    scene = Scene(*[nothing] * 1000)
-    scene.cluster.away = True
-    with pytest.raises(Unanswered):
-        scene.wait()
-    assert 600 <= scene.clock < 620
-
-
-def test_an_api_server_that_has_just_started_may_not_know_the_kind_yet() -> None:
-    def forget(scene: Scene) -> None:
-        scene.cluster.unserved = True
-
-    def know(scene: Scene) -> None:
-        scene.cluster.unserved = False
-
-    assert Scene(forget, *[nothing] * 20, know, to("Succeeded")).wait().code is Code.SUCCEEDED
-    scene = Scene(forget, *[nothing] * 1000)
-    with pytest.raises(NotServed):
-        scene.wait()
-    assert 300 <= scene.clock < 320
-    scene = Scene(nothing)
-    scene.cluster.unserved = True
-    with pytest.raises(NotServed):
-        scene.wait()
-    assert scene.clock == 0, "where it was never known there is nothing to wait for"
-
-
-def test_what_is_refused_is_raised() -> None:
-    def refuse(scene: Scene) -> None:
-        scene.cluster.forbidden_now = True
-
-    with pytest.raises(Forbidden):
-        Scene(to("Running"), refuse).wait()
-
-
-def test_a_job_that_somebody_else_cancels_or_replaces_ends_the_wait() -> None:
-    ended = Scene(to("Running", step=5), gone).wait()
-    assert (ended.code, ended.status.state, ended.status.step) == (Code.GONE, State.CANCELLED, 5)
-    assert ended.sentence == "digits was cancelled or deleted by somebody else; submitted again, it goes on"
-    ended = Scene(to("Cancelled")).wait()
-    assert ended.code is Code.GONE
-
-    def replaced(scene: Scene) -> None:
-        gone(scene)
-        new = scene.job("Running")
-        new["metadata"]["uid"] = "another"
-        scene.cluster.put(new)
-
-    ended = Scene(to("Running"), replaced).wait()
-    assert (ended.code, ended.sentence) == (
-        Code.GONE,
-        "digits was submitted again by somebody else, and this run of it is over",
-    )
 
 
 def test_of_a_job_that_was_removed_while_the_api_server_was_away_the_store_knows_how_it_ended() -> None:
@@ -335,12 +337,6 @@ def test_at_sigterm_during_an_outage_the_pod_is_read_before_anything_is_cancelle
     scene.waiter.submit(scene.submit)
     scene.cluster.unserved = True  # an API server that has just started
     assert terminated(scene).endswith("is cancelled; what it has saved stays")
-
-
-def test_a_job_that_is_removed_as_soon_as_it_is_submitted_is_gone() -> None:
-    scene = Scene()
-    scene.waiter.submit(lambda: iter(()))
-    assert scene.waiter.wait().code is Code.GONE
 
 
 # Outputs

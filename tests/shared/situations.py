@@ -1,14 +1,17 @@
 """Jobs that get nowhere, each for one reason: what to apply to a cluster so that it comes about, and what it looked like there.
 
 `recorded(name)` is what a cluster had to show; tests of `outlast why` read that. To record anew, in namespaces `<prefix>-<name>`
-that are deleted afterwards:
+that are deleted afterwards, and to write what `outlast why` finds in what was recorded:
 
     KUBECONFIG=... python tests/shared/situations.py PREFIX [NAME...]
+    python tests/shared/situations.py
 """
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
+import functools
 import json
 import os
 import subprocess
@@ -23,10 +26,14 @@ from typing import Any
 import yaml
 
 from outlast.job import contract, spec
-from outlast.kubernetes import manifests
+from outlast.kubernetes import diagnosis, manifests
+from outlast.kubernetes.diagnosis import Finding
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_time
 
 HERE = Path(__file__).parent / "recorded"
+FINDINGS = HERE / "findings.yaml"
+NOW = 1_800_000_000.0
+"""When `findings` are looked for."""
 RECORDED_IMAGE = "docker.io/library/outlast:test"
 IMAGE = os.environ.get("OUTLAST_TEST_IMAGE", RECORDED_IMAGE)
 Document = dict[str, Any]
@@ -205,6 +212,16 @@ def seen(name: str) -> Snapshot:
     )
 
 
+def findings(name: str) -> list[Finding]:
+    """Return what is expected to be found in the recorded documents."""
+    return [Finding(**{**each, "evidence": tuple(each["evidence"])}) for each in _findings()[name]]
+
+
+@functools.cache
+def _findings() -> Document:
+    return dict(yaml.safe_load(FINDINGS.read_text()))
+
+
 def noted(it: Snapshot) -> float:
     """Return the approximate time of the recording: the time of its last event."""
     return datetime.fromisoformat(max(filter(None, map(event_time, it.events)))).timestamp()
@@ -290,9 +307,9 @@ def less(found: Document) -> Document:
 
 
 if __name__ == "__main__":
-    prefix, *names = sys.argv[1:]
+    prefix, *names = sys.argv[1:] or [""]
     HERE.mkdir(exist_ok=True)
-    for name in names or list(SITUATIONS):
+    for name in (names or list(SITUATIONS)) if prefix else ():
         namespace = f"{prefix}-{name}"
         try:
             begin(name, namespace)
@@ -303,3 +320,5 @@ if __name__ == "__main__":
                 print(f"{name}: there is nothing to see")
         finally:
             subprocess.run(["kubectl", "delete", "namespace", namespace, "--wait=false"], check=False, stdout=subprocess.DEVNULL)
+    found = {name: [dataclasses.asdict(each) for each in diagnosis.causes(seen(name), NOW)] for name in SITUATIONS}
+    FINDINGS.write_text(yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False, width=130, allow_unicode=True))
