@@ -38,7 +38,7 @@ from outlast.rendezvous.root_cause import Pending
 from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
 from outlast.worker.agent.world_loop import WorldLoop
-from outlast.worker.launch import rank0_files
+from outlast.worker.launch import script_files
 
 
 @pytest.mark.parametrize(
@@ -352,12 +352,12 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     )
     leaves = threading.Thread(target=WorldLoop._leave, args=(loop,))
     leaves.start()
-    while rank == 0 and not (number := rank0_files.requested(output)):
+    while rank == 0 and not (number := script_files.requested(output)):
         assert leaves.is_alive()
         wall.sleep(0.01)
     if rank == 0:
         assert (offers.said[1:], offers.owes) == ([("amended", 10)], True)
-        rank0_files.report(output, number)
+        script_files.report(output, number)
     leaves.join(10)
     assert (offers.said[1:], offers.owes) == ([("amended", 10)] * 2, False)
     writer.close()
@@ -384,25 +384,25 @@ def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     clock = SimpleNamespace(monotonic=wall.monotonic, sleep=lambda _: wall.sleep(0.01))
-    monkeypatch.setattr(rank0_files, "time", clock)
+    monkeypatch.setattr(script_files, "time", clock)
     output, asked = tmp_path / "out", []
     environ = {contract.Env.STATE: str(tmp_path), contract.Env.OUTPUT: str(output), contract.Env.STORE: "s3://bucket/job"}
     pods = {**environ, contract.Env.RENDEZVOUS: "operator://job"}
-    waits = threading.Thread(target=rank0_files.leave, args=(pods, 3, lambda: bool(asked.append(None))))
+    waits = threading.Thread(target=script_files.leave, args=(pods, 3, lambda: bool(asked.append(None))))
     waits.start()
     while len(asked) < 2:  # it cannot write there, as on a full disk
         assert waits.is_alive()
         wall.sleep(0.01)
     (output / ".push").mkdir(parents=True)
     for problem in ("the store is out of reach", ""):
-        while not rank0_files.requested(output):
+        while not script_files.requested(output):
             assert waits.is_alive()
             wall.sleep(0.01)
-        rank0_files.report(output, rank0_files.requested(output), problem)
+        script_files.report(output, script_files.requested(output), problem)
     waits.join(10)
     assert not waits.is_alive()
-    rank0_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, 3, lambda: False)  # all workers see this directory
-    assert not rank0_files.requested(output)
+    script_files.leave({**pods, contract.Env.RENDEZVOUS: "unix:///here"}, 3, lambda: False)  # all workers see this directory
+    assert not script_files.requested(output)
 
 
 # The end

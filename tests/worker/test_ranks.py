@@ -18,7 +18,7 @@ import pytest
 
 from clocks import DISTURBANCES, Machine
 from outlast.job import contract
-from outlast.job.workerfiles import plain_scripts
+from outlast.job.workerfiles import guessed_progress
 from outlast.job.workerfiles import progress_file as progress
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import root_cause
@@ -432,6 +432,6 @@ def test_processes_that_train_without_a_process_group_are_named_once(tmp_path: P
 
     assert looks(process) == looks(process, b"hello\n") == "", "whether it trains is not known"
     assert looks(dataclasses.replace(process, alone=0), b"step 1\n") == "", "it has a group"
-    assert looks(process) == looks(process) == plain_scripts.alone(2)
-    assert capsys.readouterr().out == f"outlast | {plain_scripts.alone(2)}\n"
-    assert logged.record()["logged_more"]["first"] == plain_scripts.Logged(1)
+    assert looks(process) == looks(process) == guessed_progress.alone(2)
+    assert capsys.readouterr().out == f"outlast | {guessed_progress.alone(2)}\n"
+    assert logged.record()["logged_more"]["first"] == guessed_progress.Logged(1)

@@ -13,12 +13,12 @@ import pytest
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.status import SavedStatus
-from outlast.job.workerfiles import plain_scripts, progress_file
-from outlast.job.workerfiles.plain_scripts import Logged
+from outlast.job.workerfiles import guessed_progress, progress_file
+from outlast.job.workerfiles.guessed_progress import Logged
 from outlast.storage import store
 from outlast.storage.runs.output import skipped
 from outlast.storage.sync import push_and_pull
-from outlast.worker.launch import rank0_files
+from outlast.worker.launch import script_files
 from outlast.worker.prepare import workdir
 
 LONG_AGO = time.time() - 1000
@@ -278,7 +278,7 @@ def test_on_a_volume_a_new_run_begins_without_the_files_of_the_one_before(tmp_pa
     ],
 )
 def test_names_of_files_that_look_like_checkpoints(name: str, looks: bool, step: int | None) -> None:
-    assert plain_scripts.step_of_file(name) == (looks, step)
+    assert guessed_progress.step_of_file(name) == (looks, step)
 
 
 @pytest.mark.parametrize(
@@ -286,7 +286,7 @@ def test_names_of_files_that_look_like_checkpoints(name: str, looks: bool, step:
     [("checkpoint-140", 140), ("global_step500", 500), ("iter_0000100", 100), ("checkpoints", None), ("step_100.pt", None)],
 )
 def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) -> None:
-    assert plain_scripts.step_of(name) == step
+    assert guessed_progress.step_of(name) == step
 
 
 @pytest.mark.parametrize(
@@ -322,27 +322,27 @@ def test_names_of_directories_that_are_checkpoints(name: str, step: int | None) 
     ],
 )
 def test_steps_in_lines_of_a_log(line: str, said: tuple[int, ...] | None) -> None:
-    assert plain_scripts.step_in(line) == (Logged(*said) if said else None)
+    assert guessed_progress.step_in(line) == (Logged(*said) if said else None)
 
 
 def test_the_last_line_counts_and_a_shorter_bar_is_another_one() -> None:
-    assert plain_scripts.last_step("step 1/20\nstep 2/20\nloss", None) == Logged(2, 20)
+    assert guessed_progress.last_step("step 1/20\nstep 2/20\nloss", None) == Logged(2, 20)
     bars = " 10%|# | 3/20 [00:01<00:02]\r 50%|# | 2/4 [00:01<00:02]\r"
-    assert plain_scripts.last_step(bars, Logged(1, 20)) == Logged(3, 20)
-    assert plain_scripts.last_step("step 7\n", Logged(3, 20)) == Logged(7, 20)
-    assert plain_scripts.last_step("nothing", Logged(3, 20)) == Logged(3, 20)
+    assert guessed_progress.last_step(bars, Logged(1, 20)) == Logged(3, 20)
+    assert guessed_progress.last_step("step 7\n", Logged(3, 20)) == Logged(7, 20)
+    assert guessed_progress.last_step("nothing", Logged(3, 20)) == Logged(3, 20)
 
 
 def test_a_counter_that_falls_is_one_of_an_epoch_from_then_on() -> None:
-    fell = plain_scripts.last_step("step 1/32", Logged(31, 32))
-    assert fell == Logged(1, 32, plain_scripts.UNNAMED)
-    assert plain_scripts.last_step("step 9/32", fell) == Logged(9, 32, plain_scripts.UNNAMED)
-    assert plain_scripts.last_step("epoch 3 iter 1/32", Logged(31, 32, 2)) == Logged(1, 32, 3)
+    fell = guessed_progress.last_step("step 1/32", Logged(31, 32))
+    assert fell == Logged(1, 32, guessed_progress.UNNAMED)
+    assert guessed_progress.last_step("step 9/32", fell) == Logged(9, 32, guessed_progress.UNNAMED)
+    assert guessed_progress.last_step("epoch 3 iter 1/32", Logged(31, 32, 2)) == Logged(1, 32, 3)
 
 
 def test_an_empty_bar_is_no_first_step() -> None:
-    assert plain_scripts.first_step("  0%|  | 0/400 [00:00<?]\r 35%|# | 141/400 [00:01<00:02]\r") == Logged(141, 400)
-    assert plain_scripts.first_step("hello\nstep 0/400\nstep 1/400") == Logged(0, 400)
+    assert guessed_progress.first_step("  0%|  | 0/400 [00:00<?]\r 35%|# | 141/400 [00:01<00:02]\r") == Logged(141, 400)
+    assert guessed_progress.first_step("hello\nstep 0/400\nstep 1/400") == Logged(0, 400)
 
 
 @pytest.mark.parametrize(
@@ -359,7 +359,7 @@ def test_an_empty_bar_is_no_first_step() -> None:
         (Logged(10, 32, 3), Logged(0, 32, 3), Logged(0, 32, 0), False),  # it goes on at the start of an epoch
         (Logged(10, 32, 1), Logged(0, 32, 1), None, False),  # the first epoch, or not
         (Logged(10, 32, 0), Logged(0, 32, 0), Logged(0, 32, 0), True),
-        (Logged(10, 32, plain_scripts.UNNAMED), Logged(0, 32), Logged(0, 32), False),
+        (Logged(10, 32, guessed_progress.UNNAMED), Logged(0, 32), Logged(0, 32), False),
         (Logged(10, 32, 3), Logged(0), Logged(0), False),
     ],
 )
@@ -369,18 +369,20 @@ def test_a_script_that_begins_again_is_noticed_by_its_own_log(reached: Logged, n
         (None, ": have it save checkpoints and load"),
         (saved, ", although ckpt/epoch1.pt was there: have it load"),
     ]:
-        said = plain_scripts.begun_anew(before, reached, now, first)
+        said = guessed_progress.begun_anew(before, reached, now, first)
         assert (there in said, "the script began again at " in said) == (warns, warns)
 
 
 def test_the_newest_save_is_found_by_name_and_time(tmp_path: Path) -> None:
-    assert plain_scripts.newest(tmp_path / "nowhere", 0) is None
+    assert guessed_progress.newest(tmp_path / "nowhere", 0) is None
     write(tmp_path / "work" / "pretrained" / "last.pt", at=LONG_AGO - 500)  # before the run
     write(tmp_path / "checkpoints" / "step-00000010" / "a.pt")  # a session's
-    assert plain_scripts.newest(tmp_path, LONG_AGO - 100) is None
+    assert guessed_progress.newest(tmp_path, LONG_AGO - 100) is None
     write(tmp_path / "work" / "out" / "checkpoint-140" / "optimizer.pt", at=LONG_AGO + 10)
     write(tmp_path / "work" / "checkpoint.pt", at=LONG_AGO + 5)
-    assert plain_scripts.newest(tmp_path, LONG_AGO) == SavedStatus(name="work/out/checkpoint-140", step=140, time=LONG_AGO + 10)
+    assert guessed_progress.newest(tmp_path, LONG_AGO) == SavedStatus(
+        name="work/out/checkpoint-140", step=140, time=LONG_AGO + 10
+    )
 
 
 class Shelf(dict[str, bytes]):
@@ -399,11 +401,11 @@ def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_r
     if wrote:  # on another pod: it is in the store
         write(output / "work" / contract.WORKED, "1")
     shelf, fetched = Shelf(), list[str]()
-    monkeypatch.setattr(rank0_files, "_fetch", lambda _announced, environ, _over: fetched.append(environ["RANK"]))
+    monkeypatch.setattr(script_files, "_fetch", lambda _announced, environ, _over: fetched.append(environ["RANK"]))
     pod = {Env.STATE: str(tmp_path), Env.OUTPUT: str(output), Env.STORE: "s3://bucket/job", Env.RENDEZVOUS: "kubernetes://job"}
     pod |= {Env.GENERATION: "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "GROUP_WORLD_SIZE": "2"}
     ranks = [{**pod, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)} for rank in range(4)]
-    threads = [threading.Thread(target=rank0_files.share, args=(each, lambda _: shelf)) for each in reversed(ranks)]
+    threads = [threading.Thread(target=script_files.share, args=(each, lambda _: shelf)) for each in reversed(ranks)]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -411,4 +413,4 @@ def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_r
     assert fetched == (["2"] if wrote else [])
     assert shelf.keys() == {"outlast/files", "outlast/files/0", "outlast/files/1"}
     for alone in ({"GROUP_WORLD_SIZE": "1"}, {Env.STORE: ""}, {Env.RENDEZVOUS: "unix:///here"}):
-        rank0_files.share({**ranks[0], **alone}, lambda _: pytest.fail("connected"))
+        script_files.share({**ranks[0], **alone}, lambda _: pytest.fail("connected"))

@@ -16,7 +16,7 @@ import typer
 from outlast.base import units
 from outlast.base.errors import NotFound
 from outlast.cli import terminal
-from outlast.job.workerfiles import plain_scripts
+from outlast.job.workerfiles import guessed_progress
 
 if TYPE_CHECKING:
     from outlast.job.failure import Failure
@@ -155,7 +155,7 @@ def newest_checkpoint(status: JobStatus, now: float) -> str | None:
     """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. For a plain script, it is a file that
     looks like a checkpoint."""
     if status.checkpoint is None:
-        return plain_scripts.sentence(status.saved, now) if status.saved else None
+        return guessed_progress.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
     if not newest.time:
         return f"step {newest.step}"

@@ -26,7 +26,7 @@ from outlast.job.status import (
     StoreStatus,
     WorkerStatus,
 )
-from outlast.job.workerfiles import plain_scripts, progress_file
+from outlast.job.workerfiles import guessed_progress, progress_file
 from outlast.local.state_dir import Run, StateDir
 from outlast.local.worker_processes import Worker, WorkerPool
 from outlast.rendezvous.world import World
@@ -53,9 +53,9 @@ class LiveStatus:
         """Warnings about a plain script that restarts from the beginning, or trains without a process group."""
         self._pid = 0
         """The pid of a plain script's rank 0."""
-        self._previous: plain_scripts.Logged | None = None
+        self._previous: guessed_progress.Logged | None = None
         """The last step of the process before `_pid`; None once it has been compared with `_pid`'s first step."""
-        self._first_of_run: plain_scripts.Logged | None = None
+        self._first_of_run: guessed_progress.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
         """Recent times and steps, from which the rate is computed."""
@@ -85,7 +85,7 @@ class LiveStatus:
         if not saved and self.has_session:
             return f"no step is saved, {step} {'is' if step == 1 else 'are'} lost" if step else "no step was done yet"
         if not saved:
-            return plain_scripts.sentence(self.status.saved, time.time())
+            return guessed_progress.sentence(self.status.saved, time.time())
         return f"step {saved} is saved" if saved >= step else f"step {saved} is saved, {step - saved} later ones are not"
 
     def read(self, world: World | None) -> None:
@@ -109,23 +109,23 @@ class LiveStatus:
         now = self.status
         if record.pid != self._pid:
             restarted = now.step and (self._pid or record.started > progress_file.kernel(os.getpid())[1])  # otherwise adopted
-            self._previous = plain_scripts.Logged(now.step, None, now.epoch) if restarted else None
+            self._previous = guessed_progress.Logged(now.step, None, now.epoch) if restarted else None
             self._pid = record.pid
         self._find_saves()
         worker = self._pool.present.get(world.members[0])
         report = self._pool.report(worker) if worker else {}
         self.alone = report.get("warning", self.alone)
         logged, more = report.get("logged"), report.get("logged_more") or {"pid": record.pid}
-        of_epoch = more.get("epoch", plain_scripts.UNNAMED if now.epoch == plain_scripts.UNNAMED else None)
+        of_epoch = more.get("epoch", guessed_progress.UNNAMED if now.epoch == guessed_progress.UNNAMED else None)
         if record.step:
             logged, more, of_epoch = (record.step, record.steps), {"first": (record.step,)}, None
         elif not logged or logged[2] != world.generation or more["pid"] != record.pid:
             return  # printed by an earlier process
         self._set_step(logged[0], None if of_epoch is not None else logged[1], "script" if record.step else "log")
         now.epoch, now.epoch_steps = of_epoch, None if of_epoch is None else logged[1]
-        first = plain_scripts.Logged(*more["first"]) if more.get("first") else None
+        first = guessed_progress.Logged(*more["first"]) if more.get("first") else None
         if first and self._previous:
-            self.begun_anew = plain_scripts.begun_anew(now.saved, self._previous, first, self._first_of_run) or self.begun_anew
+            self.begun_anew = guessed_progress.begun_anew(now.saved, self._previous, first, self._first_of_run) or self.begun_anew
             self._previous = None
         elif self._first_of_run is None and world.generation == 1 and not record.attempt:
             self._first_of_run = first
@@ -191,7 +191,7 @@ class LiveStatus:
         """Scan for a plain script's saves every few seconds, less often if the scan is slow."""
         began = time.monotonic()
         if now or began >= self._next_scan:
-            self.status.saved = plain_scripts.newest(self._output, self._run.submitted)
+            self.status.saved = guessed_progress.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:

@@ -21,7 +21,7 @@ from outlast.job import contract, spec
 from outlast.job.shipping import code_files
 from outlast.job.spec import version_differences
 from outlast.job.status import JobStatus, SavedStatus, State
-from outlast.job.workerfiles import plain_scripts
+from outlast.job.workerfiles import guessed_progress
 from outlast.storage import checkpoints
 from outlast.storage.checkpoints import register
 from outlast.storage.runs import Run
@@ -66,7 +66,7 @@ class Resumption:
 
     @property
     def _saved(self) -> str:
-        return plain_scripts.sentence(self.saved, time.time()) if self.saved else "there is no checkpoint"
+        return guessed_progress.sentence(self.saved, time.time()) if self.saved else "there is no checkpoint"
 
     @property
     def sentence(self) -> str:
@@ -86,7 +86,7 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
     remote = register.read(place, run) if place else None
     step = max(here.step if here else 0, remote.step if remote else 0)
     began = status or elsewhere
-    saved = plain_scripts.newest(output, began.submitted) if began and not step else None
+    saved = guessed_progress.newest(output, began.submitted) if began and not step else None
     if status is None:
         state = State(elsewhere.state if elsewhere else State.PENDING)
         return Resumption(state, step, where=place.url if place else "", saved=saved)

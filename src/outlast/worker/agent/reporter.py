@@ -13,7 +13,7 @@ from typing import Any
 from outlast.base import files, probes
 from outlast.job import contract, prometheus_metrics
 from outlast.job.prometheus_metrics import Sample
-from outlast.job.workerfiles import plain_scripts
+from outlast.job.workerfiles import guessed_progress
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.worker.agent.lifecycle import Phase, Worker
@@ -154,13 +154,13 @@ class LoggedStep:
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod
-        self._first_of_run: plain_scripts.Logged | None = None
-        self._previous: plain_scripts.Logged | None = None
+        self._first_of_run: guessed_progress.Logged | None = None
+        self._previous: guessed_progress.Logged | None = None
         """The last step that the previous process printed."""
         self._process: tuple[int, int] | None = None
         """Generation and pid of the current process."""
-        self._first: plain_scripts.Logged | None = None
-        self.last: plain_scripts.Logged | None = None
+        self._first: guessed_progress.Logged | None = None
+        self.last: guessed_progress.Logged | None = None
         """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
@@ -179,16 +179,16 @@ class LoggedStep:
             self.last, self._first, self._alone = None, None, 0
         elif first.phase == "started" and not first.step and log.written != self._written:
             self._written, text = log.written, log.recent.decode(errors="replace")
-            self.last, self._first = plain_scripts.last_step(text, self.last), self._first or plain_scripts.first_step(text)
+            self.last, self._first = guessed_progress.last_step(text, self.last), self._first or guessed_progress.first_step(text)
             if (first.generation, first.attempt) == (1, 0):
                 self._first_of_run = self._first
             elif self._pod and self._first and self._previous:
-                if warning := plain_scripts.begun_anew(None, self._previous, self._first, self._first_of_run):
+                if warning := guessed_progress.begun_anew(None, self._previous, self._first, self._first_of_run):
                     print(f"outlast | {warning}", flush=True)
                 self._previous = None
         step = first.step or (self.last.step if self.last else 0)
         self._alone = self._alone + 1 if process.alone > 1 and step and first.phase == "started" else 0
-        self.warning = plain_scripts.alone(process.alone) if self._alone >= ALONE_LOOKS else ""
+        self.warning = guessed_progress.alone(process.alone) if self._alone >= ALONE_LOOKS else ""
         if self._alone == ALONE_LOOKS:
             print(f"outlast | {self.warning}", flush=True)
 

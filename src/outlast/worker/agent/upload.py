@@ -37,7 +37,7 @@ from outlast.storage.checkpoints import in_store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.sync import growing_files, push_and_pull
 from outlast.worker.agent.upload_handle import SUPERSEDED
-from outlast.worker.launch import os_calls, rank0_files
+from outlast.worker.launch import os_calls, script_files
 from outlast.worker.prepare import compile_cache, workdir
 
 POLL_INTERVAL_S = 1.0
@@ -335,13 +335,13 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
     """Upload until `stop` is set: each checkpoint once it is committed, everything else at each interval. Raises Superseded."""
     due, failures = 0.0, 0
     while not stop.is_set():
-        requested = rank0_files.requested(uploader.output)
+        requested = script_files.requested(uploader.output)
         try:
             if requested or time.monotonic() >= due or uploader.waiting():
                 uploader.upload(stop, last=bool(requested))
                 due = time.monotonic() + interval_s
             uploader.upload_ledger(stop, time.monotonic())
-            rank0_files.report(uploader.output, requested)
+            script_files.report(uploader.output, requested)
             uploader.update(since=None, error="")
             failures = 0
             uploader.count(time.monotonic(), stop)
@@ -352,9 +352,9 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
         except (OutlastError, OSError) as problem:
             failed(uploader, problem)
             with contextlib.suppress(OSError):  # a full disk: the request remains
-                rank0_files.report(uploader.output, requested, str(problem))
+                script_files.report(uploader.output, requested, str(problem))
             until = time.monotonic() + backoff.jittered(backoff.exponential(failures, *RETRY_S))
-            while time.monotonic() < until and not rank0_files.requested(uploader.output) and not stop.wait(POLL_INTERVAL_S):
+            while time.monotonic() < until and not script_files.requested(uploader.output) and not stop.wait(POLL_INTERVAL_S):
                 pass
             failures += 1
             due = min(due, time.monotonic())

@@ -15,7 +15,7 @@ from typing import Any
 from outlast.base.clock import Seen
 from outlast.job import contract
 from outlast.worker.hangs.hang_limit import Process
-from outlast.worker.launch import rank0_files, relocatable
+from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
@@ -78,7 +78,7 @@ class UploadProcess:
         return (
             any(process.progress.phase not in BEFORE_STEPS or process.age_s >= AHEAD_S for process in processes)
             or self._waits.age("training", "") >= WAIT_S
-            or bool(rank0_files.requested(Path(self._environ[contract.Env.OUTPUT])))
+            or bool(script_files.requested(Path(self._environ[contract.Env.OUTPUT])))
         )
 
     def stop(self) -> None:

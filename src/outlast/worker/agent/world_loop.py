@@ -30,7 +30,7 @@ from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import World
 from outlast.worker.hangs.hang_limit import Process
-from outlast.worker.launch import rank0_files, rank_failures, rank_processes, warm_request
+from outlast.worker.launch import rank_failures, rank_processes, script_files, warm_request
 from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
@@ -213,7 +213,7 @@ class WorldLoop:
         member.left(reached=False)
         if member.rank == 0:
             over = lambda: self._warm.killed or member.closed is not None  # noqa: E731
-            rank0_files.leave(self._settings.environ, member.generation, over)
+            script_files.leave(self._settings.environ, member.generation, over)
         if self._warm.killed:  # the others wait for the state until this worker's connection or Lease has ended
             return contract.exit_code(-signal.SIGKILL)
         member.left(reached=True)

@@ -27,7 +27,7 @@ from outlast.base.errors import NoRoom, NotRestored, NotSaved, OutlastError, Sup
 from outlast.job import contract
 from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs import deadlocks
-from outlast.worker.launch import rank0_files, rank_failures
+from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 _USAGE = 2
@@ -40,7 +40,7 @@ def main(argv: list[str]) -> None:
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
-        rank0_files.share(os.environ, _tcp_store)
+        script_files.share(os.environ, _tcp_store)
         _enter(Path(state))
     watch = deadlocks.watch()
     watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)

@@ -25,7 +25,7 @@ from outlast.base.errors import Missing, OutlastError, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.shipping import code_files
-from outlast.job.workerfiles import plain_scripts, progress_file
+from outlast.job.workerfiles import guessed_progress, progress_file
 from outlast.storage import runs, store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.store import Store
@@ -119,8 +119,8 @@ class Results:
         """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
         A checkpoint delayed by this pass is not in the store."""
         *above, name = path.split("/")
-        numbered = [(place, step) for place, part in enumerate(above) if (step := plain_scripts.step_of(part)) is not None]
-        of_file = plain_scripts.step_of_file(name)[1]
+        numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
+        of_file = guessed_progress.step_of_file(name)[1]
         numbered += [(len(above), of_file)] if of_file is not None else []
         if not numbered:
             return False
@@ -133,7 +133,9 @@ class Results:
         if parts[place] in names:
             return False
         whole = [name for name in names if not name.endswith(".tmp") and "/".join([*parts[:place], name]) not in self._waiting]
-        steps = (plain_scripts.step_of_file(other)[1] if place == len(above) else plain_scripts.step_of(other) for other in whole)
+        steps = (
+            guessed_progress.step_of_file(other)[1] if place == len(above) else guessed_progress.step_of(other) for other in whole
+        )
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
@@ -157,7 +159,7 @@ class Results:
             try:
                 place = self._output / path
                 stat = place.stat()
-                if plain_scripts.step_of(place.parent.name) is not None:
+                if guessed_progress.step_of(place.parent.name) is not None:
                     return busy(place.parent)
             except OSError:
                 return True
@@ -280,7 +282,7 @@ def _inside(path: str) -> bool:
 def saves_itself(output: Path, place: Store) -> bool:
     """Return whether the script has saved here, without rank 0, since the store's files were written. Raises StoreError."""
     try:
-        return plain_scripts.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
+        return guessed_progress.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
         return True
 
@@ -321,7 +323,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 def main(argv: list[str]) -> int:
     """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by a training process, whose pid
-    comes first (`launch.rank0_files`), and ends with it."""
+    comes first (`launch.script_files`), and ends with it."""
     os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 
