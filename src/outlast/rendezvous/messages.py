@@ -62,7 +62,8 @@ class Report:
     """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
     will."""
     again: bool = False
-    """True if this process has replaced the process that joined `generation`, which its peers no longer hear."""
+    """True if this process has replaced the process that joined `generation`, which its peers no longer hear. Only workers of the
+    version before report it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
     """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
 
