@@ -248,7 +248,7 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. A checkpoint ranked by this step's evaluation is saved after it, with the current state."""
+        """End a step. A checkpoint ranked by this step's evaluation is saved later, with the state as of now."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -352,7 +352,7 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The Trainer's step, logs, callbacks, and remaining work of the step, with `state_dict` and `load_state_dict`."""
+    """The Trainer's logs, callbacks, step, and work left in that step, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment

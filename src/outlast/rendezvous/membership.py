@@ -422,7 +422,7 @@ class Membership:
         return self._unsaved
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return the batch to report (`messages.Report.batch`): that of the running processes, once they have told it."""
+        """Return `messages.Report.batch`: as told by the running processes, or else the last known value."""
         batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes

@@ -232,7 +232,7 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """Return the frames shown at a clip's times; fewer if the video ends early."""
+    """Return a clip's frames at fixed intervals; fewer if the video ends early."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # a process per core is enough
     start = (stream.start_time or 0) * stream.time_base

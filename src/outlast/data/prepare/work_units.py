@@ -119,7 +119,7 @@ def check_attempt() -> None:
 
 
 class Engine(Protocol):
-    """Runs the units of a stage: processes, or Spark."""
+    """Runs a stage's units in processes or on Spark."""
 
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]

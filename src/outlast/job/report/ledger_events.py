@@ -115,7 +115,7 @@ class Survey:
 
 
 def survey(ordered: Iterable[Timed]) -> Survey:
-    """Collect these facts in a first pass over all events."""
+    """Build a `Survey` in a first pass over all events."""
     facts, newest, announced, begun = Survey(), -1, 0, 0
     for t, event in ordered:
         facts.start = t if facts.start is None else facts.start

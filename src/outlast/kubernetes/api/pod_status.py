@@ -351,7 +351,7 @@ def end(pod: Document) -> End | None:
 
 
 def last_error(pod: Document) -> str:
-    """Return the error of Outlast's command in the pod, from the termination message; empty if the message has none."""
+    """Return the error that Outlast's command left in the pod's termination message; empty if there is none."""
     lines = str(terminated(container_status(pod)).get("message") or "").splitlines()
     return next((line.removeprefix("Error: ") for line in reversed(lines) if line.startswith("Error: ")), "")
 

@@ -79,7 +79,7 @@ def output_is_lost(job: spec.Job) -> bool:
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """Return the S3 URLs that a job names although its pods have no credentials for S3."""
+    """Return the S3 URLs of a job whose pods have no S3 credentials, otherwise none."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env

@@ -56,7 +56,7 @@ def full_name(pod: Mapping[str, Any]) -> str:
 
 
 def managed_by_operator(pod: Mapping[str, Any]) -> bool:
-    """Return whether the operator runs the pod's job. The operator then moves the pod because of the node's taint."""
+    """Return whether the operator runs the pod's job. If so, the node's taint makes the operator move the pod."""
     return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
 
 

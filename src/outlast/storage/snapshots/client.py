@@ -55,7 +55,7 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Memory of the agent, mapped into this process, with all pages touched."""
+    """Agent memory mapped into this process, with every page touched."""
 
     id: int
     view: memoryview

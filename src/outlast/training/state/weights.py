@@ -31,7 +31,7 @@ SAFE = ".safetensors"
 
 
 def check(path: Path, model: Any = None) -> None:
-    """Raise OutlastError if `model` is no module, or if the package that the format of `path` requires is missing."""
+    """Raise OutlastError if `model` is not a module, or if the package required by `path`'s format is missing."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise OutlastError(f"run.export() got {streams.kind(model)} and needs a module ({place()}); write run.export(net)")
     if path.suffix == SAFE and importlib.util.find_spec("safetensors") is None:

@@ -19,7 +19,7 @@ FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
 
 
 def stand_by() -> None:
-    """Fork if this is process 1, where only the child returns; otherwise return at once."""
+    """If this is process 1, fork and return only in the child; otherwise return at once."""
     if os.getpid() == 1:
         split()
 

@@ -63,7 +63,7 @@ def home() -> Path | None:
 
 
 def python() -> list[str]:
-    """Return the command of a Python that has the packages of an agent: this one, unless training runs in an image's."""
+    """Return the command for a Python with the agent's packages: the injected copy if in use, otherwise this one."""
     directory = home()
     return command(str(directory)) if directory else [sys.executable]
 

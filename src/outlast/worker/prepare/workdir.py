@@ -259,7 +259,7 @@ def _set_aside(directory: Path, run: str) -> None:
 
 
 def _sources(code: Path) -> dict[str, Path] | None:
-    """Return the files and links of code by name, without `code_files.NEVER`; None if they are too large to copy."""
+    """Return the files and links in `code` by path, except `code_files.NEVER`; None if there is too much to copy."""
     sources: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
@@ -288,8 +288,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has a later generation, or certainly `newer` files. Outside of the working directory,
-    only missing files are fetched. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation, or always if `newer`. Outside the working directory, only
+    missing files are fetched. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
