@@ -1,17 +1,25 @@
 """TCP connections to machines that may be lost: address parsing, and socket options that soon break a dead connection.
 
-Called by the transports, the mesh and the data port of snapshots.
+Called by the rendezvous, the world loop and the data port of snapshots.
 """
 
 from __future__ import annotations
 
 import socket
 
+REACH_S = 5.0
+"""Timeout in seconds of `reach`."""
+
 
 def host_port(address: str) -> tuple[str, int]:
     """Split `host:port` or `[2001:db8::1]:port` into host and port. Raises ValueError."""
     host, _, port = address.rpartition(":")
     return host.strip("[]"), int(port)
+
+
+def reach(address: str) -> None:
+    """Check that connections are accepted at `host:port`. Raises OSError."""
+    socket.create_connection(host_port(address), timeout=REACH_S).close()
 
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:

@@ -61,7 +61,7 @@ class Limits:
     """Limits for unpacking an archive, and words for the error messages."""
 
     what: str
-    """What the archive contains: `code` or `data`."""
+    """Contents of the archive: `code` or `data`."""
     entries: int
     size: int
     """Number of bytes that any archive may unpack to, however small it is."""

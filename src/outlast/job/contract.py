@@ -55,6 +55,11 @@ def signal_name(number: int) -> str:
         return f"signal {number}"
 
 
+def how_ended(status: int) -> str:
+    """Return how a process ended, from its exit code or negative signal number."""
+    return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
+
+
 class FailureCause(enum.StrEnum):
     """Machine-readable cause of a worker's failure; the accompanying sentence is for people."""
 

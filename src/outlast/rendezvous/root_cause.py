@@ -24,8 +24,8 @@ _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", 
 
 
 class Known(NamedTuple):
-    """What a coordinator knows about a failure: it and the step that the run had reached, the step that raised it (None if
-    unknown), and the newest committed step."""
+    """A coordinator's knowledge of a failure: the failure with the step that the run had reached, the step that raised it (None
+    if unknown), and the newest committed step."""
 
     failure: Failure
     raised: int | None

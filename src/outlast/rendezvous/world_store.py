@@ -10,27 +10,25 @@ from datetime import timedelta
 
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
 
+from outlast.base import tcp
 from outlast.rendezvous.world import World
 
 TIMEOUT_S = 30.0
 """Timeout of requests to a world's store, once connected."""
-REACH_S = 5.0
-"""Timeout for connecting to the store. TCPStore itself would retry even if the host refuses connections."""
 
 
 def connect(world: World, rank: int, listener: socket.socket) -> TCPStore:
     """Connect to the store of a world; on rank 0, host it on the listening socket. Raises OSError and RuntimeError."""
-    host, port = world.address.rsplit(":", 1)
     if rank == 0:
         return _hosted(world.address, listener.detach())
-    socket.create_connection((host, int(port)), timeout=REACH_S).close()
+    tcp.reach(world.address)  # TCPStore itself would retry even if the host refuses connections
     return client(world.address)
 
 
 def client(address: str) -> TCPStore:
     """Connect to the store at an address. Raises RuntimeError."""
-    host, port = address.rsplit(":", 1)
-    store = TCPStore(host, int(port), is_master=False, timeout=timedelta(seconds=REACH_S))
+    host, port = tcp.host_port(address)
+    store = TCPStore(host, port, is_master=False, timeout=timedelta(seconds=tcp.REACH_S))
     store.set_timeout(timedelta(seconds=TIMEOUT_S))
     return store
 
@@ -43,6 +41,6 @@ def main(argv: list[str]) -> None:
 
 
 def _hosted(address: str, fd: int) -> TCPStore:
-    host, port = address.rsplit(":", 1)
+    host, port = tcp.host_port(address)
     timeout = timedelta(seconds=TIMEOUT_S)
-    return TCPStore(host, int(port), is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)
+    return TCPStore(host, port, is_master=True, wait_for_workers=False, timeout=timeout, master_listen_fd=fd)

@@ -272,15 +272,13 @@ class Server:
             self._encoded = content, json.dumps({kind: dataclasses.asdict(content)}).encode()
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
-    def drop_silent(self) -> list[int]:
-        """Disconnect members that have been silent for too long, since a stopped process keeps its connection. Returns their
-        ids."""
+    def drop_silent(self) -> None:
+        """Disconnect members that have been silent for too long, since a stopped process keeps its connection."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
             del self._beats[id]
             self._writers[id].transport.abort()
-        return silent
 
     async def _serve(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
         id: int | None = None

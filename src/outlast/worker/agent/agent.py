@@ -94,7 +94,6 @@ class Agent:
         self._preparation = phases.Preparation(job, environ, stop=self._stop_preparing)
         self._preparing: threading.Thread | None = None
         self._loop: world_loop.WorldLoop | None = None
-        self._training: threading.Thread | None = None
         self._events: queue.SimpleQueue[lifecycle.Event] = queue.SimpleQueue()
         self._wake_r, self._wake_w = os.pipe()
         os.set_blocking(self._wake_w, False)
@@ -141,7 +140,7 @@ class Agent:
     def _shut_down(self, end: lifecycle.Exit) -> None:
         self.reporter.write("done" if end.code == contract.Exit.DONE else "gone", self.worker, self._upload, code=end.code)
         self._stop_preparing.set()
-        self._kill_training()
+        self._warm.kill()
         if end.code != contract.Exit.INTERRUPTED:
             self._status_server.end(done=end.code == contract.Exit.DONE)
         self._warm.wait()
@@ -164,9 +163,6 @@ class Agent:
         """This agent's ledger, opened at the first event, when its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
-    def _kill_training(self) -> None:
-        self._warm.kill()  # its forks die with it, and the world loop ends
-
     # Effects
 
     def _happened(self, event: lifecycle.Event) -> None:
@@ -180,14 +176,13 @@ class Agent:
                     self._preparing = threading.Thread(target=self._prepare, args=(phase,), daemon=True)
                     self._preparing.start()
                 case lifecycle.Train():
-                    self._training = threading.Thread(target=self._train, name="worlds", daemon=True)
-                    self._training.start()
+                    threading.Thread(target=self._train, name="worlds", daemon=True).start()
                 case lifecycle.Notify(reason, deadline):
                     self._notify(reason, deadline)
                 case lifecycle.Kill():
                     why = f"the grace period is over ({self.worker.leaving})" if self.worker.leaving else self.worker.reason
                     print(f"outlast | {why}; ending the training", flush=True)
-                    self._kill_training()
+                    self._warm.kill()
                 case lifecycle.Flush():
                     self._begin_flush()
                 case lifecycle.Exit(code, reason):
@@ -303,7 +298,7 @@ class Agent:
     def _coordination_broke(self, reason: str) -> None:
         print(f"outlast | {reason}", flush=True)
         self._put(lifecycle.Trained(contract.exit_code(-signal.SIGKILL)))  # so that the worker is restarted
-        self._kill_training()
+        self._warm.kill()
 
     def _superseded(self, reason: str) -> None:
         self.reporter.displaced = True
@@ -394,7 +389,7 @@ class Agent:
             reached = self.reporter.metrics
             self._status_server.look(reached["step"], reached.get("target_step"), rank=processes[0].progress.rank)
         if not self.state.is_dir():  # the running job was removed
-            self._kill_training()
+            self._warm.kill()
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from outlast.base import backoff, machine_memory
+from outlast.base import backoff, machine_memory, tcp
 from outlast.base.clock import Seen
 from outlast.job import contract, sealed_lines
 from outlast.job.contract import Env, FailureCause
@@ -38,13 +38,11 @@ EXIT_TIMEOUT_S = 5.0
 """Longest time in seconds from the error record of a process to its end."""
 MAX_BACKOFF_S = 30.0
 """Longest delay in seconds before the restart of a script that exits as if interrupted, but was not."""
-REACH_S = 5.0
-"""Timeout in seconds for a connection to the host of a world's store."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What a worker's loop is started with. `environ` is the worker's environment."""
+    """Settings of a worker's loop. `environ` is the worker's environment."""
 
     environ: Mapping[str, str]
     python: str
@@ -191,8 +189,7 @@ class WorldLoop:
         """Host the world's store if we have rank 0; otherwise check that its host can be reached. Returns False if this worker
         must stop before ranks can be forked. Raises OSError and WarmEnded."""
         if rank != 0:
-            host, port = world.address.rsplit(":", 1)
-            socket.create_connection((host, int(port)), timeout=REACH_S).close()
+            tcp.reach(world.address)
         ready = self._warm.wait_until_ready(self._settings.python, self._member.must_stop)
         if ready and rank == 0:
             ranks.host(world.address, listener, self._settings.environ)

@@ -85,8 +85,8 @@ class Start:
         record = files.mapping(self.state / contract.ERROR.format(local_rank=ended.local_rank))
         # The error record wins: threads of torch may end the process with SIGABRT while it exits.
         code = record.get("code") or contract.exit_code(ended.code)
-        what = (verdict.reason if verdict else "") or record.get("message") or ended.why or _how(ended.code)
-        if oom := oom and (what == _how(-signal.SIGKILL) or _LOADER in what):
+        what = (verdict.reason if verdict else "") or record.get("message") or ended.why or contract.how_ended(ended.code)
+        if oom := oom and (what == contract.how_ended(-signal.SIGKILL) or _LOADER in what):
             what = "was killed: out of memory; raise resources.memory, or lower the batch"
         # Messages of OutlastError are whole sentences.
         sentence = bool(record) and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
@@ -167,7 +167,3 @@ def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) ->
     """Return whether the script, not the machine, probably caused a failure before its first step."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS
-
-
-def _how(exitcode: int) -> str:
-    return f"was killed by {contract.signal_name(-exitcode)}" if exitcode < 0 else f"exited with code {exitcode}"

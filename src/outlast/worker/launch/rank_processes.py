@@ -192,7 +192,7 @@ class RankProcesses:
             self._store.signal(signal.SIGKILL)
 
     def failures(self) -> list[Ended]:
-        """Return the ends of those training processes that did not exit with 0, and the end of the store before them."""
+        """Return the ends of those training processes that did not exit with 0, and of the store's process unless we ended it."""
         failed = [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
         return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 

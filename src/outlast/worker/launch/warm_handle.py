@@ -66,7 +66,7 @@ class WarmProcess:
                 if self._process and status is None:
                     self._killed.wait(_POLL_INTERVAL_S)  # it imports torch
                     continue
-                why = _how(status) if status is not None else f"could not be started: {problem.strerror}"
+                why = contract.how_ended(status) if status is not None else f"could not be started: {problem.strerror}"
             self._process = None
             if self._killed.is_set():
                 break
@@ -81,7 +81,7 @@ class WarmProcess:
         return False
 
     def kill(self) -> None:
-        """Kill the process for good. Its forks die with it."""
+        """Kill the process for good. Its forks, the training processes, die with it."""
         with self._lock:
             self._killed.set()
             if self._process:
@@ -91,7 +91,3 @@ class WarmProcess:
         """Wait for the end of the killed process."""
         if process := self._process:
             process.wait()
-
-
-def _how(status: int) -> str:
-    return f"was killed by {contract.signal_name(-status)}" if status < 0 else f"exited with code {status}"
