@@ -1,10 +1,13 @@
-"""What fits into the time that is left."""
+"""The notice to leave, and what fits into the time that is left."""
 
 from __future__ import annotations
 
+import time
+from pathlib import Path
+
 import pytest
 
-from outlast.job.workerfiles import time_left
+from outlast.job.workerfiles import notice_file, time_left
 
 
 @pytest.mark.parametrize(
@@ -53,3 +56,17 @@ def test_an_upload_that_will_not_be_complete_is_said() -> None:
     assert not time_left.too_late_to_upload(5, None)
     assert not time_left.too_late_to_upload(5, 5)
     assert time_left.too_late_to_upload(5, 9).startswith("the last upload of a checkpoint took 9 s, and 5 s are left")
+
+
+def test_a_call_neither_replaces_nor_removes_a_leave(tmp_path: Path) -> None:
+    notice = tmp_path / "notice.json"
+    notice_file.write(notice, "call", "a worker joins", time.time() + 60, generation=3)
+    notice_file.write(notice, "leave", "its node goes", time.time() + 30)
+    notice_file.write(notice, "call", "another joins", time.time() + 90, generation=4)
+    notice_file.end_call(notice)
+    assert notice_file.read(notice)["reason"] == "its node goes"
+    assert notice_file.left_s(notice) <= 30
+    notice.unlink()
+    notice_file.write(notice, "call", "another joins", time.time() + 90, generation=4)
+    notice_file.end_call(notice)
+    assert not notice.exists()

@@ -344,8 +344,7 @@ class Membership:
         if not again:
             self._enter_mesh(world)
         reported = self._take_up(world, again=again)
-        if notice_file.read(self.notice).get("kind") == "call":
-            self.notice.unlink(missing_ok=True)
+        notice_file.end_call(self.notice)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
         with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
             files.replace(self._state / contract.WORLD, json.dumps(fields))

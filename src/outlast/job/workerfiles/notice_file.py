@@ -9,18 +9,32 @@ from __future__ import annotations
 
 import json
 import math
+import threading
 import time
 from pathlib import Path
 from typing import Any
 
 from outlast.base import files
 
+_WRITING = threading.Lock()
+"""Held by the agent's threads while they replace or remove a notice, so that a call never removes a leave."""
+
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Write a notice. `deadline` is in seconds since the epoch; after it, the agent kills the training."""
+    """Write a notice; a call does not replace a leave. `deadline` is in seconds since the epoch; after it, the agent kills the
+    training. Raises OSError."""
     until = time.monotonic() + deadline - time.time()
     notice = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
-    files.replace(path, json.dumps(notice))
+    with _WRITING:
+        if kind == "leave" or read(path).get("kind") != "leave":
+            files.replace(path, json.dumps(notice))
+
+
+def end_call(path: Path) -> None:
+    """Remove a call, which the next world has answered; a leave stays."""
+    with _WRITING:
+        if read(path).get("kind") == "call":
+            path.unlink(missing_ok=True)
 
 
 def left_s(path: Path | None) -> float:
