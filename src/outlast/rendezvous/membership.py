@@ -90,7 +90,7 @@ class Membership:
         """The file that asks training to leave (`workerfiles.notice_file`)."""
         self.world: World | None = None
         self.attempt = 0
-        """Number of restarts of the current world's processes without the coordinator."""
+        """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
         """Callback that returns True once the training processes were killed for good: leave at once, without saving."""
         self.joining: Callable[[], None] = lambda: None
@@ -146,12 +146,12 @@ class Membership:
 
     @property
     def generation(self) -> int:
-        """Generation of the current world; 0 before the first world."""
+        """The current world's generation; 0 before the first world."""
         return self.world.generation if self.world else 0
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the current world; -1 before the first world."""
+        """This worker's rank in the current world; -1 before the first world."""
         return self.world.members.index(self._client.id) if self.world else -1
 
     @property
@@ -422,7 +422,7 @@ class Membership:
         return self._unsaved
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return `messages.Report.batch`: as told by the running processes, or else the last known value."""
+        """Return `messages.Report.batch` as reported by the running processes, or else the last known value."""
         batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes

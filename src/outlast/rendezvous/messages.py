@@ -18,7 +18,7 @@ from outlast.rendezvous import vocabulary
 from outlast.rendezvous.vocabulary import Id, MaybeAddress, MemberState, World
 
 _MOST_UNHEARD = 256
-"""Maximum number of peers in one report; a member watches few."""
+"""Maximum number of peers in one report; a member watches only a few."""
 _MOST_PAST = 64
 """Maximum number of repaired failures in one report."""
 _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
@@ -128,7 +128,7 @@ class Closed:
 
     reason: str
     code: int
-    """Exit code of the worker."""
+    """The worker's exit code."""
     end: End = End.UNKNOWN
 
 

@@ -79,7 +79,7 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member's last loss in a partition."""
+    """A member's most recent loss in a partition."""
 
     at: float
     times: int = 1

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh
 
 KIND = "attempt"
-"""Kind of our messages in the mesh."""
+"""The kind of our messages in the mesh."""
 REPORTERS = 3
 """Number of members in a world that report repairs, so that a coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02

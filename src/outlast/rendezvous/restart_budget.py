@@ -28,7 +28,7 @@ LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits on the failures of a job."""
+    """Limits on a job's failures."""
 
     limit: int
     """Maximum number of restarts within `window` while the committed step does not advance."""
@@ -36,7 +36,7 @@ class Policy:
 
 
 class Record(NamedTuple):
-    """One counted failure."""
+    """A failure that was counted."""
 
     time: float
     """Time of the verdict, in seconds since the epoch."""
@@ -79,7 +79,7 @@ class Kills:
 
     count: int = 0
     step: int = -1
-    """The furthest step of any killed process."""
+    """The furthest step that any killed process reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
         """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step`

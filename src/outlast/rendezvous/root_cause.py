@@ -90,7 +90,7 @@ def cause(pending: Iterable[Pending]) -> Pending:
 
 
 def left_early(who: str, other: int | None, step: int | None) -> str:
-    """Return the reason for ranks that exited while other ranks trained."""
+    """Return the reason to report if ranks exited while other ranks were training."""
     trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
     remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
     return f"{who} exited with 0, as if done, while {trained}: {remedy}"

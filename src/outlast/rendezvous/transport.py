@@ -49,7 +49,7 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings outside the endpoint come from the worker's environment."""
+    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
 
     run: str
     id: int
@@ -58,9 +58,9 @@ class Member:
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
-    """Callback for when the operator sets this worker's deadline, in seconds since the epoch, with its reason."""
+    """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Callback for the end of the run as published by the operator, called before anything acts on it."""
+    """Called with the end of the run once the operator has published it, before anything acts on it."""
 
     @property
     def generation(self) -> int:

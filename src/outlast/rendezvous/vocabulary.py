@@ -16,12 +16,12 @@ from outlast.job import contract
 from outlast.rendezvous import partition
 
 Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
-"""Index of a worker."""
+"""A worker's index."""
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
-"""`host:port`."""
+"""An address of the form `host:port`."""
 MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
-"""`host:port`, or empty."""
+"""An address of the form `host:port`, or an empty string."""
 
 
 class MemberState(enum.StrEnum):
@@ -50,7 +50,7 @@ class Member:
     since: float = 0.0
     """Time at which `standing` last changed; repeating a report does not change it."""
     failed: bool = False
-    """True if the worker's training processes of `generation` failed or hung."""
+    """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
     """Description of the failure; empty if the failure is unknown or only echoes another worker's failure."""
     unheard: tuple[int, ...] = ()
@@ -112,7 +112,7 @@ class Call:
     """True if training saves first; otherwise its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that leave. Once they have saved, their absence is not a failure."""
+    """Workers that are leaving. Once they have saved, their absence is not a failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
     """Unresponsive workers to kill or shut down; see `rendezvous.partition`."""
@@ -167,7 +167,7 @@ class Desired:
     """The requested number of workers."""
 
     replicas: int
-    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, but at least the smallest
+    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, or else the smallest
     allowed size."""
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
@@ -195,7 +195,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class State:
-    """The state of the coordinator."""
+    """The coordinator's state."""
 
     members: Mapping[int, Member]
     """Connected workers, plus members of the world that were DONE when they disconnected."""

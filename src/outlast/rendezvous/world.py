@@ -139,7 +139,7 @@ class _Situation:
         )
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
-        """The newest generation that may have made a step: a generation without one of its holders of state has made none."""
+        """The newest generation that may have made a step: one that a holder of state has not joined cannot have made any."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -161,14 +161,14 @@ class _Situation:
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Return the members of the world in this state, in rank order."""
+        """Return the world's members in this state, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """Return an unplanned call; None if the pending call is unplanned already or no member trains."""
+        """Return an unplanned call; None if the pending call is already unplanned or no member is training."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:

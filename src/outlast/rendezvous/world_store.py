@@ -14,7 +14,7 @@ from outlast.base import tcp
 from outlast.rendezvous.world import World
 
 TIMEOUT_S = 30.0
-"""Timeout of requests to a world's store, once connected."""
+"""Timeout for requests to a world's store, once connected."""
 
 
 def connect(world: World, rank: int, listener: socket.socket) -> TCPStore:

@@ -139,7 +139,7 @@ class Term:
     # Members' reports
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of the run's keys. Raises Deposed."""
+        """Process events for the run's keys. Raises Deposed."""
         of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:

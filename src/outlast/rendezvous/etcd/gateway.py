@@ -78,7 +78,7 @@ OPTIONS = {
 
 
 class Host(NamedTuple):
-    """An endpoint."""
+    """An etcd endpoint."""
 
     name: str
     port: int
@@ -199,7 +199,7 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """Execute `then` if all comparisons hold, otherwise `otherwise`; both are lists of `range_`, `put`, `delete`. Raises
+        """Execute `then` if all comparisons hold, and `otherwise` if not; both are lists of `range_`, `put` and `delete`. Raises
         LeaseGone."""
         answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]

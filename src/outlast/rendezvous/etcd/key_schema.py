@@ -37,18 +37,18 @@ _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one run."""
+    """One run's keys."""
 
     root: str
 
     @classmethod
     def of(cls, prefix: str, run: str) -> Self:
-        """Return the keys of a run, whose name may contain any characters."""
+        """Return a run's keys. The run's name may contain any characters."""
         return cls(f"{prefix}/{quote(run, safe='')}")
 
     @property
     def members(self) -> str:
-        """Prefix of the keys of all members."""
+        """Prefix of all members' keys."""
         return f"{self.root}/members/"
 
     def member(self, id: int) -> str:
@@ -99,7 +99,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, with the last state that the member has received from the run."""
+    """A member's report, along with the last published state that the member has received."""
 
     report: Report
     token: str

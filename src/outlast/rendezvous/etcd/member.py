@@ -63,7 +63,7 @@ class Identity:
 
 
 class EtcdMember:
-    """One member. `clock` is steady; `wall` is this machine's wall clock, for deadlines that its other processes read."""
+    """One member of a run. `clock` is steady; `wall` is the wall clock, for deadlines that other processes on this machine read."""
 
     def __init__(
         self,
@@ -92,7 +92,7 @@ class EtcdMember:
         self._newest: World | None = None
         """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()
-        """Tokens of the members of `_newest`."""
+        """The tokens of the members in `_newest`."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
@@ -215,7 +215,7 @@ class EtcdMember:
         self.synced = True
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of keys below `key_schema.Keys.decided`."""
+        """Process events for keys below `key_schema.Keys.decided`."""
         for event in [event for event in events if event.modified > self._at]:  # several keys may change in one revision
             self._at = event.modified
             if event.key == self._keys.leader:

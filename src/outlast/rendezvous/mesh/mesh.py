@@ -87,7 +87,7 @@ class Mesh:
         self.complete = False
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
-        """Callback for changes of `unheard`, `refused` or `complete`."""
+        """Callback for changes to `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
         """Handlers by message kind, called with the sender and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
@@ -100,7 +100,7 @@ class Mesh:
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """True if the end was requested, and if the thread has finished."""
+        """True once the end was requested, and once the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -141,7 +141,7 @@ class Mesh:
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a message with a `kind` to any member, whose handler of that kind is called once.
+        """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
         The future completes when the member has handled the message. It raises `Undelivered` if the member has left, refuses
         connections, or does not answer in time.
@@ -325,7 +325,7 @@ class Mesh:
                 _print_problem(f"worker {id} has no valid address in the mesh: {problem}")
 
     def _publish(self) -> None:
-        """Publish the state of the watched peers if it has changed."""
+        """Publish the watched peers' state if it has changed."""
         watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
         silent = [peer for peer in watched if peer.met and peer.state.unheard]
         unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)

@@ -39,7 +39,7 @@ class _Message:
 
 
 class Peer:
-    """A peer of this member. `hello` is the first message that we send to it."""
+    """One of this member's peers. `hello` is the first message that we send to it."""
 
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False

@@ -89,9 +89,9 @@ SMALL = 64
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
     """Return the peers that member `id` watches, in rank order. `members` must also be in rank order.
 
-    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
-    Each member is watched by five or six others, and the ring stays connected if any two are lost. The ranks of one rack are
-    mostly neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
+    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. Watching is mutual. Each
+    member is watched by five or six others, and the ring stays connected if any two are lost. The ranks in a rack are mostly
+    neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

@@ -77,7 +77,7 @@ class _Line:
 
 
 class MemberSocket:
-    """A member's side, see `member_client.Board`. Reconnecting is retried forever, since a running world does not need the
+    """A member's side (see `member_client.Board`). Connecting is retried forever, since a running world does not need the
     coordinator, which may return."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
@@ -234,9 +234,9 @@ class Server:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not reported yet, oldest first."""
         self._process: dict[int, str] = {}
-        """The current process of each index."""
+        """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
-        """Earlier processes of each index."""
+        """Earlier processes for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
@@ -331,7 +331,7 @@ class Server:
         return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
     def _admit(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a connection as a member's; returns False if a later process has replaced the member's process."""
+        """Accept a member's connection; returns False if a later process has replaced the one that is connecting."""
         replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
         if process in replaced:
             return False
