@@ -63,7 +63,7 @@ class Identity:
 
 
 class EtcdMember:
-    """One member of a run. `clock` is steady; `wall` is the wall clock, for deadlines that other processes on this machine read."""
+    """One member of a run. `clock` is steady; `wall` is the wall clock, for deadlines that local processes read."""
 
     def __init__(
         self,

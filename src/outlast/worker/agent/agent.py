@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. Also called by one of the threads of `snapshots`."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest
@@ -286,7 +286,7 @@ class Agent:
             fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """Return (generation, step) of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
+        """Return the generation and step of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -305,7 +305,7 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _train(self) -> None:
-        """Train in successive worlds; the thread's target."""
+        """Train in successive worlds. Runs in its own thread."""
         from outlast.worker.prepare import phases
 
         spec = self.job.spec
@@ -341,7 +341,7 @@ class Agent:
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Answer `POST /leave`; called by a thread of the probe server."""
+        """Answer `POST /leave`. Called by the probe server's threads."""
         answer = self._orders.judge(headers, body, time.time())
         if answer.status != HTTPStatus.ACCEPTED:
             return answer.status, answer.text

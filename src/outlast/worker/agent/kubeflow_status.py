@@ -23,7 +23,7 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Environment variables with the URL, the file of the server's certificate authority, and the file of our renewable token."""
+"""Environment variables with the URL, the server's certificate authority file, and our token file, which is renewed."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64

@@ -37,7 +37,7 @@ PREPARATION = (Phase.RUN, Phase.CODE, Phase.ENVIRONMENT, Phase.DATA, Phase.CHECK
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """The state of a worker: its phase, and how it will end."""
+    """A worker's state: its phase, and how it will end."""
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
@@ -53,7 +53,7 @@ class Worker:
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
-"""Exit codes after which a restart of the worker is pointless."""
+"""Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
 """Timeout in seconds for the last upload once training is done. It is long, since nothing repeats that upload, whereas a failed
 worker is restarted and uploads again."""
@@ -80,7 +80,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """Event: a preparation phase has failed. `retry` is True if a restart of the worker could help."""
+    """Event: a preparation phase has failed. `retry` is True if restarting the worker could help."""
 
     phase: Phase
     reason: str

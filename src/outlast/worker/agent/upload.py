@@ -57,7 +57,7 @@ RETRY_S = (2.0, 60.0)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The state of an upload process."""
+    """An upload process's state."""
 
     pushed: float | None = None
     """Time of the last complete upload, in seconds since the epoch; None before the first."""
@@ -319,7 +319,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lock of an output directory; yields False if `give_up()` becomes true first."""
+    """Hold an output directory's lock; yields False if `give_up()` becomes true first."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):

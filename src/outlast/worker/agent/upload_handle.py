@@ -24,18 +24,18 @@ half a second."""
 WAIT_S = 30.0
 """Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
 NICENESS = 10
-"""Increment of the upload process's niceness, since training has priority."""
+"""Added to the upload process's niceness, since training has priority."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
 """Phases of a training process before its first step has ended."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
-"""Exit code of the upload process if the store has a newer generation."""
+"""The upload process's exit code if the store has a newer generation."""
 _TIMES = ("pushed", "since")
 """Fields of a report that hold wall-clock times."""
 
 
 class UploadProcess:
-    """The upload process of one worker, a child of this process. `environ` is the worker's environment, read at each start."""
+    """One worker's upload process, a child of this process. `environ` is the worker's environment, read at each start."""
 
     def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environ = environ
@@ -45,7 +45,7 @@ class UploadProcess:
         """Earliest time for the next start; None before the first upload is due."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """Last report of the upload process (`upload.Report`); empty while another worker on this machine uploads."""
+        """The upload process's last report (`upload.Report`); empty while another worker on this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:

@@ -37,7 +37,7 @@ MONITOR_INTERVAL_S = 0.02
 EXIT_TIMEOUT_S = 5.0
 """Maximum time in seconds from a process's error record to its end."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay in seconds before the restart of a script that exits as if interrupted, but was not."""
+"""Longest delay in seconds before restarting a script that exits as if it had been interrupted, but was not."""
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Settings:
     grace_s: float
     """Seconds that training has to save and leave on request."""
     restarts: int
-    """The job's limit on restarts, which also limits the attempts of a world."""
+    """The job's limit on restarts, which also limits a world's attempts."""
     needed: bool
     """True if no world can do without this worker."""
     must_leave: Callable[[float, str], None]
@@ -219,7 +219,7 @@ class WorldLoop:
     # Called by the membership
 
     def _joining(self) -> None:
-        """Forget the error records and verdicts of the previous world."""
+        """Forget the previous world's error records and verdicts."""
         for local_rank in range(self._settings.processes):
             (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
         self._verdicts.clear()

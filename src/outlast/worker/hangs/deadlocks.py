@@ -61,7 +61,7 @@ _COUNTED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """The state of a rank whose main thread does not move."""
+    """The state of a rank whose main thread is not moving."""
 
     calls: int = 0
     """Number of calls to the session that have begun."""
@@ -80,7 +80,7 @@ class RankState:
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if these still ranks certainly wait for each other by mistake; otherwise empty."""
+    """Return the error message if these still ranks are certainly waiting for each other by mistake; otherwise empty."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -381,7 +381,7 @@ def _foreign(frame: FrameType) -> bool:
 
 
 def _joins(frame: FrameType | None) -> bool:
-    """Return whether a thread waits for the other ranks to join a process group."""
+    """Return whether a thread is waiting for the other ranks to join a process group."""
     while frame is not None:
         if frame.f_code.co_name in ("init_process_group", "new_group") and frame.f_globals["__name__"].startswith("torch."):
             return True

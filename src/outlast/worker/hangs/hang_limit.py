@@ -52,7 +52,7 @@ START_LIMIT_S = 600.0
 
 
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
-    """Return the hung processes of this worker to kill, each with a reason. `limit_s` is the job's `hang.limit`.
+    """Return this worker's hung processes, which must be killed, each with a reason. `limit_s` is the job's `hang.limit`.
 
     If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
     If no culprit is on this worker, it may be on another, so the ranks here count as stuck only after a longer time. Ranks that

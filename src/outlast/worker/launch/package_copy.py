@@ -32,7 +32,7 @@ def current() -> Path | None:
 
 
 def make(cache: Path) -> Path:
-    """Return the directory with a copy of our package, which is made if it does not exist. Raises OSError."""
+    """Return a directory with a copy of our package, making the copy if it does not exist. Raises OSError."""
     if copy := current():  # one job's script starts another job
         return copy
     source, packages = Path(outlast.__file__).parent, cache / "packages"

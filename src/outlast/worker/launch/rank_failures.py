@@ -152,8 +152,8 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return the cause of a failure, if the rank had wrong bits or the script ran out of memory or disk space. A driver's
-    out-of-memory error is a RuntimeError with CUDA's text."""
+    """Return a failure's cause if the rank had wrong bits, or the script ran out of memory or disk space. A driver's
+    out-of-memory error is a RuntimeError with CUDA's message."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS
@@ -164,6 +164,6 @@ def cause(record: Mapping[str, Any]) -> FailureCause:
 
 
 def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) -> bool:
-    """Return whether the script, not the machine, probably caused a failure before its first step."""
+    """Return whether a failure occurred before the first step and was probably caused by the script, not by the machine."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS

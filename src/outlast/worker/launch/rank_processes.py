@@ -24,7 +24,7 @@ from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
 
 PIECE = 65536
-"""Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
+"""Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
 """Prefix of each output line if there are several processes."""
 KILL_DELAY_S = 5.0
@@ -34,7 +34,7 @@ CAUSE_S = 0.5
 LOST = "was lost with its warm process"
 """Why a process ended whose warm process was killed. The kernel kills the process as well, but nothing can report its end."""
 END_S = 60.0
-"""Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
+"""Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 
 
 class Lines:

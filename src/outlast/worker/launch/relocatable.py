@@ -30,7 +30,7 @@ if TYPE_CHECKING:
     from importlib.metadata import Distribution
 
 EXTRA = "store"
-"""Our package's extra whose requirements an agent needs."""
+"""The extra of our package whose requirements an agent needs."""
 FURTHER = ("httpx2", "py-spy", "setproctitle")
 """Other distributions that an agent uses if they are installed."""
 FOR_TRAINING = (

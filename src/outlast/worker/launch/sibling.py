@@ -116,7 +116,7 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment of C code."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment that C code sees."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -94,7 +94,7 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return this run's version, which is fetched if missing, and protected from removal until it is closed.
+        """Return this run's version, fetching it if it is missing. It is protected from removal until it is closed.
 
         Raises OutlastError if the store fails or no longer has the run's version, and OSError.
         """

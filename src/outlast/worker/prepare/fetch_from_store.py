@@ -91,7 +91,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Yield the entries that are not directory markers: web consoles create empty objects `directory/`, listed without slash."""
+    """Yield all entries except directory markers: empty `directory/` objects from web consoles, listed without the slash."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:

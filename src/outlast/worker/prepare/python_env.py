@@ -138,7 +138,7 @@ def make(
 
 
 def finds(made: Made, package: str, code: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether the environment's Python finds a package, including in the code's directory."""
+    """Return whether the environment's Python finds a package, which may be in the code's directory."""
     look = "import importlib.util, sys; sys.path.insert(0, sys.argv[1]); sys.exit(not importlib.util.find_spec(sys.argv[2]))"
     argv = [made.python, "-c", look, str(code), package]
     return subprocess.run(argv, env={**environ, **made.variables}, capture_output=True, check=False).returncode == 0
