@@ -23,7 +23,7 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""Seconds that a session waits for trackers at the end of its run."""
+"""Seconds to wait for trackers at the end of a run."""
 LEAVE_S = 2.0
 """Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
