@@ -1,4 +1,4 @@
-"""Rendezvous: the decision on which workers train together (`world`), its transports, and torchrun's handler."""
+"""Rendezvous: the decision about which workers train together (`world`), its transports, and torchrun's handler."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ from typing import Any
 
 
 def entry_point() -> Any:
-    """Return the function that creates handlers, for torch's registry of `torchrun.handlers`.
+    """Return the function that creates handlers, for torch's `torchrun.handlers` registry.
 
-    The import of `handler` is deferred until a handler is created, since torch loads entry points while it is half imported.
+    Importing `handler` is deferred until a handler is created, since torch loads entry points while it is itself being imported.
     """
 
     def create(params: Any) -> Any:

@@ -1,22 +1,22 @@
-"""Attempts: the members of a world restart its training processes without their coordinator. Pure.
+"""Attempts: a world's members restart its training processes without the coordinator. Pure.
 
-An attempt is another start of the same world: the same generation, the same members, a fresh store. It starts after a failure,
-once every member reports that its processes have ended and that it has no other orders. The member of rank 0 leads: it stops the
-other members, collects their answers, and starts the attempt.
+An attempt starts the same world again, with the same generation and members but a fresh store. It follows a failure, once every
+member reports that its processes have ended and that it has no other orders. The member with rank 0 leads: it stops the other
+members, collects their answers, and starts the attempt.
 
     Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they have ended
-    Go      leader -> members    all members are ready; the address of the store
+    Go      leader -> members    all members are ready; the store's address
     No      both ways            no attempt: the coordinator decides
 
 A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Unanswered messages
 are repeated, but rarely. Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only
-after every member has reported that its processes of the previous attempt have ended; an attempt has one store; a participant
+after every member has reported that its processes from the previous attempt have ended; an attempt has one store; a participant
 that has refused never starts.
 
-The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends the attempts of that
-world. If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`;
-decision 0041.
+The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts.
+If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`; decision
+0041.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval between repetitions of an unanswered message. The mesh reports every failed delivery, and stopping processes takes
-seconds, so frequent repetitions to a thousand members would be wasteful."""
+"""Interval at which an unanswered message is repeated. The mesh reports every failed delivery, and stopping processes takes
+seconds, so repeating messages to a thousand members often would be wasteful."""
 LATE_S = 2.0
 """Time after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
@@ -46,8 +46,8 @@ after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Maximum number of characters of a traceback or a log, in a message and in the newest attempt of a report. Older attempts in a
-report carry neither."""
+"""Maximum number of characters in a traceback or log, in a message and in the newest attempt in a report. Older attempts in a
+report have neither."""
 _Attempt = Annotated[int, lambda attempt: attempt > 0]
 
 
@@ -66,12 +66,12 @@ class Past:
 
     @property
     def start(self) -> tuple[int, int]:
-        """The start of the processes that failed, as in `failure.Failure.start`."""
+        """Generation and attempt of the processes that failed, as in `failure.Failure.start`."""
         return self.generation, self.attempt - 1
 
     @property
     def sentence(self) -> str:
-        """Start of a sentence about this repair."""
+        """Beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
 
@@ -87,7 +87,7 @@ class Ready:
     step: int = 0
     """The last step of the sender's processes."""
     failure: Mapping[str, Any] | None = None
-    """The failure of the processes; None if they were stopped."""
+    """How the processes failed; None if they were stopped."""
 
 
 @dataclass(frozen=True)
@@ -137,7 +137,7 @@ def written(message: Message) -> dict[str, Any]:
 
 
 def read(value: object) -> Message | None:
-    """Parse a message; returns None if it is invalid. Fields of newer versions are ignored."""
+    """Parse a message; returns None if it is invalid. Fields from newer versions are ignored."""
     kind = _KINDS.get(str(value.get("word"))) if isinstance(value, Mapping) else None
     with contextlib.suppress(ValueError):
         return decode(kind, value) if kind else None
@@ -161,15 +161,15 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """Return an upper bound of the start (generation, attempt) before this one; no generation has a billion attempts."""
+    """Return an upper bound for the start (generation, attempt) before this one; no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
-    """Return the reported repairs up to `generation` that are not counted yet, in the order in which to count them.
+    """Return the reported repairs up to `generation` that have not been counted yet, in the order in which to count them.
 
     Each comes with its age in seconds relative to the newest repair, since the coordinator may have been away for days. `counted`
-    is the last start of processes whose failure was counted. Invalid entries are omitted.
+    is the generation and attempt of the last failure that was counted. Invalid entries are omitted.
     """
     repairs: dict[tuple[int, int], tuple[Past, float]] = {}
     for report in reports:
@@ -189,18 +189,18 @@ class Stage(enum.Enum):
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
-    """The member stops its processes on the leader's request."""
+    """The member is stopping its processes at the leader's request."""
     READY = enum.auto()
-    """The member's processes have ended, and it waits for the other members."""
+    """The member's processes have ended, and it is waiting for the other members."""
     GOES = enum.auto()
     """All members have agreed, and this member starts `Participant.go` next."""
     REFUSED = enum.auto()
-    """The coordinator decides; this world has no further attempt."""
+    """The coordinator decides; this world has no further attempts."""
 
 
 class Participant:
-    """One member's side of the attempts of one world. `members` are in rank order. `limit` is the maximum number of attempts
-    without a new checkpoint, as in `restart_budget.Policy.limit`."""
+    """One member's side of a world's attempts. `members` are in rank order. `limit` is the maximum number of attempts without a
+    new checkpoint, as in `restart_budget.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit
@@ -211,29 +211,29 @@ class Participant:
         self.reason = ""
         """The reason for `Stage.REFUSED`; empty in other stages."""
         self.go: Go | None = None
-        """The last attempt that all members agreed on."""
+        """The last attempt that all members agreed to."""
         self._own: Ready | None = None
         self._since = 0.0
         self._repeated = -math.inf
         """Time at which an unanswered message was last sent."""
         # Used by the leader only:
         self._ready: dict[int, Ready] = {}
-        """Messages of the members that are ready for the next attempt."""
+        """Messages from the members that are ready for the next attempt."""
         self._first = 0.0
         """Time at which the first entry of `_ready` arrived."""
         self._step: int | None = None
         """The furthest step reached before an attempt."""
         self._tries = 0
-        """Number of attempts since `_step` grew."""
+        """Number of attempts since `_step` last grew."""
         self._committed = 0
         """The newest committed step that any failure reported."""
         self._unsaved = 0
-        """Number of attempts since `_committed` grew."""
+        """Number of attempts since `_committed` last grew."""
 
     # Local events
 
     def stopped(self, address: str, step: int, failure: Mapping[str, Any] | None, now: float) -> Messages:
-        """Handle the end of our processes: they failed (`failure`) or were stopped. We would host the store at `address`."""
+        """Handle the end of our processes, which failed (`failure`) or were stopped. We would host the store at `address`."""
         if self.stage not in (Stage.TRAINING, Stage.STOPPING):
             return []
         failure = shortened(failure) if failure else None
@@ -263,7 +263,7 @@ class Participant:
         return self.stage is Stage.READY and now - self._since >= LATE_S
 
     def tick(self, now: float) -> Messages:
-        """Return unanswered messages that are due again. Call it regularly while this member waits or leads."""
+        """Return unanswered messages that are due to be repeated. Call it regularly while this member waits or leads."""
         messages = self._request_stops(now) if self.id == self.leader else []
         if self.stage is Stage.READY and self.id != self.leader and self._own and now - self._repeated >= REPEAT_S:
             self._repeated = now
@@ -327,7 +327,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return requests to stop for the members that still train, but wait while the cause of the failure may still be
+        """Return stop requests for the members that are still training; none while the failure's cause may still be
         unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []

@@ -1,9 +1,9 @@
 """Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run. Pure.
 
-A coordinator is a `CoordinatorState` and the process that owns it: the launcher of one machine (`local.launcher`), the agent of
-worker 0 (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
-performs the effects in their order. `world.decide` decides who trains, `root_cause.judge` what a failure costs. A coordinator may
-die at any moment: the owner stores what `CoordinatorState.persisted` returns before it performs effects.
+A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
+agent (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
+performs the effects in order. `world.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator may
+die at any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
 """
 
 from __future__ import annotations
@@ -27,21 +27,21 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""Fields of a failure in the ledger."""
+"""A failure's fields in the ledger."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a run's coordinator."""
+    """A coordinator's settings for one run."""
 
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     policy: restart_budget.Policy
     timeouts: world.Timeouts
     fences: bool = True
-    """True if unresponsive members are made to exit, since workers that exit are started again."""
+    """True if unresponsive members are made to exit, since workers that exit are restarted."""
     gives_up: bool = True
-    """True if workers of a failed job exit with GIVEN_UP, so that the controller of their pods stops, too."""
+    """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -55,8 +55,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """Time for a decision. `expected` as in `world.Desired`; `replicas` defaults to as many. An owner that knows more than the
-    reports about the cause of the pending failures adds it."""
+    """A time to decide. `expected` is as in `world.Desired`, and `replicas` defaults to its size. `cause` is the cause of the
+    pending failures, if the owner knows more about it than the reports say."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -64,7 +64,7 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Tick | Ending
-"""A member's report or its loss, a failure that the owner has noticed, a time to decide, or an ending by the owner."""
+"""A member's report or loss, a failure that the owner has noticed, a time to decide, or an ending that the owner requests."""
 
 
 # Effects
@@ -72,7 +72,7 @@ Event = messages.Report | messages.Gone | Pending | Tick | Ending
 
 @dataclass(frozen=True)
 class Record:
-    """Write an event to the ledger. With a state, print or publish it for people, too."""
+    """Write an event to the ledger. If it has a state, also print or publish it for people."""
 
     kind: str
     facts: Mapping[str, Any]
@@ -91,7 +91,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message, see `sockets.Server.send`, unless members read the published state."""
+    """Send a message, see `sockets.Server.send`. Not needed if members read the published state."""
 
     to: Iterable[int]
     kind: str
@@ -99,11 +99,11 @@ class Send:
 
 
 Effect = Record | World | Send | Fence | Ending | Wait
-"""A world begins, an ending is to be carried out, and a wait says why there is no decision."""
+"""A `World` begins, an `Ending` must be carried out, and a `Wait` gives the reason why there is no decision."""
 
 
 class EventSink(Protocol):
-    """Receiver of what a coordinator prints, its ledger events and the final result."""
+    """Receives a coordinator's output, its ledger events and the final result."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -111,7 +111,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Perform an effect that only informs."""
+    """Perform an effect that only informs people: print it, and write it to the ledger."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:
@@ -131,17 +131,17 @@ def show(effect: Effect, sink: EventSink) -> None:
 @dataclass(frozen=True)
 class PersistedState:
     """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds, since clocks
-    differ. The fields' names are those in `launcher.json` and, but for a few (`etcd.key_schema`), in etcd."""
+    differ. The field names are also used in `launcher.json` and, with a few exceptions (`etcd.key_schema`), in etcd."""
 
     world: World | None = None
     called: Call | None = None
     closed: messages.Closed | None = None
     min_generation: int = 0
-    """Lower bound of generations: calls use newer ones."""
+    """Calls only use generations above this one."""
     counted: int = 0
     """The newest generation with a counted failure."""
     attempt: int = 0
-    """Attempt of that failure in generation `counted`, see `failure.Failure.attempt`."""
+    """Attempt in which that failure occurred, see `failure.Failure.attempt`."""
     restarts: int = 0
     """Number of failures counted since the start of the run."""
     failures: tuple[tuple[float, int, int | None], ...] = ()
@@ -149,7 +149,7 @@ class PersistedState:
     failure: Mapping[str, Any] | None = None
     """The last counted failure, a `failure.Failure`."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as id, age, and number of consecutive losses."""
+    """`partition.Loss`es that keep members out of worlds, each as the id, the age and the number of consecutive losses."""
 
     @property
     def generation(self) -> int:
@@ -158,7 +158,7 @@ class PersistedState:
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
     def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
-        """Return the state with which a successor continues, `ago_s` seconds later. The end is left to the caller."""
+        """Return the state with which a successor continues, `ago_s` seconds later. The caller must restore the ending."""
         then = now - ago_s
         lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
         history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
@@ -174,11 +174,11 @@ class CoordinatorState(world.State):
 
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
-    """Failures of the current generation that are not judged yet."""
+    """Failures of the current generation that have not been judged yet."""
     pending_since: float = 0.0
     """Time at which the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
-    """The newest start of processes (generation, attempt) with a counted failure; its further failures are ignored."""
+    """The newest generation and attempt with a counted failure; further failures in it are ignored."""
     followed: int = 0
     """The newest generation that a member reported, or that we or our predecessor published."""
     committed: int = 0
@@ -187,7 +187,7 @@ class CoordinatorState(world.State):
     restarts: int = 0
     failure: Mapping[str, Any] | None = None
     fenced: Mapping[int, tuple[int, messages.Closed]] = field(default_factory=dict)
-    """Connected members that count as lost, each with the generation of the loss and the message for the member."""
+    """Connected members that count as lost, each with the generation in which it was lost and the message for it."""
     ending: Ending | None = None
     """How the run ends, once decided."""
 
@@ -198,7 +198,7 @@ class CoordinatorState(world.State):
 
     @property
     def closed(self) -> messages.Closed | None:
-        """The final result, sent to every member that reports. An interruption is none: its workers are asked to leave."""
+        """The final result, sent to every member that reports. None for an interruption, whose workers are asked to leave."""
         end = self.ending
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
@@ -211,15 +211,15 @@ class CoordinatorState(world.State):
 
 
 def after(generation: int, now: float) -> CoordinatorState:
-    """Return the initial state of a run that continues after `generation`; a new run in a store continues after generation 1.
-    `now` is on the coordinator's clock."""
+    """Return the initial state of a run that continues after `generation`, which is 1 for a new run in a store. `now` is on the
+    coordinator's clock."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = Call(generation + 1, reason, False, now, cause=cause)
     return CoordinatorState({}, called=called if generation else None)
 
 
 def step(settings: Settings, state: CoordinatorState, event: Event, now: float) -> tuple[CoordinatorState, list[Effect]]:
-    """Return the state after an event, and the effects to perform in this order. `now` is on the coordinator's clock."""
+    """Return the state after an event, and the effects to perform, in order. `now` is on the coordinator's clock."""
     run = _Step(settings, state, now)
     match event:
         case messages.Report():
@@ -237,7 +237,7 @@ def step(settings: Settings, state: CoordinatorState, event: Event, now: float) 
 
 
 class _Step:
-    """The state and the effects so far."""
+    """The state and effects so far."""
 
     def __init__(self, settings: Settings, state: CoordinatorState, now: float) -> None:
         self.settings, self.state, self.now = settings, state, now
@@ -264,7 +264,7 @@ class _Step:
         of_now = current and (report.generation == current.generation or report.again)  # it may have moved on without this worker
         is_new = failed and of_now and state.counted < failed.failure.start
         if failed and failed.echo and failed.failure.left and not state.pending:
-            failed = None  # it stopped because of a call, whose cause was another one
+            failed = None  # it stopped because of a call, which had another cause
         if failed and is_new and not root_cause.is_part_of_call(failed.echo, state.called, state.counted, report.generation):
             self.add_failure(failed)
         # The member may have missed messages that were sent before it connected.
@@ -292,7 +292,7 @@ class _Step:
     # Decisions
 
     def decide(self, tick: Tick) -> None:
-        """Take the next decision, unless it is too early."""
+        """Make the next decision, unless it is too early."""
         state, now = self.state, self.now
         early = root_cause.held_until(state.pending, state.pending_since, now, root_cause.COORDINATOR) is not None
         if early and not world.lost(state, now).out:
@@ -353,7 +353,7 @@ class _Step:
         self.state = replace(self.state, pending=(*self.state.pending, failed), pending_since=since)
 
     def judge_if_settled(self, cause: Known | None) -> None:
-        """Judge pending failures after the debounce time, even if no new world can form yet."""
+        """Judge pending failures once the debounce time has passed, even if no new world can form yet."""
         state, debounce = self.state, root_cause.COORDINATOR
         trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
         if root_cause.settled_at(state.pending, state.pending_since, self.now, debounce, unanswered=trains) is None:
@@ -373,7 +373,7 @@ class _Step:
 
     def count_repaired(self, report: messages.Report) -> None:
         """Count failures that the members have repaired, and end the run once its budget is used up."""
-        if report.generation > self.state.followed:  # of another coordinator, which has counted earlier failures
+        if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)
         for past, ago_s in attempts.uncounted([report.past], self.state.counted, report.generation):
@@ -390,7 +390,7 @@ class _Step:
         return Known(failed.failure, None if failed.echo else failed.failure.step, committed)
 
     def count(self, known: Known, at: float, pending: Sequence[Pending] = (), *, past: attempts.Past | None = None) -> None:
-        """Count a failure of that time, which may end the run. `past`: the members have repaired it."""
+        """Count a failure that occurred at time `at`, which may end the run. `past` is set if the members have repaired it."""
         state = self.state
         fits, policy = world.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
         failure, verdict = root_cause.judge(known, state.history, policy, at, pending=pending, current=state.world, fits=fits)

@@ -1,9 +1,9 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
 Torch's elastic agent requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and stops on
-`RendezvousClosedError`. A `Membership` has the answers; a worker's agent asks it without this handler.
+`RendezvousClosedError`. The answers come from a `Membership`, which a worker's agent uses directly, without this handler.
 
-Published as entry point `torchrun.handlers: outlast`; it works with torch 2.11 and newer.
+Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class Handler(RendezvousHandler):
     def __init__(self, member: Membership) -> None:
         self.member = member
         member.notice = Path(os.environ.get(contract.Env.NOTICE, member.notice))
-        for name in member.numbers:  # a new name moves the environment, under a thread that reads it in C (glibc before 2.41)
+        for name in member.numbers:  # adding a name later may move the environment while C code reads it (glibc before 2.41)
             os.environ.setdefault(name, "0")
 
     def get_backend(self) -> str:
@@ -84,7 +84,7 @@ class Handler(RendezvousHandler):
 
 
 class Torchrun(Handler):
-    """The rendezvous handler of a plain torchrun, which does not report its processes."""
+    """The rendezvous handler for plain torchrun, which does not report its processes."""
 
     def next_rendezvous(self) -> RendezvousInfo:
         try:
@@ -93,7 +93,7 @@ class Torchrun(Handler):
             closed = self.member.closed
             if closed is None or closed.code != contract.Exit.DONE:
                 raise
-            # The job has finished without this surplus node. torchrun has no other way to end with success.
+            # The job has finished without this surplus node. torchrun has no other way to exit successfully.
             print(f"outlast | {closed.reason}; nothing is left to do here", flush=True)
             raise SystemExit(0) from problem
 

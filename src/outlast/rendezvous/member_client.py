@@ -1,8 +1,9 @@
-"""A member's client: it keeps the member's report on a board, and reads there what the coordinator has published.
+"""A member's client, which keeps the member's report on a board and reads what the coordinator has published there.
 
 A board is a socket to the coordinator (`transports.sockets`), the API server (`kubernetes.board`) or an etcd
-(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While a board or the coordinator is away,
-nothing is raised here: what was published last stays valid, and training continues. Used by `rendezvous.membership`.
+(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board or the coordinator is
+unreachable, no error is raised here: the last published state stays valid, and training continues. Used by
+`rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -22,12 +23,12 @@ from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.vocabulary import MemberState, World
 
 LAST_S = 1.0
-"""Seconds to wait for the last report of a member that leaves."""
+"""Seconds to wait for the last report from a member that leaves."""
 
 
 class Board(Protocol):
     """A member's side of a board. Two threads use it: one calls `put`, the other `watch`. Both methods raise OutlastError or
-    OSError if the board is away, and Superseded if the member has lost its run or its place."""
+    OSError if the board is unreachable, and Superseded if the member has lost its run or its place in it."""
 
     run: str
     put_log: ConnectionLog
@@ -45,10 +46,10 @@ class Board(Protocol):
         """Yield whenever something may have been published; True if the report must be written again. Returns after `close`."""
 
     def published(self) -> Published:
-        """Return the newest published state, as far as it concerns this member."""
+        """Return the parts of the newest published state that concern this member."""
 
     def pause_s(self, failures: int, *, changed: bool) -> float:
-        """Return the seconds until the next attempt after `failures`; `changed`: a report waits to be written."""
+        """Return the seconds to wait after this many `failures`. `changed` is True if a report is waiting to be written."""
 
     def close(self) -> None:
         """End `watch`."""
@@ -58,7 +59,7 @@ class Board(Protocol):
 
 
 class Client:
-    """A member of a run, which connects with its first report: it may have been created in a forked process."""
+    """A run's member, which connects only when it first reports."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -67,11 +68,11 @@ class Client:
         self._version, self._written = 0, 0
         """Version of the current report, and of the last one that the board has accepted."""
         self._watched = 0
-        """Number of items of `Board.watch`."""
+        """Number of items yielded by `Board.watch`."""
         self._reachable = False
         self._over = threading.Event()
         self._closed: Closed | None = None
-        """The end of this member alone."""
+        """Set once the run has ended for this member alone."""
         self._threads = [
             threading.Thread(target=self._run, args=(loop,), name=f"outlast-{name}", daemon=True)
             for name, loop in (("rendezvous", self._watch), ("report", self._write))
@@ -96,7 +97,7 @@ class Client:
 
     @property
     def why(self) -> str:
-        """The coordinator's reason to wait, if it publishes one."""
+        """The coordinator's reason for waiting, if it publishes one."""
         return self._board.published().why
 
     def report(self, standing: str, **fields: Any) -> None:
@@ -119,7 +120,7 @@ class Client:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something published, at most `timeout_s`."""
+        """Wait for something to be published, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -175,7 +176,7 @@ class Client:
                 failures += 1
                 if failures > 1:
                     self._board.watch_log.broken(problem)
-                elif not isinstance(problem, OutlastError | OSError):  # it must not deafen this member
+                elif not isinstance(problem, OutlastError | OSError):  # a bug must not stop this member from listening
                     print(f"outlast | news could not be processed; trying again:\n{traceback.format_exc()}", flush=True)
                 self._over.wait(self._board.pause_s(failures, changed=True))
 
@@ -204,7 +205,7 @@ class Client:
             self._wait_to_write(version, watched, renewal_s)
 
     def _wait_to_write(self, version: int, watched: int, renewal_s: float | None) -> None:
-        """Wait for the next report or the next renewal; if nothing could be written, for the next item of `watch`."""
+        """Wait for the next report or renewal; if nothing could be written, wait for the next item from `watch`."""
         with self._changed:
             self._reachable = renewal_s is not None
             if self._reachable:

@@ -1,12 +1,12 @@
-"""A worker's membership in the rendezvous: it joins worlds, hears when its training must stop, reports, and leaves. No torch.
+"""A worker's membership in the rendezvous: it joins worlds, learns when to stop training, reports, and leaves. Needs no torch.
 
     store = member.next_world(connect)            the next world that includes this worker, and what `connect` returns for it
     while not member.must_stop(): ...             its training processes run
-    member.failed({...}) or member.done()         how they have ended; then the next world
+    member.failed({...}) or member.done()         how they ended; then the next world
 
-The coordinator provides the answers, through a transport. The worker of rank 0 hosts the TCPStore of the process group, on a
-socket that is already listening when its address is reported. Every generation, and every attempt, has a fresh store. Used by
-a worker's agent (`worker.agent.world_loop`) and by torch's elastic agent (`rendezvous.handler`).
+The coordinator provides the answers, through a transport. The worker with rank 0 hosts the process group's TCPStore, on a socket
+that is already listening when its address is reported. Every generation, and every attempt, has a fresh store. Used by a worker's
+agent (`worker.agent.world_loop`) and by torch's elastic agent (`rendezvous.handler`).
 """
 
 from __future__ import annotations
@@ -36,32 +36,32 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.world import MemberState, World
 
 LOOK_S = 1.0
-"""Interval at which training processes that have not reported a batch are asked for it."""
+"""Interval at which training processes are asked for their batch until they have reported it."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
-"""Connects to the store of a world, as the worker of a rank, and hosts it on the listening socket if the rank is 0. Raises
-OSError or RuntimeError (torch's) if the store's host cannot be reached."""
+"""Connects to a world's store as the given rank, and hosts it on the listening socket if the rank is 0. Raises OSError or
+RuntimeError (torch's) if the store's host cannot be reached."""
 
 
 class RunClosed(Exception):
-    """There will be no further world. The message is the coordinator's reason."""
+    """Raised if there will be no further world. The message is the coordinator's reason."""
 
 
 class Leaving(RunClosed):
-    """This worker was asked to leave, and so joins no further world."""
+    """Raised if this worker was asked to leave, so it joins no further world."""
 
 
 _KILLED = "the training processes of this worker were killed"
 
 
 class NoWorld(Exception):
-    """No world has included this worker in time."""
+    """Raised if no world has included this worker in time."""
 
 
 class Membership:
-    """The membership of one worker, used by one thread.
+    """One worker's membership, used by one thread.
 
-    `state` is a directory for `world.json` and the notice; `processes` is the number of training processes of this worker.
+    `state` is a directory for `world.json` and the notice; `processes` is this worker's number of training processes.
     """
 
     def __init__(
@@ -75,8 +75,8 @@ class Membership:
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
-        """`join_s` is the timeout for a world. `leave_s` is the time in which training must save and leave on request; if None,
-        the deadline of the call applies."""
+        """`join_s` is the timeout for joining a world. `leave_s` is the time that training has to save and leave on request; if
+        None, the call's deadline applies."""
         self._client = client
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
@@ -90,15 +90,15 @@ class Membership:
         """The file that asks training to leave (`workerfiles.notice_file`)."""
         self.world: World | None = None
         self.attempt = 0
-        """Number of restarts of the current world's processes without the coordinator."""
+        """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Callback that returns True once the training processes are killed for good: leave at once, without a save."""
+        """Callback that returns True once the training processes were killed for good: leave at once, without saving."""
         self.joining: Callable[[], None] = lambda: None
         """Callback for a new world, before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
         """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
         self.pause_s = 0.0
-        """Delay in seconds before the next start of processes; the other members wait."""
+        """Delay in seconds before processes are next started; the other members wait."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
@@ -110,13 +110,13 @@ class Membership:
         self._looked = -math.inf
         """Time at which the processes were last asked for their batch."""
         self.key = b""
-        """Key of the run; empty to disable the mesh."""
+        """The run's key; empty to disable the mesh."""
         self.mesh: Mesh | None = None
         """This member's side of the mesh; None before the first report."""
         self.repairs: Repairs | None = None
         """This member's side of the attempts; None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None
-        """Callback for each restart that the members agreed on."""
+        """Callback for each restart that the members have agreed on."""
 
     # Called between two worlds
 
@@ -146,12 +146,12 @@ class Membership:
 
     @property
     def generation(self) -> int:
-        """Generation of the current world; 0 before the first world."""
+        """The current world's generation; 0 before the first world."""
         return self.world.generation if self.world else 0
 
     @property
     def rank(self) -> int:
-        """Rank of this worker in the current world; -1 before the first world."""
+        """This worker's rank in the current world; -1 before the first world."""
         return self.world.members.index(self._client.id) if self.world else -1
 
     @property
@@ -187,7 +187,7 @@ class Membership:
         self._client.close()
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report a standing that `next_world` does not know of."""
+        """Report a standing that `next_world` does not know about."""
         self._client.report(standing=standing, **fields)
 
     def must_stop(self) -> bool:
@@ -290,7 +290,7 @@ class Membership:
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """Fields of the report after our processes have stopped."""
+        """Return the report's fields after our processes have stopped."""
         self._owes()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
@@ -369,7 +369,7 @@ class Membership:
         return self.repairs.report()
 
     def _listen(self) -> None:
-        """Open this member's side of the mesh, whose address travels with our reports and with the worlds that follow."""
+        """Open this member's side of the mesh. Its address is sent in our reports and published with later worlds."""
         if self.mesh or not self.key:
             return
         try:
@@ -390,7 +390,7 @@ class Membership:
         self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
-        """Report unheard peers. Does nothing while the mesh is still in another world, whose indices may belong to other
+        """Report unheard peers. Does nothing while the mesh is still in another world, where the indices may belong to other
         processes. Also called in the mesh's thread."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
@@ -403,7 +403,7 @@ class Membership:
 
     def _saves(self) -> bool:
         """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
-        member leaves, since the step may be in the memory of few."""
+        member leaves, since few workers may have the step in memory."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress_file.Progress]:
@@ -412,8 +412,8 @@ class Membership:
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Return whether this worker's memory holds an unsaved step, according to its processes' records. Records of the last
-        world count until the new processes have restored the step."""
+        """Return whether this worker's memory holds an unsaved step, according to its processes' records. The last world's
+        records count until the new processes have restored the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
@@ -421,7 +421,7 @@ class Membership:
         return self._unsaved
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return `messages.Report.batch`: as told by the running processes, or else the last known value."""
+        """Return `messages.Report.batch` as reported by the running processes, or else the last known value."""
         batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes

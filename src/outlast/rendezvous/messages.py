@@ -1,7 +1,7 @@
-"""The messages between the members of a run and their coordinator, over whichever board.
+"""The messages between a run's members and their coordinator, on any kind of board.
 
-    member -> coordinator   Report: the whole state of the member, so a late or repeated one does no harm
-    coordinator -> member   Published: the call, the world and the end that concern the member
+    member -> coordinator   Report: the member's whole state, so a late or repeated report does no harm
+    coordinator -> member   Published: the call, world and end that concern the member
 
 Field names are the wire format, as in `rendezvous.vocabulary`; `base.typed_json` reads them.
 """
@@ -18,7 +18,7 @@ from outlast.rendezvous import vocabulary
 from outlast.rendezvous.vocabulary import Id, MaybeAddress, MemberState, World
 
 _MOST_UNHEARD = 256
-"""Maximum number of peers in one report; a member watches few."""
+"""Maximum number of peers in one report; a member watches only a few."""
 _MOST_PAST = 64
 """Maximum number of repaired failures in one report."""
 _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
@@ -52,30 +52,29 @@ class Report:
     refused: _Peers = ()
     """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     attempt: int = 0
-    """Number of restarts of the processes of `generation` without the coordinator."""
+    """Number of times that the processes of `generation` were restarted without the coordinator."""
     past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
-    """The last failures repaired by such restarts, in any generation: `attempts.Past`. Only a few members report them."""
+    """The last failures repaired by such restarts, in any generation, as `attempts.Past`. Only a few members report them."""
     held: int = 0
-    """The newest complete step that the member's processes had saved or in memory when they were stopped. It is sent between two
-    worlds."""
+    """The newest complete step that the member's processes had saved or held in memory when stopped. Sent between worlds."""
     owes: bool = True
     """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
     will."""
     again: bool = False
-    """True if this process has replaced the process that joined `generation`, which its peers no longer hear. Only workers of the
-    version before report it."""
+    """True if this process has replaced the one that joined `generation`, which its peers no longer hear. Only workers running
+    the previous version report it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
-    """The batch as last reported by the member's processes, with their start: `(generation, attempt, batch)`, empty without one.
+    """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if there is none.
 
-    `batch` is the samples of one step over all ranks, divided by the number of processes of this member. The size of a world must
-    divide it. 0 if the processes of one member cannot share the samples equally, so that no size would help.
+    `batch` is the number of samples per step over all ranks, divided by this member's number of processes. A world's size must
+    divide it. It is 0 if a member's processes cannot share the samples equally, since then no size would help.
     """
     mesh_address: MaybeAddress = ""
-    """`host:port` where the member's mesh listens; empty without a mesh."""
+    """`host:port` where the member's mesh listens; empty if it has none."""
 
     def member(self, id: int, *, since: float, received: float, why: str = "") -> vocabulary.Member:
-        """Return the worker `id` as this report describes it. Times are the coordinator's: since when the worker has had its
-        standing, and when the report was received. `why` describes a failure of its own."""
+        """Return worker `id` as this report describes it. `since` is when its standing last changed and `received` when the
+        report arrived, on the coordinator's clock. `why` describes the worker's own failure."""
         return vocabulary.Member(
             id,
             self.address,
@@ -95,7 +94,7 @@ class Report:
         )
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """Return the next report. A change of the generation resets the fields about peers."""
+        """Return the next report. A new generation resets the fields about peers."""
         another = fields.get("generation", self.generation) != self.generation
         reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):
@@ -105,14 +104,14 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """The member has disconnected, or its key is gone. No message: the coordinator's side of the board notices."""
+    """The member has disconnected, or its key is gone. This is not sent: the coordinator's side of the board detects it."""
 
     id: int
 
 
 @dataclasses.dataclass(frozen=True)
 class Called:
-    """Message: the members must meet for `generation`."""
+    """Message: the members must rendezvous for `generation`."""
 
     generation: int
     reason: str
@@ -120,7 +119,7 @@ class Called:
     deadline: float
     """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds from the message to `deadline`, which the recipient counts on its own clock."""
+    """Seconds from receipt to `deadline`, counted on the recipient's clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -129,16 +128,16 @@ class Closed:
 
     reason: str
     code: int
-    """Exit code of the worker."""
+    """The worker's exit code."""
     end: End = End.UNKNOWN
 
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The coordinator's messages. On a socket, each line has one of them."""
+    """The coordinator's messages. On a socket, each line carries one of them."""
 
     called: Called | None = None
     world: World | None = None
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait; only from an etcd."""
+    """The coordinator's reason for waiting; published only through etcd."""

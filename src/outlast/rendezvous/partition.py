@@ -1,4 +1,4 @@
-"""The decision which members of a partitioned world are lost. Pure.
+"""Decide which members of a partitioned world are lost. Pure.
 
 Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *unheard*. A pair of members is *broken* if one does
 not hear the other. A broken pair stops training, as every step needs every pair. `decide` picks the members to remove so that no
@@ -25,13 +25,13 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
-"""Maximum delay between reports of one partition: both ends of a link notice within half a second, plus the time of transfer."""
+"""Maximum delay between reports of one partition: both ends of a link notice within half a second, plus the transfer time."""
 PATIENCE_S = 2.0
 """Tolerance for a single broken pair: its connection may recover, or other members' reports may be late."""
 CONFIRM_S = 2.0
 """Timeout for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""Time that a member is kept out of worlds after its first loss, doubled with each further loss, and its maximum."""
+"""How long a member is kept out of worlds after its first loss, which doubles with each further loss, and the maximum."""
 FORGIVEN_S = 600.0
 """Time without a loss after which a member's next loss counts as its first."""
 
@@ -52,7 +52,7 @@ class View:
 
     @property
     def speaks(self) -> bool:
-        """True if the member has proven since the break that it is alive."""
+        """True if the member has shown since the break that it is alive."""
         return bool(self.unheard) or self.answers
 
 
@@ -67,7 +67,7 @@ class Verdict:
     by: tuple[int, ...] = ()
     """Remaining members that do not hear the lost members; empty if only the lost members reported the break."""
     ask: tuple[int, ...] = ()
-    """A majority that a minority does not hear: call all members, to find out which of them answer."""
+    """A majority that a minority does not hear: call all members to find out which of them answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
@@ -79,14 +79,14 @@ class Verdict:
 
 @dataclass(frozen=True)
 class Loss:
-    """A member's last loss in a partition."""
+    """A member's most recent loss in a partition."""
 
     at: float
     times: int = 1
     """Number of consecutive losses."""
     reason: str = ""
     held: bool = True
-    """True if the member is kept out of worlds; False once a world has needed it nevertheless."""
+    """True if the member is kept out of worlds; False once a world has needed it anyway."""
 
     def again(self, at: float, reason: str) -> Loss:
         """Return the next loss of the same member."""
@@ -101,8 +101,8 @@ class Loss:
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
     """Return the lost members of a world, according to its members' reports.
 
-    `ranks` are the members of the world in rank order. Members without a view are ignored: they have ended or need no peers any
-    more. `called_at` is the time of a pending unplanned call.
+    `ranks` are the world's members in rank order. Members without a view are ignored: they have ended or no longer need peers.
+    `called_at` is the time of a pending unplanned call.
     """
     here = [id for id in ranks if id in views]
     broken = _broken(here, views)
@@ -149,16 +149,16 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. Returns none if these are half of the members or more, since one
-    member may be wrong about all others."""
+    """Return silent members whose machines refuse connections. If they are half of the members or more, returns none, since one
+    member may be wrong about all the others; a world of two is an exception."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components without a
-    broken pair between them are merged, since members of a large world do not all watch each other."""
+    """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components with no
+    broken pair between them are merged, since the members of a large world do not all watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)
@@ -181,7 +181,7 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """Return the side that stays, the deadline if that is still undecided, and the members to call first."""
+    """Return the side that stays, the deadline while that is undecided, and the members to call first."""
     if len(sides) < 2:
         return set(rest), None, ()
     speaks = [any(views[id].speaks for id in side) for side in sides]

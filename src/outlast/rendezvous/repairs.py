@@ -1,7 +1,7 @@
-"""One process's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
+"""A member's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
 
-A member has one `Repairs`. Its membership calls `stop_requested` while processes train, and `agree` once they have ended. The
-decisions are in `rendezvous.attempts`.
+Each member has one `Repairs`. Its membership calls `stop_requested` while processes train, and `agree` once they have ended.
+`rendezvous.attempts` makes the decisions.
 """
 
 from __future__ import annotations
@@ -22,30 +22,30 @@ if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh
 
 KIND = "attempt"
-"""Kind of our messages in the mesh."""
+"""The kind of our messages in the mesh."""
 REPORTERS = 3
-"""Number of members of a world that report repairs, so that the coordinator of a thousand members reads few copies."""
+"""Number of members in a world that report repairs, so that a coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02
-"""Polling interval of the coordinator and the notice while we wait for the other members, in seconds."""
+"""Interval for polling the coordinator and the notice while we wait for the other members, in seconds."""
 
 
 class Repairs:
-    """The attempts of one member in successive worlds. One thread uses it, and the mesh's thread delivers messages."""
+    """One member's attempts in successive worlds. One thread uses it, and the mesh's thread delivers messages."""
 
     def __init__(self, id: int, limit: int, clock: Callable[[], float] = time.monotonic) -> None:
-        """`limit` as in `attempts.Participant`."""
+        """`limit` is as in `attempts.Participant`."""
         self._id, self._limit, self._clock = id, limit, clock
         self._participant: attempts.Participant | None = None
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
         self._newest: dict[int, attempts.Message] = {}
-        """The last message of each member, which may arrive before we have reached its attempt."""
+        """The last message from each member, which may arrive before we have reached its attempt."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 
     @property
     def attempt(self) -> int:
-        """The attempt of the current world; 0 for its first start."""
+        """The current world's attempt; 0 for its first start."""
         return self._participant.attempt if self._participant else 0
 
     @property
@@ -54,7 +54,7 @@ class Repairs:
         return self._participant.reason if self._participant else "the members do not watch each other"
 
     def enter(self, world: World, mesh: Mesh | None) -> None:
-        """Enter a new world. Without a mesh, attempts are possible only in a world of one member."""
+        """Enter a new world. If `mesh` is None, attempts are possible only in a world of one member."""
         with self._lock:
             alone = world.members == (self._id,)
             self._participant = (
@@ -88,11 +88,11 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """Wait for all members to agree on the next attempt, after our processes have ended. Returns None if the coordinator
+        """After our processes have ended, wait for all members to agree on the next attempt. Returns None if the coordinator
         decides.
 
         `failure` describes how our processes failed; None if they were stopped. `overruled` returns a reason to refuse the
-        attempt, or an empty string. `late` is called once if the agreement takes long.
+        attempt, or an empty string. `late` is called once if agreeing takes too long.
         """
         notified = False
         with self._lock:
@@ -129,7 +129,7 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Return the attempt fields of this member's `messages.Report`. With a failure, every member also reports earlier
+        """Return the attempt fields of this member's `messages.Report`. After a failure, every member also reports earlier
         repairs, so that failures are counted in order."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):

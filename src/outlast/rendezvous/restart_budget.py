@@ -1,8 +1,8 @@
-"""The restart budget of a job, which progress refunds. Pure: the time is an argument.
+"""A job's restart budget, which progress refunds. Pure: the time is an argument.
 
 The coordinator (or the operator) calls `judge` once for every failed generation, and stores the returned `History`. Interruptions
-cost nothing. A wrong configuration stops the job at once. Every other failure costs one restart, refunded once it lies outside
-the window or the committed step has advanced.
+cost nothing. A configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies
+outside the window or the committed step has advanced.
 
 The job stops early if a step raises, hangs or runs out of memory three times in a row, or if every rank raises the same script
 error before its first step, since a restart would not help.
@@ -21,14 +21,14 @@ from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
 """Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, which a user may
-clean up during the pauses of minutes."""
+clean up during the pauses, which add up to minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
-"""Thresholds of `Kills`, in seconds; arbitrary."""
+"""Thresholds for `Kills`, in seconds; arbitrary."""
 
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits on the failures of a job."""
+    """Limits on a job's failures."""
 
     limit: int
     """Maximum number of restarts within `window` while the committed step does not advance."""
@@ -36,7 +36,7 @@ class Policy:
 
 
 class Record(NamedTuple):
-    """One counted failure."""
+    """A failure that was counted."""
 
     time: float
     """Time of the verdict, in seconds since the epoch."""
@@ -57,7 +57,7 @@ class Restart:
 
     history: History
     number: int
-    """Number of used restarts of the budget, including this one if it is counted."""
+    """Number of restarts used from the budget, including this one if it is counted."""
     reason: str
     counted: bool = True
 
@@ -68,22 +68,22 @@ class Stop:
 
     reason: str
     code: int
-    """Exit code of the job."""
+    """The job's exit code."""
     kind: contract.End
     counted = True
 
 
 @dataclass(frozen=True)
 class Kills:
-    """Counter of consecutive kills of a worker's processes (or full disks) without progress in between."""
+    """Counts consecutive kills of a worker's processes (or full disks) with no progress in between."""
 
     count: int = 0
     step: int = -1
-    """The furthest step of any killed process."""
+    """The furthest step that any killed process reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """Return the counter after another end of the processes. `outside`: the cause is not the script. Without a `step`,
-        running longer than `LIVED_S` counts as progress."""
+        """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step`
+        is None, running for longer than `LIVED_S` counts as progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
@@ -98,14 +98,14 @@ def judge(
 ) -> Restart | Stop:
     """Return the verdict on a failure, with its reason in one sentence.
 
-    `everywhere`: every rank raised this error before its first step, so the machine is not the cause.
+    `everywhere` is True if every rank raised this error before its first step, so that the machine is not the cause.
     """
-    # After the clock is set back, date future failures now, or they would stay in the window for too long.
+    # If the clock was set back, date future failures now, or they would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
     starved = failure.cause is contract.FailureCause.OUT_OF_MEMORY
-    # Reasons of these failures name the place or the remedy; step 0: at the start, or the script reports no steps.
+    # The reasons for these failures name the place or the remedy. Step 0: at the start, or the script reports no steps.
     complete = not failure.step or failure.hung or failure.left or starved
     what = failure.reason if complete else f"{failure.reason} at step {failure.step}"
 
@@ -133,7 +133,7 @@ def judge(
 
 
 def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
-    """Return the failures in the window, and the last failures of a step, so that the history stays short even with a huge
+    """Return the failures in the window and the last failures at a step, so that the history stays short even with a huge
     limit."""
     raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)

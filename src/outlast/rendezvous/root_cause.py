@@ -1,8 +1,8 @@
 """Rules for failures: find the root cause among a world's failures, and judge when and whether the job continues. Pure.
 
 When one worker dies, the other workers fail as well. Their errors only echo its death, but may arrive first. So the coordinator
-collects the failures of one generation briefly, then judges the root cause once, by the budget of `rendezvous.restart_budget`.
-The launcher, worker 0, an elected coordinator and the operator all use these rules.
+briefly collects a generation's failures, then judges the root cause once, against the budget in `rendezvous.restart_budget`. The
+launcher, worker 0, an elected coordinator and the operator all use these rules.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Known(NamedTuple):
 
 
 class Pending(NamedTuple):
-    """A failure that is not judged yet."""
+    """A failure that has not been judged yet."""
 
     echo: bool
     """True if the failure only echoes another one."""
@@ -45,23 +45,23 @@ class Debounce:
     """Debounce times for the failures of one generation, in seconds from the first failure."""
 
     cause: float = 0.5
-    """Delay of calls while all failures are echoes, since a call would stop the cause before it can report."""
+    """How long calls are delayed while all failures are echoes, since a call would stop the culprit before it can report."""
     settle: float = 1.0
     """Time after which failures are judged even if no world can form yet."""
     answer: float = 5.0
-    """The same while all failures are echoes and their possible cause has not answered."""
+    """Used instead of `settle` while all failures are echoes and a member that may be the cause has not answered."""
 
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
+"""Times for the operator: kubelets report within about a second how a container ended, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
-"""Times for pods without an agent: the kubelet of the cause may report seconds after that of an echo."""
+"""Times for pods without an agent: the kubelet of the root cause may report seconds after an echo's."""
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`messages.Report.failure`) for the processes of `start` (generation, attempt). An
-    invalid failure still counts, or it would cause endless restarts."""
+    """Return the failure in a member's report (`messages.Report.failure`). `start` is the generation and attempt of the processes
+    that failed. An invalid failure still counts, since it could otherwise cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     try:
         failure = decode(Failure, {**{name: report[name] for name in _REPORTED if name in report}, **of})
@@ -72,14 +72,14 @@ def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now
 
 
 def committed(report: Mapping[str, Any] | None) -> int | None:
-    """Return the newest committed step in the failure of a member's report; None if unknown."""
+    """Return the newest committed step in a reported failure; None if unknown."""
     step = (report or {}).get("committed")
     return step if is_count(step) else None
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
     """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
-    echoes, a rank that exited early has broken the collective of the others."""
+    echoes, a rank that exited early has broken the others' collective."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])
@@ -90,36 +90,36 @@ def cause(pending: Iterable[Pending]) -> Pending:
 
 
 def left_early(who: str, other: int | None, step: int | None) -> str:
-    """Return the reason for ranks that exited while other ranks trained."""
+    """Return the reason to report if ranks exited while other ranks were training."""
     trained = f"{'others' if other is None else f'rank {other}'} trained{f' (step {step})' if step else ''}"
     remedy = "all ranks must do as many steps; pods without a common disk find different checkpoint files"
     return f"{who} exited with 0, as if done, while {trained}: {remedy}"
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:
-    """Return whether all failures are echoes, so that their cause is still unreported; False without failures."""
+    """Return whether all failures are echoes, so that their cause is still unreported; False if there are no failures."""
     return bool(pending) and all(each.echo for each in pending)
 
 
 def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
     """Return whether a failure only echoes the failure behind the pending call.
 
-    Its start may be later than the last counted start: some members had begun another attempt, which breaks without the rest. Any
-    other failure counts by itself, such as a crash during a call to grow.
+    It may come from a later attempt than the counted failure: some members may already have begun one, which breaks without the
+    rest. Any other failure counts by itself, such as a crash during a call to grow.
     """
     return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
 
 
 def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
-    """Return the deadline for the report of a root cause, up to which calls are delayed; None if no delay is needed."""
+    """Return the time until which calls are delayed so that the root cause can be reported; None if no delay is needed."""
     return until(since, debounce.cause, now) if only_echoes(pending) else None
 
 
 def settled_at(
     pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
 ) -> float | None:
-    """Return the time at which to judge failures, the first of which arrived at `since`; None for now. `unanswered`: a member
-    that may be the cause still reports that it trains."""
+    """Return the time at which to judge failures, the first of which arrived at `since`; None to judge now. `unanswered` is True
+    if a member that may be the cause still reports that it is training."""
     return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
@@ -135,8 +135,8 @@ def judge(
 ) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
     """Return the failure, marked as counted or not, and the verdict on the job.
 
-    `pending` are all failures in the `current` world. Unless it `fits` (`world.fits`), its script may have refused its size, and
-    the next world has another one.
+    `pending` are all failures in the `current` world. Unless that world `fits` (`world.fits`), its script may have refused its
+    size, and the next world has another size.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Sequence
 
 
 def workers(ids: Iterable[int]) -> str:
-    """`worker 2`, `workers 0, 1 and 2`, `12 workers`."""
+    """Return a phrase such as `worker 2`, `workers 0, 1 and 2` or `12 workers`."""
     names = [str(id) for id in ids]
     if len(names) == 1:
         return f"worker {names[0]}"
@@ -14,27 +14,27 @@ def workers(ids: Iterable[int]) -> str:
 
 
 def are(ids: Sequence[int]) -> str:
-    """`is` or `are`."""
+    """Return `is` or `are`."""
     return "is" if len(ids) == 1 else "are"
 
 
 def count(number: int, noun: str) -> str:
-    """`1 worker`, `3 workers`."""
+    """Return a phrase such as `1 worker` or `3 workers`."""
     return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
 
 
 def was(ids: Sequence[int]) -> str:
-    """`was` or `were`."""
+    """Return `was` or `were`."""
     return "was" if len(ids) == 1 else "were"
 
 
 def cannot_share(size: int) -> str:
-    """`the batch cannot be shared equally among 3 workers`."""
+    """Return a clause such as `the batch cannot be shared equally among 3 workers`."""
     return f"the batch cannot be shared equally among {count(size, 'worker')}"
 
 
 def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -> str:
-    """`workers 0 and 1 do not hear worker 2`."""
+    """Return a clause such as `workers 0 and 1 do not hear worker 2`."""
     verb, them = "does not hear" if len(by) == 1 else "do not hear", "it" if len(whom) == 1 else "them"
     return f"{workers(by)} {verb} {workers(whom) if named else them}"
 
@@ -42,7 +42,7 @@ def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -
 def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: Sequence[int]) -> str:
     """Return a clause that explains how the loss of the workers in `lost` or `gone` was noticed; empty for other losses.
 
-    The sentence before it names `all` lost workers. `by` are the workers that do not hear them.
+    The preceding text names `all` lost workers. `by` are the workers that do not hear them.
     """
     cut = [id for id in all if id in {*lost, *gone}]
     if not cut:
@@ -58,6 +58,6 @@ def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: S
 
 
 def began_again(step: int, held: int) -> str:
-    """Return a warning about a run that resumes below step `held`, which it had reached."""
+    """Return a warning that a run resumes below step `held`, which it had already reached."""
     what = f"training continues from step {step}" if step else "training begins again at step 0"
     return f"{what}, below step {held}, which was saved or in memory and cannot be reached; {held - step} steps are repeated"

@@ -1,4 +1,4 @@
-"""The etcd rendezvous for a plain torchrun: its options, and a client that may be elected coordinator.
+"""The etcd rendezvous for plain torchrun: its options, and a client that may be elected coordinator.
 
     torchrun --rdzv-backend=outlast --rdzv-endpoint=etcd://host:2379 --rdzv-id=train --nnodes=2:8 train.py
 
@@ -38,7 +38,7 @@ FOREIGN = (
     *("timeout", "read_timeout", "close_timeout", "heartbeat_timeout", "keep_alive_interval", "keep_alive_max_attempt"),
     *("is_host", "store_type", "protocol", "etcd_prefix", "use_libuv", "state", "processes"),
 )
-"""Options of torch's own back ends, accepted without effect."""
+"""Options for torch's own backends, which are accepted but have no effect."""
 UNNAMED = "none"
 """torchrun's run id if --rdzv-id is not given."""
 _FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
@@ -46,7 +46,7 @@ _FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
 
 
 class Client(member_client.Client):
-    """The client of a torchrun node, which may be elected coordinator."""
+    """A torchrun node's client, which may be elected coordinator."""
 
     def __init__(
         self, where: servers.Address, sizes: tuple[int, int], seconds: Mapping[str, float], *, run: str, id: int | None = None
@@ -67,7 +67,7 @@ class Client(member_client.Client):
         self._candidate_started = False
         self._standing = ""
         self.host = ""
-        """Address of this machine for other nodes."""
+        """Address at which other nodes reach this machine."""
 
     def connect(self, within_s: float) -> None:
         """Connect to etcd for the first time. Raises EtcdError after `within_s`, or at once if a retry cannot help."""
@@ -102,7 +102,7 @@ class Client(member_client.Client):
 
 
 class Printer:
-    """Event sink of a torchrun node that coordinates: it prints, and has neither a ledger nor a store."""
+    """Event sink for a torchrun node that coordinates. It prints, but has neither a ledger nor a store."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
@@ -115,7 +115,7 @@ class Printer:
 
 
 def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """Connect a client; returns it with its timeout for a world, in seconds. Raises OutlastError."""
+    """Connect a client; returns it with the timeout for joining a world, in seconds. Raises OutlastError."""
     seconds = options(conf)
     where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
     if run == UNNAMED:
@@ -126,7 +126,7 @@ def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str
 
 
 def options(conf: Mapping[str, Any]) -> dict[str, float]:
-    """Return the options of --rdzv-conf in seconds, with defaults. Raises OutlastError for an invalid option."""
+    """Return the --rdzv-conf options in seconds, with defaults. Raises OutlastError for an invalid option."""
     seconds = dict(DEFAULTS)
     for name, value in conf.items():
         if name in DEFAULTS:
@@ -148,7 +148,7 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
 
 
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
-    """Return our address for other nodes: our side of the connection to etcd, or this machine's main address if etcd is local.
+    """Return our address for other nodes: our end of the connection to etcd, or this machine's main address if etcd is local.
 
     An endpoint such as `localhost` works only if all nodes are on this machine, so it is returned unchanged.
     """

@@ -1,12 +1,12 @@
-"""Transports between members and their coordinator, one for each kind of endpoint.
+"""Transports between members and their coordinator, one per kind of endpoint.
 
     unix:///path            the launcher of this machine                      `transports.sockets`
     c10d://host:port        worker 0, in pods without an operator             `transports.sockets`
     kubernetes://job        the operator, through the API server              `kubernetes.board`
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
-A new transport is a module, here or in another wing, with a line in `TRANSPORTS` and a function `board(endpoint, member)`: it
-returns a `member_client.Board`, which does not connect yet, and may raise OutlastError.
+A new transport is a module, here or in another package, that is listed in `TRANSPORTS` and has a function `board(endpoint,
+member)`, which returns an unconnected `member_client.Board` or raises OutlastError.
 Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
 """
 
@@ -29,7 +29,7 @@ from outlast.rendezvous.transports import sockets
 
 
 class Mode(enum.Enum):
-    """The kind of process that coordinates a run, which determines the other duties of the agents."""
+    """The kind of process that coordinates a run, which determines the agents' other duties."""
 
     LAUNCHER = "the launcher on this machine"
     """The launcher owns the run, starts the workers and records the end. In all other modes, agents claim the run."""
@@ -44,12 +44,12 @@ TRANSPORTS = {
     contract.KUBERNETES: ("outlast.kubernetes.board", Mode.OPERATOR),
     **dict.fromkeys(contract.ETCD, ("outlast.rendezvous.etcd.client", Mode.ELECTED)),
 }
-"""Module and mode for each scheme of an endpoint."""
+"""Module and mode for each endpoint scheme."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings outside the endpoint come from the worker's environment."""
+    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
 
     run: str
     id: int
@@ -58,18 +58,18 @@ class Member:
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
-    """Callback for the operator's deadline for this worker, in seconds since the epoch, and its reason."""
+    """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Callback for the end of the run that the operator has published, before anybody acts on it."""
+    """Called with the end of the run once the operator has published it, before anything acts on it."""
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output, which the next world exceeds."""
+        """The newest generation recorded in the run's output; the next world's is higher."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
 def of(endpoint: str) -> ModuleType:
-    """Return the transport of an endpoint. Raises OutlastError if its scheme is unknown."""
+    """Return an endpoint's transport module. Raises OutlastError if its scheme is unknown."""
     return importlib.import_module(_entry(endpoint)[0])
 
 
@@ -94,11 +94,11 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether other workers may be training, and would stop as soon as this worker reports. `needed`: no world can do
-    without this worker.
+    """Return whether other workers may be training, and would stop as soon as this worker reports. `needed` is True if no world
+    can do without this worker.
 
-    If no worker can train without this one, it is faster to report first and to prepare ranks meanwhile. On one machine,
-    reporting takes no time.
+    If no worker can train without this one, it is faster to report first and prepare ranks meanwhile. On one machine, reporting
+    takes no time.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

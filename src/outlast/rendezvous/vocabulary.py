@@ -1,4 +1,4 @@
-"""The values that `rendezvous.world` decides on: members' reports, the desired size, the coordinator's state, its decisions.
+"""The inputs and results of `rendezvous.world`: members' reports, the desired size, the coordinator's state, and decisions.
 
 Field names are the wire format of `Call` and `World`. Import them from `rendezvous.world`.
 """
@@ -16,24 +16,24 @@ from outlast.job import contract
 from outlast.rendezvous import partition
 
 Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
-"""Index of a worker."""
+"""A worker's index."""
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
-"""`host:port`."""
+"""An address of the form `host:port`."""
 MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
-"""`host:port`, or empty."""
+"""An address of the form `host:port`, or an empty string."""
 
 
 class MemberState(enum.StrEnum):
     """The activity that a member reports."""
 
     WAITING = "waiting"
-    """Ready for a world, and training in none."""
+    """Ready to join a world, and not training."""
     TRAINING = "training"
     LEAVING = "leaving"
     """Asked to leave (SIGTERM, drain): the member saves with the other members, then leaves."""
     DONE = "done"
-    """The training processes of the member have ended with success."""
+    """The member's training processes have finished successfully."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +41,16 @@ class Member:
     """A worker as described in its newest report."""
 
     id: int
-    """Index of the worker, which differs from its rank."""
+    """The worker's index, which is independent of its rank."""
     address: str
     """`host:port` where the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
     """Generation of the worker's current or last world; 0 if it has not trained yet."""
     since: float = 0.0
-    """Time of the last change of `standing`; repeating a report does not change it."""
+    """Time at which `standing` last changed; repeating a report does not change it."""
     failed: bool = False
-    """True if the worker's training processes of `generation` failed or hung."""
+    """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
     """Description of the failure; empty if the failure is unknown or only echoes another worker's failure."""
     unheard: tuple[int, ...] = ()
@@ -60,7 +60,7 @@ class Member:
     noticed: float = 0.0
     """Time at which `unheard` last grew; repeating a report does not change it."""
     held: int = 0
-    """The newest complete step that the worker's processes had saved or in memory when they ended; 0 if none was reported."""
+    """The newest complete step that the worker's processes had saved or held in memory at their end; 0 if none was reported."""
     again: bool = False
     """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
@@ -101,9 +101,9 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Request for a re-rendezvous for `generation`.
+    """Request to re-rendezvous for `generation`.
 
-    Another call of the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
+    A later call for the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
     """
 
     generation: int
@@ -112,7 +112,7 @@ class Call:
     """True if training saves first; otherwise its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that leave. Once they have saved, their absence is not a failure."""
+    """Workers that are leaving. Once they have saved, their absence is not a failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
     """Unresponsive workers to kill or shut down; see `rendezvous.partition`."""
@@ -130,21 +130,21 @@ class World:
     reason: str
     at: float = 0.0
     held: int = 0
-    """The newest complete step of any worker of the last world. A resume below this step loses steps and is reported."""
+    """The newest complete step of any worker in the last world. Resuming below this step loses steps and is reported."""
     mesh_addresses: tuple[MaybeAddress, ...] = ()
-    """Where each member's mesh listens, in rank order; empty for a member without one. Older versions publish none."""
+    """Address of each member's mesh, in rank order; empty if the member has no mesh. Older versions publish no addresses."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision to do nothing before the next event, or before `look_again`."""
+    """Decision to do nothing until the next event or `look_again`."""
 
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the remaining seconds, so the text changes only with the situation."""
+    """`reason` without the remaining seconds, so that it changes only when the situation does."""
     idle: str = field(default="", compare=False)
-    """Why some workers do not train with the others, and will not soon; a part of `reason`. Empty if that is not so."""
+    """Why some workers are not training with the others, and will not be soon; part of `reason`. Empty if there are none."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -153,7 +153,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """Decision that no further world follows: the training is done or suspended."""
+    """Decision to form no further worlds, since training is done or suspended."""
 
     reason: str
     done: bool
@@ -167,7 +167,7 @@ class Desired:
     """The requested number of workers."""
 
     replicas: int
-    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, but at least the smallest
+    """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, or else the smallest
     allowed size."""
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
@@ -181,11 +181,11 @@ class Timeouts:
     """How long to wait for workers, in seconds."""
 
     start: float = 30.0
-    """Timeout for missing workers while no worker holds a state, counted from when the smallest allowed world could form."""
+    """Timeout for missing workers while no worker holds any state, counted from when the smallest allowed world could form."""
     recovery: float = 1.0
     """Timeout for missing workers while surviving workers are idle."""
     growth: float = 5.0
-    """Minimum age of a world before it grows, and the time that the first newcomer waits for more newcomers."""
+    """Minimum age of a world before it grows, and how long the first newcomer waits for more newcomers."""
     leave: float = 75.0
     """Grace period in which training saves after a planned call."""
     answer: float = 10.0
@@ -195,21 +195,20 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class State:
-    """The state of the coordinator."""
+    """The coordinator's state."""
 
     members: Mapping[int, Member]
-    """Connected workers, and those of the world that were DONE when they disconnected."""
+    """Connected workers, plus members of the world that were DONE when they disconnected."""
     world: World | None = None
-    """The last published world, even if it no longer trains."""
+    """The last published world, even if it is no longer training."""
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` after
-    it."""
+    """Time at which this coordinator took over another one's world. Members must report within `Timeouts.answer` of it."""
     min_generation: int = 0
-    """The last generation that is never used, since generations up to it may have existed unseen."""
+    """The highest generation that must not be used, since generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
-    """Recent losses by worker; such workers stay out of worlds for a while."""
+    """Recent losses by worker id; these workers are kept out of worlds for a while."""
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
 

@@ -1,8 +1,7 @@
 """Coordination by worker 0, for pods without an operator or an etcd (`c10d://<full name of pod 0>:29400`).
 
-The agent of worker 0 runs a `Host` in a separate thread. Unlike the store of torchrun's c10d backend, the host may die and
-return: the other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is
-lost.
+Worker 0's agent runs a `Host` in a separate thread. Unlike the store in torchrun's c10d backend, the host may die and return: the
+other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is lost.
 
 Members prove that they have the run's key (`job.sealed_lines`), and no message can end the host: an invalid message closes its
 sender's connection, and a failed decision is retried while training continues.
@@ -30,11 +29,11 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Ratio of the pause after a decision to its duration, which leaves time to process reports."""
+"""Length of the pause after a decision, as a multiple of the decision's duration. It leaves time to process reports."""
 LEAVE_S = 15.0
-"""Time in which the coordinator notifies workers of the end, in seconds."""
+"""Time that the coordinator has to notify workers of the end, in seconds."""
 BROKEN_S = 30.0
-"""Time for which decisions may fail before this worker is restarted, in seconds. Its successor learns the state from the other
+"""How long decisions may fail before this worker is restarted, in seconds. Its successor learns the state from the other
 workers."""
 
 
@@ -79,7 +78,7 @@ class Host:
         threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
 
     def wait(self) -> None:
-        """Wait until every member is notified of the end; returns at once if the run is not over."""
+        """Wait until every member has been notified of the end; returns at once if the run is not over."""
         if self.state.closed is not None:
             self._all_notified.wait(LEAVE_S)
 
@@ -109,9 +108,9 @@ class Host:
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide; an error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
+        """Decide. After an error, retry at the next tick; once decisions have failed for BROKEN_S, raise it."""
         try:
-            # Expected are the pods of the spec, and any other workers that report, as when the workload is scaled.
+            # We expect the pods in the spec, plus any other workers that report, as when the workload is scaled.
             self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))
             self._fails_since = None
         except Exception:

@@ -1,4 +1,4 @@
-"""The decision which workers train together: a pure function of the members' reports.
+"""Decide which workers train together, as a pure function of the members' reports.
 
 The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`. The
 decision is to call the workers to a new rendezvous, to publish a world, to wait, or to close the run.
@@ -8,14 +8,14 @@ decision is to call the workers to a new rendezvous, to publish a world, to wait
     decision = decide(state, desired, timeouts, now)      # repeat until the decision is Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
-After `Call(g + 1)` the workers that train in `g` become WAITING, after a save if the call is planned; an unplanned call also
-affects workers that are DONE. After `World(g + 1)` its members join it and become TRAINING in generation g + 1. A worker outside
-a newer world becomes WAITING. A LEAVING worker saves with the others and leaves.
+After `Call(g + 1)`, the workers training in `g` become WAITING, after a save if the call is planned; an unplanned call also
+affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING in generation g + 1. A worker that
+is not in the new world becomes WAITING. A LEAVING worker saves with the others and leaves.
 
 Invariants: generations only grow and each has one world. A world has an allowed size and consists of waiting workers. Holders of
 the newest state come first, in their old order, so rank 0 always holds it. No world begins with an older state than a leaving
 worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock, preferably a monotonic
-clock; see `until` for jumps of the clock.
+one; see `until` for clock jumps.
 """
 
 from __future__ import annotations
@@ -75,12 +75,12 @@ def allowed(sizes: Sequence[int], members: Iterable[Member]) -> tuple[int, ...]:
 
 
 def fits(world: World | None, sizes: Sequence[int], members: Iterable[Member]) -> bool:
-    """Return whether a world has one of the sizes `allowed` by what its members have reported meanwhile."""
+    """Return whether a world's size is still `allowed`, given what its members have reported since it formed."""
     return world is None or len(world.members) in allowed(sizes, members)
 
 
 def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
-    """Return the next decision, with its reason in one sentence: the decision of the first rule that returns one."""
+    """Return the decision of the first rule that returns one, with its reason in one sentence."""
     situation = _Situation(state, desired, timeouts, now)
     decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
     again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
@@ -108,7 +108,7 @@ class _Situation:
 
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
         self.wanted = largest(desired.sizes, desired.replicas) or desired.sizes[0]
-        """The target if the batch could be shared among any number of workers."""
+        """The target size if any number of workers could share the batch."""
         desired = replace(desired, sizes=allowed(desired.sizes, state.members.values()))
         self.world, self.desired, self.timeouts, self.now, self.held_step = state.world, desired, timeouts, now, state.held
         self.verdict = lost(state, now)
@@ -118,7 +118,7 @@ class _Situation:
         free = {id: m for id, m in here.items() if id not in held}
         enough = len(free) >= desired.sizes[0]
         self.members, self.held = (free, held) if enough else (here, {})
-        """Members that may train, and the end of the exclusion of each recently lost member."""
+        """Members that may train, and the time until which each recently lost member is excluded."""
         self.generation, self.ranks = (state.world.generation, state.world.members) if state.world else (0, ())
         self.ranked = frozenset(self.ranks)
         self.called = state.called if state.called and state.called.generation > self.generation else None
@@ -139,7 +139,7 @@ class _Situation:
         )
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
-        """The newest generation that may have made a step: a generation without one of its holders of state has made none."""
+        """The newest generation that may have made a step: one that a holder of state has not joined cannot have made any."""
         absent = [id for id in self.ranks if id not in state.members]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -161,14 +161,14 @@ class _Situation:
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Return the members of the world in this state, in rank order."""
+        """Return the world's members in this state, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """Return an unplanned call; None if the pending call is unplanned already or no member trains."""
+        """Return an unplanned call; None if the pending call is already unplanned or no member is training."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
@@ -181,7 +181,7 @@ class _Situation:
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
 
-# The world has ended, or cannot go on
+# The world has ended, or cannot continue
 
 
 def everybody_is_done(s: _Situation) -> Decision | None:
@@ -191,7 +191,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another coordinator was active, or ours has lost its state: continue after all generations that members report."""
+    """Another coordinator was active, or ours has lost its state: continue after every generation that members report."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -218,7 +218,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """A minority does not hear a silent majority: call all members, and find out which of them answer."""
+    """A minority cannot hear a silent majority: call all members to find out which of them answer."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")
@@ -316,7 +316,7 @@ def suspended(s: _Situation) -> Decision | None:
 
 
 def forming(s: _Situation) -> Decision | None:
-    """Publish the largest world that can still form, once all its members wait. Each expired timeout makes it smaller."""
+    """Publish the largest world that can still form, once all its members are waiting. Each timeout that expires shrinks it."""
     if s.running:
         return None
     here = [m for m in s.members.values() if m.standing is MemberState.WAITING]
@@ -389,7 +389,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """Keep lost workers out for a while, or a flapping connection would end world after world."""
+    """Keep lost workers out for a while, since a flapping connection could otherwise end one world after another."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None
@@ -469,7 +469,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: the newest state first, by rank in the last world; then the others by id, waiting members first."""
+    """Sort members: first holders of the newest state, by rank in the last world; then waiting members, then the rest, by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

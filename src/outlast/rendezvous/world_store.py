@@ -1,5 +1,5 @@
-"""The TCPStore of a world's process group, which the worker of rank 0 hosts: in torchrun's process (`connect`), or in a process
-of its own that outlives rank 0's (`main`)."""
+"""The TCPStore of a world's process group, hosted by the worker with rank 0: in torchrun's process (`connect`), or in a separate
+process that outlives rank 0 (`main`)."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ from outlast.base import tcp
 from outlast.rendezvous.world import World
 
 TIMEOUT_S = 30.0
-"""Timeout of requests to a world's store, once connected."""
+"""Timeout for requests to a world's store, once connected."""
 
 
 def connect(world: World, rank: int, listener: socket.socket) -> TCPStore:
-    """Connect to the store of a world; on rank 0, host it on the listening socket. Raises OSError and RuntimeError."""
+    """Connect to a world's store; on rank 0, host it on the listening socket. Raises OSError and RuntimeError."""
     if rank == 0:
         return _hosted(world.address, listener.detach())
     tcp.reach(world.address)  # TCPStore itself would retry even if the host refuses connections

@@ -1,7 +1,7 @@
-"""A member's client of the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
+"""A member's client for the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
 Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
 
-This module connects `member.EtcdMember` and `election.Candidate` with etcd, and has `look`, which reads the state of runs for
+This module connects `member.EtcdMember` and `election.Candidate` to etcd, and provides `look`, which reads the state of runs for
 people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 LEAST_TTL_S = 2
-"""The shortest TTL that etcd grants with its usual election timeout of 1 s, in seconds."""
+"""The shortest TTL that etcd grants with its default election timeout of 1 s, in seconds."""
 LONGEST_PAUSE_S = 0.5
 """Longest pause between two attempts while etcd is unreachable, in seconds."""
 LIST_S = 10.0
@@ -44,8 +44,8 @@ CLOSE_S = 2.0
 
 
 def _answer_s(ttl: int) -> float:
-    """Return the timeout of a request to one endpoint. Another endpoint must still be able to renew a lease, which is due every
-    third of its TTL."""
+    """Return the timeout for a request to one endpoint. It leaves time to renew a lease, which is due every third of its TTL,
+    through another endpoint."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
@@ -58,7 +58,7 @@ class Listener:
         self.over = False
 
     def changes(self, prefix: str) -> Iterator[gateway.Outcome | Sequence[gateway.KeyValue | gateway.Gone]]:
-        """List the keys, then yield their events until they are to be listed again. Raises EtcdError."""
+        """List the keys, then yield their events until `again` or `close` is called. Raises EtcdError."""
         self._again.clear()
         if self.over:  # after `clear`, to notice a concurrent `close`
             return
@@ -76,11 +76,11 @@ class Listener:
                 raise
 
     def pause(self, seconds: float) -> None:
-        """Wait before the next attempt; `again` and `close` end it."""
+        """Wait before the next attempt; `again` and `close` end the wait."""
         self._again.wait(seconds)
 
     def again(self) -> None:
-        """List the keys again."""
+        """Cause the keys to be listed again."""
         self._again.set()
         self._client.interrupt()
 
@@ -90,16 +90,16 @@ class Listener:
 
 
 class Board:
-    """A member's side, see `member_client.Board`: its key, and the published state."""
+    """A member's side (see `member_client.Board`), which writes its key and reads the published state."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
-        """`name` is the run's name in etcd, by default `who.run`."""
+        """`name` is the run's name in etcd; the default is `who.run`."""
         self.etcd = gateway.Etcd(where, answer_s=_answer_s(who.ttl))
         self.keys = key_schema.Keys.of(where.prefix, name or who.run)
         self.membership = EtcdMember(self.etcd, self.keys, who)
         self.run, self._ttl = who.run, who.ttl
         self.put_log = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
-        self.watch_log = ConnectionLog()  # `put` notices it, too
+        self.watch_log = ConnectionLog()  # silent, since `put` notices an outage, too
         self._listener, self._listed_at = Listener(self.etcd), time.monotonic()
 
     @property
@@ -149,7 +149,7 @@ class Board:
 
 class Running:
     """A candidate and its threads, in a process that may coordinate a run. `id` returns the index of the process's member; None
-    before it has one."""
+    until it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -177,11 +177,11 @@ class Running:
         self._thread.start()
 
     def wait(self) -> None:
-        """Decide a last time, and resign. Gives up the decision if etcd does not answer at once."""
+        """Decide one last time, then resign. Gives up on deciding if etcd does not answer promptly."""
         self.close()
 
     def close(self, *, done: bool = False) -> None:
-        """Decide a last time, and resign. If training is done, first wait up to CLOSE_S for a coordinator to close the run."""
+        """Decide one last time, then resign. If training is done, first wait up to CLOSE_S for a coordinator to close the run."""
         self._close_by = time.monotonic() + (CLOSE_S if done else 0.0)
         self._inbox.put(None)
         if self._thread.ident:
@@ -198,7 +198,7 @@ class Running:
                     self._inbox.put(functools.partial(self._on_change, change, prefix))
             except Exception as problem:
                 failures += 1
-                if failures == 1 and not isinstance(problem, EtcdError):  # which the deciding thread prints
+                if failures == 1 and not isinstance(problem, EtcdError):  # the deciding thread prints those
                     print(f"outlast | the keys in etcd cannot be read; trying again:\n{traceback.format_exc()}", flush=True)
                 self._listener.pause(pause(failures, LONGEST_PAUSE_S))
 
@@ -260,11 +260,11 @@ class Running:
             self._candidate.resign()
 
 
-# Interface of `transport.Transport`
+# The interface of a transport, see `rendezvous.transport`
 
 
 def board(endpoint: str, member: Member) -> Board:
-    """Return the member's side of an endpoint. Raises OutlastError in a pod of an older operator, which relied on an etcd."""
+    """Return the member's side of an endpoint. Raises OutlastError in a pod from an older operator, which relied on an etcd."""
     if Env.MEMBER in member.environ:
         raise OutlastError(f"this pod's operator requires a rendezvous at {endpoint}, which is gone; upgrade it: outlast install")
     name = key_schema.run_name(member.run, member.environ)
@@ -298,15 +298,15 @@ class Run:
     """The pending call, for a newer generation than the world's."""
     closed: Closed | None = None
     why: str = ""
-    """The coordinator's reason to wait, or a description of normal training."""
+    """The coordinator's reason for waiting, or a description of normal training."""
     nnodes: str = ""
     """`min:max` of torchrun's --nnodes, on which members must agree."""
     left_s: int | None = None
-    """Seconds until the published state expires without renewal; None without a published state."""
+    """Seconds until the published state expires unless it is renewed; None if nothing is published."""
 
 
 def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
-    """Read all runs below the prefix of an etcd, or only the run or the runs of the job (`team/job`) named by `run`. Raises
+    """Read all runs below an etcd's prefix, or only those that `run` names: a single run, or a job's runs (`team/job`). Raises
     EtcdError.
 
     with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...

@@ -26,18 +26,18 @@ from outlast.rendezvous.etcd.member import TTL_S, Store
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL in seconds of the published state after the last coordinator, which also limits the tolerated downtime of etcd."""
+"""TTL in seconds of the published state after the last coordinator has gone, which also limits how long etcd may be down."""
 LISTEN_S = 1.0
 """Time in seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
 """Time in seconds that a new coordinator waits for a report from any member of the published world, since all may have been
 disconnected."""
 PASSED = 100
-"""Number of generations skipped after a loss of etcd's state, more than can have followed the newest reported generation."""
+"""Number of generations to skip if etcd has lost its state, more than can have followed the newest reported generation."""
 WHY_S = 0.5
 """Minimum interval in seconds between writes that change only the reason for a wait."""
 ENDED = 100
-"""Maximum number of published fenced processes."""
+"""Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
 """Maximum random delay in seconds before running for election, since all candidates notice the end of a term at once. Candidates
 without a run wait longer."""
@@ -68,7 +68,7 @@ class ElectionConfig:
 
 
 class Term:
-    """The leadership of one coordinator after its election."""
+    """One coordinator's leadership after its election."""
 
     def __init__(
         self,
@@ -79,7 +79,7 @@ class Term:
         listing: Outcome,
         incarnation: str = "",
     ) -> None:
-        """`leader` is the key of the election, `listing` has all keys of the run, and `incarnation` is the candidate's run."""
+        """`leader` is the election's key, `listing` has all of the run's keys, and `incarnation` is the candidate's run."""
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         # A plain torchrun is not restarted after an exit, and has no equivalent exit code.
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
@@ -90,7 +90,7 @@ class Term:
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._parked: dict[int, KeyValue] = {}
-        """Keys of processes that replace a member with an undecided loss."""
+        """Keys of processes that replace a member whose loss is undecided."""
         self._effects: list[coordinator.Effect] = []
         """Output and ledger events to emit once etcd has accepted the state."""
         self._last_published: key_schema.Published | None = None
@@ -117,7 +117,7 @@ class Term:
             self._listen_until = now + LISTEN_S
         leave_s = self._settings.timeouts.leave
         self._own = replace(own, by=self._config.token, nnodes=self._config.nnodes, leave_s=leave_s)
-        """The published fields of the election."""
+        """The published fields that are not taken from the coordinator's state."""
         for kv in members:
             self._on_report_key(kv)
         if not self.state.world:
@@ -136,10 +136,10 @@ class Term:
         """Incarnation of the run; empty before its first publication."""
         return self._own.incarnation if self._last_published else ""
 
-    # Reports of members
+    # Members' reports
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of the run's keys. Raises Deposed."""
+        """Process events for the run's keys. Raises Deposed."""
         of = self._keys
         for event in events:
             if event.key == of.leader and event != self.leader:
@@ -151,7 +151,7 @@ class Term:
                     self._on_key_gone(self._id(event), event.modified)
 
     def listed(self, listing: Outcome) -> None:
-        """Process a listing of all keys of the run, which replaces missed events."""
+        """Process a listing of all the run's keys, which makes up for missed events."""
         members = {self._id(kv): kv for kv in listing.kvs if kv.key.startswith(self._keys.members)}
         for id in set(self._seen) - set(members):
             self._on_key_gone(id, listing.revision)
@@ -239,7 +239,7 @@ class Term:
         self._publish()
 
     def _take(self, event: coordinator.Event) -> None:
-        """Process an event. Effects that others see follow once etcd has accepted the state."""
+        """Process an event. Effects that others can see are deferred until etcd has accepted the state."""
         self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
         for effect in effects:
             match effect:
@@ -247,7 +247,7 @@ class Term:
                     self._own = replace(self._own, why=steady)
                 case world.World(members=ranks):
                     self._own = replace(self._own, tokens=tuple(self._seen[id][0] for id in ranks))
-                case coordinator.Fence(id, reason):  # by the token of its process
+                case coordinator.Fence(id, reason):  # recorded by the process's token
                     ended = [*self._own.ended.items(), (self._seen[id][0], reason)]
                     self._own, self.state = replace(self._own, ended=dict(ended[-ENDED:])), replace(self.state, fenced={})
                 case _:
@@ -276,9 +276,9 @@ class Term:
     def _publish(self) -> None:
         """Publish the state if it has changed. Raises Deposed if this term is over."""
         current, last, now = self._state_to_publish(), self._last_published, self.clock()
-        new, waits = replace(current, failures=(), lost=()), ""  # what ages is no change
+        new, waits = replace(current, failures=(), lost=()), ""  # ageing is not a change
         if last and replace(new, why=last.why) == last and now - self._last_published_at < WHY_S:
-            new = last  # one write for many members that arrive one after the other
+            new = last  # one write covers many members that arrive in quick succession
         if new != last:
             waits = new.why if self.state.world is None and new.why != (last.why if last else "") else ""
             self._write(current.dumps())
@@ -322,7 +322,7 @@ class Term:
 
 
 class Candidate:
-    """A process that may be elected. Call `turn` regularly; `listed` and `happened` process keys and events of etcd."""
+    """A process that may be elected. Call `turn` regularly; `listed` and `happened` process etcd's keys and events."""
 
     def __init__(
         self,
@@ -340,7 +340,7 @@ class Candidate:
         self._at = 0
         """The last revision that we have received."""
         self._began: int | None = None
-        """Revision of etcd at our first listing; None before it."""
+        """etcd's revision at our first listing; None until then."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -401,7 +401,8 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait; returns the seconds until the next turn without events. Raises EtcdError."""
+        """Run for election, coordinate, or wait; returns the seconds until the next turn unless events arrive. Raises
+        EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)
@@ -467,7 +468,7 @@ class Candidate:
             self._store.revoke(lease)
 
     def last(self) -> None:
-        """Decide a last time from the current keys, and resign. Raises EtcdError."""
+        """Decide one last time from the current keys, then resign. Raises EtcdError."""
         if self.term:
             self.term.listed(self._store.range(f"{self._keys.root}/", prefix=True))
             self.turn()

@@ -1,14 +1,14 @@
-"""A client of etcd v3 over its JSON gateway: keys, leases, transactions, watches. Only this module handles the wire format.
+"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches. Only this module handles the wire format.
 
-    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, the first healthy endpoint is used
+    etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
 The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
 `http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use none
 of the existing clients.
 
-A request with a lost response is repeated, on the next endpoint if one exists, and so may be executed twice. Callers write with
-comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
+A request whose response is lost is repeated, on the next endpoint if there is one, and so may be executed twice. Callers write
+with comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ SCHEME, SECURE = ETCD
 PORT = 2379
 PREFIX = "/outlast"
 ANSWER_S = 2.0
-"""Default timeout of a request to one endpoint, in seconds."""
+"""Default timeout for a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout of a login in seconds. It is long, since etcd spends 60 ms of a core on each password, all workers of a job may log in
-at once, and retries add to that load."""
+"""Timeout for a login in seconds. It is long, since etcd spends 60 ms of a core on each password, all of a job's workers may log
+in at once, and retries add to that load."""
 _IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
 """TCP keepalive of a watch, see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
@@ -47,7 +47,7 @@ _AGAIN = (1, 4, 8, 10, 13, 14)
 """gRPC codes of errors to retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""Message of etcd for a JWT that is older than the last change of users or roles."""
+"""etcd's message for a JWT that is older than the last change to users or roles."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
@@ -56,7 +56,7 @@ _REFUSALS = {
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""Our errors by part of etcd's message."""
+"""Our errors, each by a part of etcd's message."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
@@ -65,7 +65,7 @@ _NO_ETCD = {
     f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
     b"": f"answers a v3 request with HTTP {{status}}, unlike any etcd; {_EXPECTED}",
 }
-"""Our errors for responses that are not JSON, by part of their status and body."""
+"""Our errors for responses that are not JSON, each by a part of the status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -74,11 +74,11 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""Options besides the endpoint, with the environment variables of their defaults."""
+"""Options besides the endpoint, with the environment variables that set their defaults."""
 
 
 class Host(NamedTuple):
-    """An endpoint."""
+    """An etcd endpoint."""
 
     name: str
     port: int
@@ -89,14 +89,14 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """Endpoints and credentials of an etcd."""
+    """An etcd's endpoints and credentials."""
 
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
     """Prefix of all keys."""
     tls: bool = False
     cacert: str = ""
-    """File of trusted certificate authorities; empty for the authorities that this machine trusts."""
+    """File with the trusted certificate authorities; empty to use those that this machine trusts."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -165,31 +165,31 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 
 
 class Etcd:
-    """A process's connection to etcd, opened by its first request. Its threads share it, one request at a time."""
+    """A process's connection to etcd, opened by the first request. All threads share it, one request at a time."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s` is the timeout of one endpoint; the request then goes to the next endpoint."""
+        """`answer_s` is the timeout for one endpoint, after which the request goes to the next endpoint."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
         """Number of requests sent, for measurements."""
         self.local = ""
-        """Our side of the connection to etcd; empty before the first request."""
+        """Our own address on the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
-        """Index of the first host for the next request."""
+        """Index of the host that the next request tries first."""
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
         """True after the first response, which proves that the address is right."""
         self._watching: dict[socket.socket, int] = {}
-        """Sockets of watches, with the indices of their hosts."""
+        """The sockets used by watches, with the indices of their hosts."""
         self._closed = False
 
     # Calls
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
-        """Read a key, or all keys with that prefix. A watch continues after `Outcome.revision`."""
+        """Read a key, or all keys with that prefix. A watch can continue after `Outcome.revision`."""
         answer = self.ask("kv/range", range_(key, prefix=prefix)["request_range"])
         return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
@@ -199,7 +199,7 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """Execute `then` if all comparisons hold, otherwise `otherwise`; both are lists of `range_`, `put`, `delete`. Raises
+        """Execute `then` if all comparisons hold, and `otherwise` if not; both are lists of `range_`, `put` and `delete`. Raises
         LeaseGone."""
         answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
@@ -217,7 +217,7 @@ class Etcd:
             raise LeaseGone("the lease has expired")
 
     def left(self, lease: int) -> int | None:
-        """Return the remaining seconds of a lease; None if it has expired."""
+        """Return a lease's remaining seconds; None if it has expired."""
         seconds = int(self.ask("lease/timetolive", {"ID": str(lease)}).get("TTL", 0))
         return seconds if seconds >= 0 else None
 
@@ -227,10 +227,10 @@ class Etcd:
             self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
-        """Yield the events of keys with this prefix after a revision, in order, for ever. The first item, for the start of the
-        watch, is empty.
+        """Yield the events after a revision for keys with this prefix, in order, forever. The first item, sent when the watch
+        starts, is empty.
 
-        Raises Behind if the revision is compacted or not reached yet. Raises EtcdAway, also after `interrupt`.
+        Raises Behind if the revision is compacted or not reached yet. Raises EtcdAway, including after `interrupt`.
         """
         with self._lock:
             self._check_open()
@@ -262,7 +262,7 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches, whose endpoint may be dead."""
+        """End all watches, since their endpoints may be dead."""
         self._end(list(self._watching))
 
     def _end(self, watches: Sequence[socket.socket]) -> None:
@@ -306,7 +306,7 @@ class Etcd:
                 self._hang_up()
                 problems.append(problem)
                 continue
-            # a watch of an unhealthy endpoint may remain silent for ever
+            # a watch on an unhealthy endpoint may stay silent forever
             self._end([sock for sock, at in list(self._watching.items()) if at != self._at])
             return answer
         self._at = (first + 1) % len(self.address.hosts)
@@ -316,8 +316,7 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the response of the current endpoint. If the server has closed a reused connection, retry on a new
-        connection."""
+        """Return the current endpoint's response. If the server has closed a reused connection, retry on a new one."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -327,7 +326,7 @@ class Etcd:
                 with self._send(self._connection, path, body, self._token) as answer:
                     text = answer.read()
             except TimeoutError as problem:
-                if not reused:  # an etcd that has lost its data may never answer an older token
+                if not reused:  # an etcd that has lost its data may never respond to an older token
                     self._token = ""
                 raise EtcdAway(f"etcd at {where} does not answer within {self._answer_s:.2g} s") from problem
             except (OSError, http.client.HTTPException) as problem:
@@ -355,7 +354,7 @@ class Etcd:
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """Open a connection to an endpoint, and log in as the user, if any. Raises EtcdAway, EtcdRefused."""
+        """Open a connection to an endpoint, and log in if a user is set. Raises EtcdAway, EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -396,7 +395,7 @@ class Etcd:
                 self._tls = ssl.create_default_context(cafile=where.cacert or None)
                 if where.cert:
                     self._tls.load_cert_chain(where.cert, where.key)
-            except OSError as problem:  # an SSLError is one
+            except OSError as problem:  # includes SSLError
                 files = ", ".join(filter(None, (where.cacert, where.cert, where.key)))
                 raise EtcdRefused(f"{files}: {_why(problem)}; expected files in PEM format") from problem
         return self._tls
@@ -440,7 +439,7 @@ class Etcd:
         A missing or rejected client certificate may end in either error: with TLS 1.3 the server checks it after the handshake,
         and its alert is lost if the server disconnects at once.
         """
-        self._tls = None  # read renewed files again
+        self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
             remedy = "give the etcd a valid certificate"
@@ -469,11 +468,11 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """Raised if this endpoint cannot serve our requests, while another endpoint of the same etcd may."""
+    """Raised if this endpoint cannot serve our requests, although another endpoint of the same etcd may."""
 
 
 class _Expired(EtcdAway):
-    """Raised if the token has expired, or a token has become necessary."""
+    """Raised if our token has expired, or if etcd has begun to require one."""
 
 
 # Parts of a transaction

@@ -4,8 +4,8 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. Values
-contain no clock times for comparison across machines. Field names are the wire format, except for those in `_WIRE`.
+Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. No value
+holds a clock time that other machines compare with theirs. Field names are the wire format, except for those in `_WIRE`.
 """
 
 from __future__ import annotations
@@ -31,24 +31,24 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Names on the wire for fields with other names."""
+"""Fields that have another name on the wire, with that name."""
 _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 
 @dataclass(frozen=True)
 class Keys:
-    """The keys of one run."""
+    """One run's keys."""
 
     root: str
 
     @classmethod
     def of(cls, prefix: str, run: str) -> Self:
-        """Return the keys of a run, whose name may contain any characters."""
+        """Return a run's keys. The run's name may contain any characters."""
         return cls(f"{prefix}/{quote(run, safe='')}")
 
     @property
     def members(self) -> str:
-        """Prefix of the keys of all members."""
+        """Prefix of all members' keys."""
         return f"{self.root}/members/"
 
     def member(self, id: int) -> str:
@@ -75,15 +75,15 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return the name of a run in an etcd shared by many jobs. A run in pods is prefixed by its namespace and job, within which
-    its name is unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, it is prefixed with the namespace and job, within which the
+    run is unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A value of a key, stored as JSON."""
+    """A key's value, stored as JSON."""
 
     def dumps(self) -> str:
         return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
@@ -99,7 +99,7 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, with the last state of the run that the member has received."""
+    """A member's report, along with the last published state that the member has received."""
 
     report: Report
     token: str
@@ -122,7 +122,7 @@ class Leader(_Value):
     """Identifier of the process; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """Id of the coordinator's member; None before it has one."""
+    """Id of the coordinator's member; None until it has one."""
     word: str = ""
     """Nonce of this election."""
 
@@ -134,24 +134,24 @@ class Published(PersistedState, _Value):
     by: str
     """Token of the coordinator that wrote the state."""
     incarnation: str
-    """Identifier that distinguishes successive runs of one name."""
+    """Identifier that distinguishes successive runs with the same name."""
     previous_incarnation: str = ""
-    """Incarnation of the previous run of this name, which has ended and whose members are ignored."""
+    """Incarnation of the previous run with this name, which has ended and whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes in the order of its members, since an index may pass to another process."""
+    """Tokens of the world's processes, in the same order as its members, since an index may pass to another process."""
     leave_s: float = 0.0
-    """Duration of a planned call in seconds, from when a member receives it."""
+    """Duration of a planned call in seconds, counted from when a member receives it."""
     why: str = ""
-    """The coordinator's reason to wait, without the remaining seconds, or a description of normal training."""
+    """The coordinator's reason for waiting, without the remaining seconds, or a description of normal training."""
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may have exited."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Reasons for fenced processes to exit, by the token of the process."""
+    """Why each fenced process must exit, by the process's token."""
 
 
 def live(published: Published, leader: KeyValue | None) -> bool:
-    """Return whether the writer of a state still coordinates; if not, its run may be over."""
+    """Return whether a state's writer still coordinates; if not, its run may be over."""
     current = Leader.loads(leader.value) if leader else None
     return current is not None and current.token == published.by
 

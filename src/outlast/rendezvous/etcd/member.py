@@ -38,10 +38,10 @@ class Store(Protocol):
 
 
 TTL_S = 5
-"""TTL of a member's lease in seconds, for which a silent member counts as alive."""
+"""TTL of a member's lease in seconds, which is how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""TTL of a member's lease once its peers watch it, since they report a silent machine within 3 s. They do not notice a stopped
-process. After a stop of 5 s, the lease (renewed every third of the TTL) still has more than a second left."""
+"""TTL of a member's lease once its peers watch it. It is longer, since they report a silent machine within 3 s, but they do not
+notice a stopped process: after a stop of 5 s, the lease (renewed every third of the TTL) has more than a second left."""
 
 
 @dataclass(frozen=True)
@@ -57,13 +57,13 @@ class Identity:
     nnodes: str = ""
     """`min:max`, see `key_schema.Record.nnodes`."""
     most: int = 1
-    """Maximum number of members of the run."""
+    """Maximum number of members in the run."""
     generation: int = 0
-    """The newest generation recorded in the output, which the next world exceeds."""
+    """The newest generation recorded in the output; the next world's is higher."""
 
 
 class EtcdMember:
-    """One member. `clock` is steady; `wall` is this machine's wall clock, for deadlines that its other processes read."""
+    """One member of a run. `clock` is steady; `wall` is the wall clock, for deadlines that local processes read."""
 
     def __init__(
         self,
@@ -79,20 +79,20 @@ class EtcdMember:
         self._min_generation = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
-        """Index of the member; -1 before it has one."""
+        """The member's index; -1 until it has one."""
         self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest world that includes us."""
         self.closed: Closed | None = None
         self.why = ""
-        """The coordinator's reason to wait."""
+        """The coordinator's reason for waiting."""
         self.synced = False
-        """True if the keys in etcd have been listed, which must precede our registration."""
+        """True once the keys in etcd have been listed, which must precede our registration."""
         self._newest: World | None = None
         """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()
-        """Tokens of the members of `_newest`."""
+        """The tokens of the members in `_newest`."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
@@ -106,9 +106,9 @@ class EtcdMember:
         self._at = 0
         """The last revision that we have received."""
         self._registered = 0
-        """Revision of our first registration; 0 before it."""
+        """Revision of our first registration; 0 if there was none yet."""
         self._modified = 0
-        """Revision of our last write of our key; 0 if the key must be registered."""
+        """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None
         """The report in etcd. A newer published world needs no write, since etcd has the world already."""
 
@@ -161,7 +161,7 @@ class EtcdMember:
             self._choose_index()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        replace_key = self._who.id is not None and not self._registered  # of an earlier process of this index
+        replace_key = self._who.id is not None and not self._registered  # left by an earlier process with this index
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if replace_key else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
@@ -172,7 +172,7 @@ class EtcdMember:
         return outcome.succeeded
 
     def _reconcile_key(self, current: KeyValue) -> None:
-        """Handle an unexpected value of our key. Raises Superseded if another process has written it and our index is fixed."""
+        """Handle an unexpected value in our key. Raises Superseded if another process has written it and our index is fixed."""
         record = key_schema.Record.loads(current.value)
         if record and record.token == self._who.token:  # we wrote it, but the response was lost
             self._registered = self._registered or current.created
@@ -215,7 +215,7 @@ class EtcdMember:
         self.synced = True
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events of keys below `key_schema.Keys.decided`."""
+        """Process events for keys below `key_schema.Keys.decided`."""
         for event in [event for event in events if event.modified > self._at]:  # several keys may change in one revision
             self._at = event.modified
             if event.key == self._keys.leader:
@@ -240,7 +240,7 @@ class EtcdMember:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if published.incarnation != self._incarnation and not key_schema.live(published, self._leader):
-            return  # of a run that is over or has no new coordinator yet
+            return  # from a run that is over or has no new coordinator yet
         if published.nnodes != self._who.nnodes:
             # The key of a killed job remains until its lease expires; only a leader that stays longer is another job's.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:

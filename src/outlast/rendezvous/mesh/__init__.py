@@ -1,11 +1,11 @@
 """The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
 Design: docs/decisions/0039-the-mesh.md.
 
-    peer_state   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
-    connection   one socket with sealed lines
-    peer         the connection to one peer, and messages that wait for an answer
-    mesh         all connections of a member, in one thread
+    watched_peers   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
+    connection      one socket with sealed lines
+    peer            the connection to one peer, and messages awaiting an answer
+    mesh            all connections of a member, in one thread
 
-Members report where their mesh listens, and a world carries the addresses of its members (`vocabulary.World`).
+Members report where their mesh listens, and a world carries its members' addresses (`vocabulary.World`).
 Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots use sockets of their own.
 """

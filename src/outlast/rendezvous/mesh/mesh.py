@@ -8,9 +8,9 @@
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   sends a goodbye
 
-The watching side connects, so two members that watch each other have two connections. The kernel probes whether the peer is alive
-(`connection.IDLE_S`), so the thread only reads the clock once per second while all is well. The kernel also acknowledges for a
-stopped or starved process, which therefore stays heard; hang detection is the task of its own agent.
+The watching side connects, so two members that watch each other have two connections. The kernel probes the peer for us
+(`connection.IDLE_S`), so while all is well the thread only reads the clock once per second. The peer's kernel also answers for a
+stopped or starved process, which therefore still counts as heard; its own agent detects hangs.
 
 Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.membership`.
 """
@@ -43,13 +43,13 @@ __all__ = ["Mesh", "Undelivered"]
 TICK_S = 1.0
 """Maximum duration of a wait, since `Awake` must be read at least every second."""
 STOOD_S = 2.0
-"""Excess duration of a turn that indicates a pause of this process or machine."""
+"""If a turn takes this much longer than it should, this process or machine was paused."""
 PROVE_S = 5.0
 """Timeout for a new connection to prove that it has the key."""
 STRANGERS = 256
-"""Maximum number of connections without proof of the key; beyond it the oldest is closed."""
+"""Maximum number of connections without proof of the key; beyond it, the oldest is closed."""
 ANSWER_S = 5.0
-"""Timeout for the acknowledgement of a message."""
+"""Timeout for a message's acknowledgement."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -59,18 +59,18 @@ class _Caller:
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
-        """Id of the member, once it has proven that it has the key."""
+        """The member's id, once it has proven that it has the key."""
         self.process = ""
 
 
 class Mesh:
-    """A member's side of the mesh, which any thread may use. `changed` and `handlers` are called in the mesh's thread and must
+    """A member's side of the mesh. Any thread may use it. `changed` and `handlers` are called in the mesh's thread and must
     return at once."""
 
     def __init__(
         self, id: int, host: str, key: bytes, *, run: str = "", clock: Callable[[], float] | None = None, thread: bool = True
     ) -> None:
-        """Listen on `host`. Raises OSError. Without `thread`, the caller must call `turn`."""
+        """Listen on `host`. Raises OSError. If `thread` is False, the caller must call `turn`."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, 0), family=family, backlog=1024)
         self._listener.setblocking(False)
@@ -87,20 +87,20 @@ class Mesh:
         self.complete = False
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
-        """Callback for changes of `unheard`, `refused` or `complete`."""
+        """Callback for changes to `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
-        """Handlers by kind of message, called with the sender and the message."""
+        """Handlers by message kind, called with the sender and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
         self._last_handled: dict[tuple[int, str], int] = {}
-        """Number of the last handled message, by sender and sender's process."""
+        """Number of the last message handled, by the sender's id and process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """True if the end was requested, and if the thread has finished."""
+        """True once the end was requested, and once the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -123,8 +123,8 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours in it. Connected peers keep their addresses. On return, `unheard`
-        describes this world."""
+        """Enter a world, and watch only our neighbours there. Connected peers keep their addresses. When this returns, `unheard`
+        describes the new world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -136,12 +136,12 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set the addresses of members of the world of `generation`. They are ignored in any other world, where they may be
-        outdated."""
+        """Set addresses of the members of the world with this `generation`. They are ignored in any other world, where they may
+        be outdated."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a message with a `kind` to any member, whose handler of that kind is called once.
+        """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
         The future completes when the member has handled the message. It raises `Undelivered` if the member has left, refuses
         connections, or does not answer in time.
@@ -266,7 +266,7 @@ class Mesh:
             return
         number, content = message.get("number"), message.get("message")
         if not isinstance(number, int) or not isinstance(content, Mapping):
-            return  # of a newer version
+            return  # from a newer version
         handled = content.get("kind") in self.handlers
         if number > self._last_handled.get((caller.id, caller.process), 0):
             self._last_handled[caller.id, caller.process] = number
@@ -288,12 +288,12 @@ class Mesh:
     def _handle(self, id: int, message: Mapping[str, Any]) -> None:
         try:
             self.handlers[message["kind"]](id, message)
-        except Exception:  # a mistake in one handler must not end the mesh
+        except Exception:  # a bug in one handler must not end the mesh
             _print_problem(f"a message of worker {id} could not be handled:\n{traceback.format_exc()}")
 
     def _drop(self, caller: _Caller) -> None:
         if caller not in self._callers:
-            return  # it exceeded the limit in the same turn
+            return  # already dropped in the same turn, for exceeding the limit
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -325,7 +325,7 @@ class Mesh:
                 _print_problem(f"worker {id} has no valid address in the mesh: {problem}")
 
     def _publish(self) -> None:
-        """Publish the state of the watched peers if it has changed."""
+        """Publish the watched peers' state if it has changed."""
         watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
         silent = [peer for peer in watched if peer.met and peer.state.unheard]
         unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)
@@ -335,7 +335,7 @@ class Mesh:
         self.unheard, self.refused, self.complete = unheard, refused, complete
         try:
             self.changed()
-        except Exception:  # a mistake of the subscriber must not end the mesh
+        except Exception:  # a bug in the subscriber must not end the mesh
             _print_problem(f"the mesh of worker {self.id}:\n{traceback.format_exc()}")
 
     def _close(self, now: float) -> None:

@@ -1,6 +1,6 @@
 """A member's connection to one watched or messaged peer, with its unacknowledged messages. Runs in the mesh's thread only.
 
-Messages are numbered, and repeated on a new connection. The peer drops duplicates, so each message is handled once and in order.
+Messages are numbered, and sent again on a new connection. The peer drops duplicates, so each is handled once and in order.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """Timeouts after which a silent peer counts as unheard: at first; after its connection broke (2 s after its last sign of life);
 and after a pause of this process or machine, which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Counter for all messages of this process. It is shared, since a returning peer remembers the numbers that it has seen."""
+"""Counter for all messages from this process. It is shared, since a peer that returns remembers the numbers that it has seen."""
 
 
 class Undelivered(Exception):
@@ -39,7 +39,7 @@ class _Message:
 
 
 class Peer:
-    """A peer of this member. `hello` is the first message that we send to it."""
+    """One of this member's peers. `hello` is the first message that we send to it."""
 
     def __init__(self, id: int, selector: selectors.BaseSelector, hello: Mapping[str, Any], key: bytes) -> None:
         self.id, self.watched = id, False
@@ -57,8 +57,8 @@ class Peer:
         thousands."""
 
     def meet(self, address: str, now: float) -> None:
-        """Set the address of the peer. A new address means another process, so the connection is closed and the state is reset.
-        Raises ValueError for an invalid address."""
+        """Set the peer's address. A new address means a new process, so the connection is closed and the state is reset. Raises
+        ValueError for an invalid address."""
         if address == self.address:
             return
         if address:
@@ -68,8 +68,8 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Prepare for a new world: clear the address of a peer that is not connected, since the peer may be another process by
-        now."""
+        """Prepare for a new world: clear the address of a peer that is not connected, since another process may have taken its
+        place."""
         if not self.proven:
             self.meet("", now)
 
@@ -90,7 +90,7 @@ class Peer:
                 self._broken(error, now)
 
     def turn(self, now: float, patience_s: float) -> float:
-        """Do all due work; returns the time of the next turn."""
+        """Do all work that is due; returns the time of the next turn."""
         self._expire(now)
         if not self.address or self.state.left or not (self.watched or self._messages or self._connection):
             return min((each.until for each in self._messages.values()), default=now + 1.0)
@@ -169,7 +169,7 @@ class Peer:
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """Handle a broken connection. Without proof of the peer's identity, it counts as a refusal."""
+        """Handle a broken connection. If the peer had not proven its identity, an active rejection counts as a refusal."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:

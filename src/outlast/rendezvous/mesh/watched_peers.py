@@ -1,4 +1,4 @@
-"""The peers that a member watches, and the state of each peer. Pure: times are arguments, in seconds of one steady clock.
+"""The peers that a member watches, and the state of each peer. Pure: times are arguments, in seconds on one steady clock.
 
 A broken connection alone proves nothing: a middlebox may have reset it. So we reconnect at once. A peer becomes unheard only if
 that fails: it refuses twice, or does not answer for `patience_s`.
@@ -16,17 +16,17 @@ import math
 from collections.abc import Sequence
 
 REFUSALS = 2
-"""Number of consecutive refusals that prove the end of the process."""
+"""Number of consecutive refusals that prove that the process has ended."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pause before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeout of an attempt to connect: in doubt, and once the peer is unheard. In doubt it is short, since each attempt sends a new
-SYN, which the kernel alone would repeat only after 1 s."""
+"""Timeout for an attempt to connect: while the peer is in doubt, and once it is unheard. The first is short, since each attempt
+sends a new SYN, which the kernel by itself would repeat only after 1 s."""
 
 
 @dataclasses.dataclass
 class PeerState:
-    """The state of one peer. `since` is the start of the doubt; None without doubt."""
+    """The state of one peer. `since` is the time at which it came into doubt; None if it is not in doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
@@ -39,13 +39,13 @@ class PeerState:
     """True if the peer has sent a goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
-        """Record a missing connection; without a new one within `patience_s`, the peer becomes unheard."""
+        """Record a missing connection. Unless a new one is made within `patience_s`, the peer becomes unheard."""
         if self.since is None:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """Record that the peer's kernel has accepted a connection, which ends a doubt: a stopped process cannot do more. An
-        unheard peer must also prove its identity, since another process may have its port."""
+        """Record that the peer's kernel has accepted a connection, which ends any doubt: a stopped process cannot do more. An
+        unheard peer must also prove its identity, since another process may now have its port."""
         if not self.unheard:
             self.since = None
 
@@ -56,22 +56,22 @@ class PeerState:
             self.unheard, self.gone = "refuses connections", True
 
     def passed(self, now: float) -> None:
-        """Check the time without a connection against the timeout."""
+        """Mark a peer in doubt as unheard once its timeout has passed."""
         if self.since is not None and now >= self.ends:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """Record that the peer has proven its identity, which resets all doubts."""
+        """Record that the peer has proven its identity, which ends any doubt."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
     def ends(self) -> float:
-        """Time at which a doubted peer becomes unheard; infinite without doubt."""
+        """Time at which a peer in doubt becomes unheard; infinite for other peers."""
         return math.inf if self.since is None or self.unheard else self.since + self.patience_s
 
     @property
     def attempt_s(self) -> float:
-        """Timeout of one attempt to connect."""
+        """Timeout for one attempt to connect."""
         return LATER_S if self.unheard else ATTEMPT_S
 
     @property
@@ -87,11 +87,11 @@ SMALL = 64
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the peers that member `id` watches, in rank order. `members` must be in rank order, too.
+    """Return the peers that member `id` watches, in rank order. `members` must also be in rank order.
 
-    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. If i watches j, j watches i.
-    Each member is watched by five or six others, and the ring stays connected if any two are lost. The ranks of one rack are
-    mostly neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
+    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. Watching is mutual. Each
+    member is watched by five or six others, and the ring stays connected if any two are lost. The ranks in a rack are mostly
+    neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

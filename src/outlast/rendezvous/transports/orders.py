@@ -11,8 +11,8 @@ The signature is an HMAC-SHA256 over the worker's index, the time and the body, 
 WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
 period.
 
-    202 accepted    400 not an order    401 not signed with the key of the run    409 repeated, too old, or ending already
-    411 without Content-Length    413 longer than 4 KiB (`probes`)
+    202 accepted    400 not an order    401 not signed with the run's key    409 repeated, too old, or already ending
+    411 no Content-Length    413 longer than 4 KiB (`probes`)
 
 Docs: docs/guide/security.md. Pure.
 """
@@ -31,7 +31,7 @@ from outlast.job import sealed_lines
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 WINDOW_S = 60.0
-"""Maximum difference between the clocks of sender and worker. Orders are remembered for this long to detect replays."""
+"""Maximum difference between the sender's and the worker's clocks. Orders are remembered for this long to detect replays."""
 _REASON = 256
 """Maximum length of a reason, in characters; longer reasons are truncated."""
 
@@ -48,13 +48,13 @@ class Answer:
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """Return the headers of an order to a worker. `key` is the key of the run, see `sealed_lines.key`."""
+    """Return the headers for an order to a worker. `key` is the run's key, see `sealed_lines.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 
 
 class Orders:
-    """The orders to one worker. `since` is the start of its agent in seconds since the epoch; older orders are rejected."""
+    """The orders to one worker. `since` is when its agent started, in seconds since the epoch; older orders are rejected."""
 
     def __init__(self, key: bytes, *, worker: int, since: float) -> None:
         self._key, self._worker, self._since = key, worker, since

@@ -1,16 +1,16 @@
-"""The rendezvous transport by sockets, from workers directly to the coordinator.
+"""The rendezvous transport over sockets, directly from workers to the coordinator.
 
-The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port of worker 0 in pods without an operator or an
-etcd (`c10d://host:port`).
+The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
+operator nor an etcd (`c10d://host:port`).
 
-Workers report, one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, or after
+Workers report, and one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, or after
 `SILENCE_S` of silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines to a port are sealed with the run's key (`job.sealed_lines`). An invalid message only
-closes its sender's connection. If several processes have the same index, the last process to connect is the member.
+Strangers can reach a port, so lines sent to one are sealed with the run's key (`job.sealed_lines`). An invalid message only
+closes its sender's connection. If several processes have the same index, the last one to connect is the member.
 
 Used by `rendezvous.member_client` (the member's side, in threads: torch's agent is synchronous); `local.launcher` and
 `rendezvous.worker0` (the server, asyncio).
@@ -47,29 +47,29 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Time in seconds after which a silent member is lost. Arbitrary: longer than a pause of 5 s with the next heartbeat. The mesh
-detects silent machines earlier."""
+"""Time in seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects
+silent machines earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a line of a report, which has some 12 KiB with a traceback and the tail of a log."""
+"""Maximum number of bytes in a report's line, which takes some 12 KiB with a traceback and the tail of a log."""
 _MESSAGE_BYTES = 4 << 20
-"""Maximum number of bytes in a line to a member, and in the queue of a member that does not read. A world of 10,000 workers has
-60 KiB."""
+"""Maximum number of bytes in a line to a member, and in the queue for a member that does not read. A world of 10,000 workers
+takes 60 KiB."""
 _PROVE_S = 5.0
 """Timeout for the first report on a connection, in seconds."""
 _STRANGERS, _BACKLOG = 512, 256
-"""Maximum number of connections without a report (beyond it the oldest is closed), and the listen backlog."""
+"""Maximum number of connections without a report (beyond it, the oldest is closed), and the listen backlog."""
 _PRINT_S = 1.0
-"""Minimum interval in seconds between printed problems with messages."""
+"""Minimum interval between printed warnings about bad messages, in seconds."""
 _MOST_REPLACED = 64
-"""Maximum number of remembered replaced processes of one index."""
+"""Maximum number of replaced processes to remember per index."""
 SCHEME = "unix://"
 TCP = "c10d://"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A member's line."""
+    """A line from a member."""
 
     report: Report
     process: str = ""
@@ -77,11 +77,11 @@ class _Line:
 
 
 class MemberSocket:
-    """A member's side, see `member_client.Board`: the connection is made anew for ever, since a running world does not need the
+    """A member's side (see `member_client.Board`). Connecting is retried forever, since a running world does not need the
     coordinator, which may return."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
-        """`key` is the key of the run, see `sealed_lines.key`; empty on a Unix socket."""
+        """`key` is the run's key, see `sealed_lines.key`; empty on a Unix socket."""
         self._endpoint, self._key = endpoint, key
         self.run, self.id = run, id
         self.put_log, self.watch_log = ConnectionLog(), ConnectionLog()
@@ -97,10 +97,10 @@ class MemberSocket:
         with self._sending:
             if self._sock is None:
                 return None
-            if select.select([], [self._sock], [], 0)[1]:  # else the coordinator does not read; the next heartbeat is newer
+            if select.select([], [self._sock], [], 0)[1]:  # otherwise the coordinator is not reading; the next heartbeat is newer
                 try:
                     self._sock.sendall(self._seal.sealed(self._line(report)))
-                except OSError:  # perhaps within a line: `watch` connects again
+                except OSError:  # perhaps in the middle of a line: `watch` reconnects
                     self.hang_up()
                     raise
             return HEARTBEAT_S
@@ -138,10 +138,10 @@ class MemberSocket:
         self.hang_up()
 
     def leave(self, *, reachable: bool) -> None:
-        """Do nothing: the end of the connection is the end of the membership."""
+        """Do nothing: closing the connection ends the membership."""
 
     def hang_up(self) -> None:
-        """End the connection, which `watch` notices."""
+        """Close the connection, which `watch` notices."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -199,7 +199,7 @@ class _Lines:
 
 
 def board(endpoint: str, member: Member) -> MemberSocket:
-    """Return the member's side of an endpoint, see `transport.Transport`."""
+    """Return the member's side of an endpoint, see `rendezvous.transport`."""
     return MemberSocket(
         endpoint, run=member.run, id=member.id, key=sealed_lines.key(member.environ) if endpoint.startswith(TCP) else b""
     )
@@ -225,18 +225,18 @@ class Server:
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is the key of the run, which every member must have; empty on a Unix socket. `clock` measures silence, and must
-        pause while this process is paused, see `clock.Awake`."""
+        """`key` is the run's key, which every member must have; empty on a Unix socket. `clock` measures silence, and must stop
+        while this process is paused, see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}
         self._seals: dict[asyncio.StreamWriter, sealed_lines.Plain] = {}
         self._strangers: dict[asyncio.StreamWriter, None] = {}
-        """Connections without a report, oldest first."""
+        """Connections that have not reported yet, oldest first."""
         self._process: dict[int, str] = {}
-        """The current process of each index."""
+        """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
-        """Earlier processes of each index."""
+        """Earlier processes for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
@@ -244,7 +244,7 @@ class Server:
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
-        """Listen on a path, where the socket of a dead launcher is replaced, or on a listening TCP socket."""
+        """Listen on a path, replacing a dead launcher's socket, or on a TCP socket that already listens."""
         if isinstance(where, socket.socket):
             self._server = await asyncio.start_server(self._serve, sock=where, limit=_LINE_BYTES, backlog=_BACKLOG)
             return
@@ -260,7 +260,7 @@ class Server:
             writer.close()
 
     def send(self, to: Iterable[int], kind: str, content: object) -> None:
-        """Send a message to these members, as far as they are connected; others receive it after their next report."""
+        """Send a message to those of these members that are connected; the others receive it after their next report."""
         for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 
@@ -293,7 +293,7 @@ class Server:
                 said = decode(_Line, json.loads(sealed.opened(line)))
                 report = said.report
                 self._strangers.pop(writer, None)
-                if report.run != self._run:  # left over from an earlier run of the same name
+                if report.run != self._run:  # left over from an earlier run with the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
                 if id is None and not self._admit(report.id, said.process[:64], writer):
@@ -310,7 +310,7 @@ class Server:
                 line = await reader.readline()
         except (ValueError, RecursionError) as problem:
             self._print_problem(writer, f"an invalid report: {problem}")
-        except (OSError, TimeoutError):  # it disconnected within a line, or sent nothing
+        except (OSError, TimeoutError):  # it disconnected in the middle of a line, or sent nothing
             pass
         except Exception:  # one member's message must not end the server
             self._print_problem(writer, f"a report of worker {id} that could not be processed:\n{traceback.format_exc()}")
@@ -331,7 +331,7 @@ class Server:
         return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
     def _admit(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a connection as a member's; returns False if a later process has replaced its process."""
+        """Accept a member's connection; returns False if a later process has replaced the one that is connecting."""
         replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
         if process in replaced:
             return False

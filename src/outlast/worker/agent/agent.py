@@ -1,8 +1,8 @@
-"""The agent of a worker: its first process on this machine, and the second in a pod (`agent.pid1`).
+"""A worker's agent: its first process on this machine, or the second in a pod (`agent.pid1`).
 
 The agent does not import torch, and outlives all processes that it starts. The environment (`contract.Env`) configures it, and
 `agent.start` starts it. It carries out the decisions of `agent.lifecycle`: it prepares code and data, trains in successive worlds
-(`agent.world_loop`, in a thread), requests training to leave, kills hung processes, answers probes, and exits with a code of
+(`agent.world_loop`, in a thread), asks training to leave, kills hung processes, answers probes, and exits with a code from
 `contract.Exit`. Its state on disk (`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
 """
 
@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_S = 0.1
 """Interval in seconds at which the agent observes the training processes."""
 LEAST_S = 1.0
-"""Minimum time to leave in seconds, even after the deadline, since the clock of its sender may be ahead."""
+"""Minimum time to leave in seconds, even after the deadline, since the sender's clock may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
@@ -86,7 +86,7 @@ class Agent:
         self._status_server = kubeflow_status.StatusServer(environ, self.output)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """Time at which leaving training is killed."""
+        """Time at which training is killed if it is still leaving."""
         self._warm = warm_handle.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
@@ -104,7 +104,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, if it is printed."""
+        """Exit code and reason in the log's last line, once it is printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -116,7 +116,7 @@ class Agent:
 
     @property
     def launched_here(self) -> bool:
-        """True if the launcher of this machine owns the run."""
+        """True if this machine's launcher owns the run."""
         return self.coordination.mode is Mode.LAUNCHER
 
     def run(self) -> lifecycle.Exit:
@@ -160,7 +160,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger, opened at the first event, when its earlier lines have been fetched from the store."""
+        """This agent's ledger. It is opened at its first event, after its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     # Effects
@@ -240,14 +240,14 @@ class Agent:
             self._put(lifecycle.PreparationFailed(phase, str(problem), retry=getattr(problem, "retry", False)))
         except OSError as problem:
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem}", retry=True))
-        except Exception as problem:  # a bug must not leave the worker in this phase for ever
+        except Exception as problem:  # a bug must not leave the worker in this phase forever
             self._put(lifecycle.PreparationFailed(phase, f"{phase}: {problem!r}", retry=False))
             raise
         else:
             self._put(lifecycle.Prepared(phase))
 
     def _do(self, phase: Phase) -> join_run.Ended | None:
-        """Carry out a preparation phase. Returns the end of the run if the run has ended already."""
+        """Carry out a preparation phase. Returns the end of the run if it has already ended."""
         match phase:
             case Phase.RUN:
                 return self.coordination.claim(self._log)
@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. Also called by one of the threads of `snapshots`."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest
@@ -286,7 +286,7 @@ class Agent:
             fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """Return (generation, step) of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
+        """Return the generation and step of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -305,7 +305,7 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _train(self) -> None:
-        """Train in successive worlds; the thread's target."""
+        """Train in successive worlds. Runs in its own thread."""
         from outlast.worker.prepare import phases
 
         spec = self.job.spec
@@ -341,7 +341,7 @@ class Agent:
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Answer `POST /leave`; called by a thread of the probe server."""
+        """Answer `POST /leave`. Called by the probe server's threads."""
         answer = self._orders.judge(headers, body, time.time())
         if answer.status != HTTPStatus.ACCEPTED:
             return answer.status, answer.text
@@ -393,7 +393,7 @@ class Agent:
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
-        """Kill the `victims`, after a dump of the stacks of all `processes`."""
+        """Dump the stacks of all `processes`, then kill the `victims`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:
@@ -413,7 +413,7 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
 
 
 def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
-    """Run this process's agent and exit with its code."""
+    """Run the agent in this process, and exit with its code."""
     try:
         from outlast.job import spec
         from outlast.job.spec import substitution

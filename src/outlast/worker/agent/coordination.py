@@ -1,4 +1,4 @@
-"""An agent's tasks for the whole run if no launcher exists: claim the run, coordinate its rendezvous, record its end.
+"""An agent's tasks for the whole run if there is no launcher: claim the run, coordinate its rendezvous, and record its end.
 
 Every worker claims and records, since any other worker may have ended. `rendezvous.transport.Mode` determines the coordinator.
 """
@@ -31,13 +31,13 @@ if TYPE_CHECKING:
     from outlast.worker.agent import join_run
 
 RECORD_TIMEOUT_S = 10.0
-"""Time in seconds that an ending worker waits for the record of the run's end."""
+"""Time in seconds that an ending worker waits until the run's end is recorded."""
 
 
 class Coordination:
     """One agent's tasks for the whole run. `environ` is the worker's environment, which `claim` completes.
 
-    `lost(reason)` is called if another machine takes the run, `broken(reason)` if coordination fails permanently.
+    `lost(reason)` is called if another machine takes the run, and `broken(reason)` if coordination fails permanently.
     """
 
     def __init__(
@@ -50,16 +50,16 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """The owner of the run, see `join_run`."""
+        """The run's owner, see `join_run`."""
         self.run_end: Closed | None = None
-        """The end of the run that the operator has published."""
+        """The end of the run, as published by the operator."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> join_run.Ended | None:
-        """Determine the run of this worker, and continue that run's `log`. Returns the end of the run if it has ended."""
+        """Determine this worker's run, and continue that run's `log`. Returns the end of the run if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -93,7 +93,7 @@ class Coordination:
         return store.open_(self._store or f"file://{self.output}")
 
     def begin(self) -> None:
-        """Start to coordinate the run, if this worker may coordinate it."""
+        """Start coordinating the run, if this worker may coordinate it."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             from outlast.worker.agent import join_run
 
@@ -160,7 +160,7 @@ class Coordination:
         self._recording.start()
 
     def operator_ended_run(self, end: Closed) -> None:
-        """Note the end of the run. Called by the thread that watches the operator."""
+        """Store the end of the run. Called by the thread that watches the operator."""
         self.run_end = end
 
     def record_end_from_operator(self) -> None:
@@ -169,7 +169,7 @@ class Coordination:
             self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
-        """Report goodput and losses of the whole run to the operator, if the run has ended and this worker's upload process has
+        """Report the whole run's goodput and losses to the operator, if the run has ended and this worker's upload process has
         computed them (`upload.Report`)."""
         if report.get("goodput") is None or self.run_end is None:
             return
@@ -181,7 +181,7 @@ class Coordination:
             _say(f"the goodput of the run could not be reported: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """Return the answer to queries of other workers about the end of the run; empty if only this worker has ended."""
+        """Return the answer to other workers' queries about the end of the run; empty if only this worker has ended."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import join_run
@@ -212,7 +212,7 @@ class Coordination:
         self._ledger.write(kind, **facts)
 
     def finished(self, state: str, reason: str, code: int) -> None:
-        """Record the end of the run, as does every agent."""
+        """Record the end of the run, as every agent does."""
         self.record_end(state, reason, code)
 
 

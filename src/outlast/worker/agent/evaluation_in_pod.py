@@ -1,7 +1,7 @@
-"""Evaluation of a job's model in a separate pod: the cluster side of `outlast evaluate`.
+"""Evaluates a job's model in a separate pod: the cluster side of `outlast evaluate`.
 
-The pod has the environment of a worker. It fetches the newest committed checkpoint, the requested checkpoint and the training's
-files from the store, if any. It prepares code and data like a worker, and runs the job's module with `--evaluate`. The module's
+The pod has a worker's environment. If there is a store, it fetches the newest committed checkpoint, the requested checkpoint and
+training's files from it. It prepares code and data like a worker, and runs the job's module with `--evaluate`. The module's
 standard output becomes the pod's log; new files, such as evaluation.json, are uploaded.
 """
 
@@ -28,7 +28,7 @@ _NO_RESULTS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
 
 
 def main(args: Sequence[str]) -> int:
-    """Evaluate the job in this environment. Returns the exit code of the job's module."""
+    """Evaluate the job in this environment. Returns the exit code from the job's module."""
     environ = dict(os.environ)
     job = spec.load(environ[Env.JOB_FILE])
     environ |= substitution.values(job.spec.env, environ)
@@ -56,7 +56,7 @@ def _results(output: Path) -> dict[str, Stat]:
 
 
 def _fetch_results(place: store.Store, output: Path) -> None:
-    """Fetch the training's results, such as its final weights, without checkpoints. Raises StoreError."""
+    """Fetch training's results, such as the final weights, but no checkpoints. Raises StoreError."""
     with tempfile.TemporaryDirectory() as state:
         report = push_and_pull.pull(place, output, Path(state, "known"), push_and_pull.Options(skip=_skipped))
     if report.failed:
@@ -64,7 +64,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
 
 
 def _upload(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
-    """Upload the evaluation's files, but not unchanged `fetched` files, since the store may have newer versions. Raises
+    """Upload the evaluation's files, except unchanged `fetched` files, since the store may have newer versions. Raises
     StoreError."""
     new = {path for path, stat in _results(output).items() if fetched.get(path) != stat}
     if not new:

@@ -1,11 +1,11 @@
-"""The decision which run a worker's pod belongs to, recorded in `run.json` in the job's output.
+"""Decide which run a worker's pod belongs to, and record it in `run.json` in the job's output.
 
-All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the owner of a
-run, and is the id of a new run. Every pod decides on its own, and all make the same decision:
+All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the run's
+owner, and is the id of a new run. Every pod decides on its own, and all make the same decision:
 
     no record, or another owner's run that has succeeded            begin a run
     a run that has not succeeded                                    continue it: a changed file is still the same training
-    the same, and another namespace or cluster trains it now        end with an error
+    the same, and another namespace or cluster is training it       end with an error
     the same, and we were submitted with --fresh                    begin a run; files of the old run move to `previous/`
     a run that has not ended, and a later file has taken it from us end as a zombie
     our run, and it has ended                                       end in the same way
@@ -63,8 +63,8 @@ class Ended:
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Query the workers at these `host:port`, which stay up after the end, for the end of the run; returns None if there is no
-    answer."""
+    """Ask the workers at these `host:port` addresses, which stay up after the end, how the run ended. Returns None if none
+    answers."""
 
     def query(address: str) -> Ended | None:
         try:
@@ -79,7 +79,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return `host:port` of the probes of all other workers. Their host names derive from pod 0 at `endpoint`
+    """Return the `host:port` of each other worker's probes. Host names are derived from pod 0 at `endpoint`
     (`c10d://NAME-0.SERVICE...`), or from `me`, this pod's full name: `NAME-2.SERVICE...` is worker 2."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
@@ -93,8 +93,8 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
     """Return the identity of the place that trains this pod's job, see `runs.heartbeat`. All pods of the job share it.
 
-    A job of an operator is identified by its run, any other job by the cluster's certificate authorities, if readable. After a
-    change of the authorities, old and new pods count as two owners.
+    An operator's job is identified by its run, any other job by the cluster's certificate authorities, if readable. If the
+    authorities change, old and new pods count as two owners.
     """
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
@@ -107,7 +107,7 @@ def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
 def take(
     where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> str | Ended:
-    """Continue the run in this place, or begin `new`. Returns the id of the run. Waits while another `home` may be training it.
+    """Continue the run in this place, or begin `new`. Returns the run's id. Waits while another `home` may be training it.
     Raises AlreadyRunning if another `home` trains it, Superseded if a later owner has taken it from us, and StoreError."""
     current = runs.read(where)
     if current and current.ended and current.owner == new.owner:
@@ -157,14 +157,14 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """Return the newest generation of the run in the output, 0 for none. It may still commit."""
+    """Return the run's newest generation in the output; 0 if there is none. It may still commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now, whose id is the name of its owner."""
+    """Create the record of a run that starts now, with its owner's name as its id."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 

@@ -1,7 +1,7 @@
-"""Progress for the status server of Kubeflow Trainer, which names it by variables in the pods of a TrainJob.
+"""Progress reports to Kubeflow Trainer's status server, which the pods of a TrainJob find through environment variables.
 
-The agent of rank 0 reports the percentage, the remaining seconds, the step and what the script logged last. A thread sends the
-reports, one in five seconds at most. A server that fails is ignored: the next report has all the news.
+Rank 0's agent reports the percentage, the remaining seconds, the step and what the script logged last. A thread sends the
+reports, at most one every five seconds. Server failures are ignored, since every report is complete.
 https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
 """
 
@@ -23,11 +23,11 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Variables: the URL, the file with the server's certificate authority, and the file with our token, which is renewed."""
+"""Environment variables with the URL, the server's certificate authority file, and our token file, which is renewed."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64
-"""Numbers of metrics and of characters that the server takes."""
+"""Maximum number of metrics that the server accepts, and of characters in a metric's name or value."""
 _TAIL = 1 << 16
 
 
@@ -39,7 +39,7 @@ class StatusServer:
         self._sender: threading.Thread | None = None
         self._sent = float("-inf")
         self._first = (0, 0.0)
-        """The step of the first report, and its time, from which the remaining time is estimated."""
+        """Step and time of the first report, from which the remaining time is estimated."""
         self._last: tuple[int, int | None] | None = None
         """The newest step, and the total if known; None while rank 0 is on another worker."""
 
@@ -50,7 +50,7 @@ class StatusServer:
             self._report(now)
 
     def end(self, *, done: bool) -> None:
-        """Report the end of the run, if this worker has reported its progress. Takes twice `TIMEOUT_S` at most."""
+        """Report the end of the run, if this worker has reported its progress. Takes at most twice `TIMEOUT_S`."""
         if self._sender:
             self._sender.join(TIMEOUT_S)
             self._report(time.monotonic(), done=done)
@@ -77,7 +77,7 @@ class StatusServer:
         self._sender.start()
 
     def _logged(self) -> dict[str, float]:
-        """Return the newest value of each metric that the script has logged lately."""
+        """Return the newest value of each metric that the script has logged recently."""
         try:
             with self._metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _TAIL))

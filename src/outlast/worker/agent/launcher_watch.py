@@ -1,4 +1,4 @@
-"""Restart of this machine's launcher when it is unreachable, since a job must not depend on the process that started it."""
+"""Restarts this machine's launcher if it is unreachable, since a job must not depend on the process that started it."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ UNREACHABLE_S = 1.5
 busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay in seconds per worker index, since one new launcher is enough. The launcher's lock stops any other."""
+"""Additional delay in seconds per worker index, since one new launcher is enough. The launcher's lock stops any others."""
 
 
 class LauncherWatch:
-    """A worker's watch of this machine's launcher, configured by its environment. If there is no launcher, it does nothing."""
+    """A worker's watch on this machine's launcher, configured by its environment. Does nothing if there is no launcher."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

@@ -1,11 +1,11 @@
-"""The life of a worker as a pure state machine: events in, effects out.
+"""A worker's life as a pure state machine: events in, effects out.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
                           (an interruption at any time: save if possible, finish early, exit 75)
 
 This file decides what a worker does next, `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport`
-decides who coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clock, file or
-process: events carry times of the agent's clock.
+decides who coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clocks, files or
+processes: events carry times from the agent's clock.
 """
 
 from __future__ import annotations
@@ -37,13 +37,13 @@ PREPARATION = (Phase.RUN, Phase.CODE, Phase.ENVIRONMENT, Phase.DATA, Phase.CHECK
 
 @dataclasses.dataclass(frozen=True)
 class Worker:
-    """The state of a worker: its phase, and how it will end."""
+    """A worker's state: its phase, and how it will end."""
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """Reason for the interruption; empty without one."""
+    """Reason for the interruption; empty if there is none."""
     leave_by: float | None = None
-    """Deadline after which an interrupted worker's training is killed: the earliest of all interruptions."""
+    """Deadline after which an interrupted worker's training is killed; with several interruptions, the earliest."""
     gone_by: float | None = None
     """Time at which the worker's machine disappears; None if unknown."""
     code: int | None = None
@@ -53,14 +53,14 @@ class Worker:
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
-"""Exit codes after which a restart of the worker is pointless."""
+"""Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout in seconds of the last upload after training is done. It is long, since nothing repeats that upload, whereas a failed
+"""Timeout in seconds for the last upload once training is done. It is long, since nothing repeats that upload, whereas a failed
 worker is restarted and uploads again."""
 LAST_FLUSH_S = 10.0
-"""Minimum timeout in seconds of an interrupted worker's last upload, even after its grace period."""
+"""Minimum timeout in seconds for an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
-"""Minimum timeout in seconds of an interrupted worker's last upload before a known end of its machine."""
+"""Minimum timeout in seconds for an interrupted worker's last upload if its machine is about to disappear."""
 
 
 # Events
@@ -80,7 +80,7 @@ class Prepared:
 
 @dataclasses.dataclass(frozen=True)
 class PreparationFailed:
-    """Event: a preparation phase has failed. `retry` is True if a restart of the worker could help."""
+    """Event: a preparation phase has failed. `retry` is True if restarting the worker could help."""
 
     phase: Phase
     reason: str
@@ -96,8 +96,8 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """Event: a SIGTERM, spot notice or drain. Training must leave within `grace_s` from `now`; the earliest deadline of several
-    interruptions counts."""
+    """Event: a SIGTERM, spot notice or drain. Training must leave within `grace_s` from `now`; with several interruptions, the
+    earliest deadline counts."""
 
     reason: str
     now: float
@@ -113,7 +113,7 @@ class GraceOver:
 
 @dataclasses.dataclass(frozen=True)
 class Flushed:
-    """Event: output and logs are uploaded, or `problem` has prevented the upload."""
+    """Event: output and logs have been uploaded, or `problem` has prevented that."""
 
     problem: str = ""
 
@@ -153,7 +153,7 @@ class Train:
 
 @dataclasses.dataclass(frozen=True)
 class Notify:
-    """Effect: request training to save and leave."""
+    """Effect: ask training to save and leave."""
 
     reason: str
     deadline: float
@@ -171,7 +171,7 @@ class Flush:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """Effect: end the agent. With `stay`, it ends only once its pod is deleted, with code 0, since the real end is recorded."""
+    """Effect: end the agent. If `stay`, it ends only once its pod is deleted, with code 0, since the real end is recorded."""
 
     code: int
     reason: str
@@ -240,7 +240,8 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Timeout of the last upload of a worker that ends with this code. It ends before a known end of the worker's machine."""
+    """Return the timeout for the last upload of a worker that ends with this code. It expires before the worker's machine
+    disappears, if that time is known."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

@@ -1,5 +1,5 @@
-"""Memory and use of this machine's GPUs, from NVML, which NVIDIA's driver brings. Called by ctypes, since the agent has only the
-standard library in other images. https://docs.nvidia.com/deploy/nvml-api/
+"""Memory and utilization of this machine's GPUs, read from NVML, which ships with NVIDIA's driver. Called through ctypes, since
+the agent has only the standard library in other images. https://docs.nvidia.com/deploy/nvml-api/
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ class _Memory(ctypes.Structure):
 
 
 class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: per cent of the time in which a kernel ran, and in which memory was read or written."""
+    """`nvmlUtilization_t`: percentage of time during which a kernel ran, and during which memory was read or written."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 class Gpus:
-    """The GPUs that NVML shows to this process."""
+    """The GPUs that are visible to this process through NVML."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = library
@@ -34,8 +34,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization and memory, if NVML reports them; it reports no utilization for MIG slices. Empty without
-        NVML, or while an earlier call is pending: a broken GPU can hang NVML."""
+        """Return each GPU's utilization and memory, if NVML reports them; it reports no utilization for MIG slices. Empty if
+        there is no NVML, or while an earlier call is pending: a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

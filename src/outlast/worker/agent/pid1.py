@@ -1,4 +1,4 @@
-"""Process 1 of a pod, which runs the agent as its child, forwards signals, and reaps orphans.
+"""Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans.
 
 Orphans, e.g. the data loaders of a killed rank, become children of process 1. If nobody waits for them, they remain zombies until
 the pod reaches its pid limit and cannot fork. The agent cannot reap them itself: waiting for *any* child would consume the exit
@@ -15,7 +15,7 @@ from outlast.job import contract
 from outlast.worker.launch import os_calls
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals for faults of the process itself, which cannot be blocked."""
+"""Signals for faults in the process itself, which cannot be blocked."""
 
 
 def stand_by() -> None:
@@ -37,7 +37,7 @@ def split() -> None:
 
 
 def _attend(child: int, signals: set[signal.Signals]) -> int:
-    """Reap processes until `child` has ended. Returns the exit code of `child`."""
+    """Reap processes until `child` has ended. Returns the child's exit code."""
     while True:
         number = signal.sigwait(signals)
         if number != signal.SIGCHLD:

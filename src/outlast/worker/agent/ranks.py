@@ -1,8 +1,8 @@
-"""The agent's observation of its worker's training processes: which of them are alive, and how long each has been silent.
+"""Observes a worker's training processes for its agent: which of them are alive, and how long each has been silent.
 
 A process records its pid and start time, which together identify it: before a hung process is killed, another may have reused its
-pid. Silence starts at the last observed change of the process's progress or heartbeat (`workerfiles.progress_file`). The clock
-stops while the agent does (`clock.Awake`), so a step of the wall clock or a suspended machine makes no process silent.
+pid. Silence starts at the last observed change in the process's progress or heartbeat (`workerfiles.progress_file`). The clock
+stops while the agent does (`clock.Awake`), so a jump of the wall clock or a suspended machine does not make a process silent.
 """
 
 from __future__ import annotations
@@ -24,14 +24,14 @@ is not silent."""
 
 
 class Ranks:
-    """The `count` training processes of a worker, observed through their records in the directory `state`. The agent calls `look`
-    ten times a second."""
+    """A worker's `count` training processes, observed through their records in the directory `state`. The agent calls `look` ten
+    times a second."""
 
     def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start time of each killed process, which may take a while to die."""
+        """Pid and start time of each process that was killed, which may take a while to die."""
 
     def forget(self) -> None:
         """Remove the records of an earlier agent's processes, whose pids a new container may reuse."""
@@ -79,6 +79,6 @@ class Ranks:
 
 
 def _state(record: progress_file.Progress) -> str:
-    """Return the state letter (proc(5)) of the process of a record; empty if the process has ended."""
+    """Return the state letter (proc(5)) of a record's process; empty if the process has ended."""
     state, started = progress_file.kernel(record.pid)
     return state if record.started in (0, started) else ""

@@ -22,7 +22,7 @@ from outlast.worker.agent.upload_handle import UploadProcess
 from outlast.worker.hangs import hang_limit
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Interval in seconds at which an unchanged `worker.json` is touched, as the heartbeat of the agent."""
+"""Interval in seconds at which an unchanged `worker.json` is touched, as the agent's heartbeat."""
 ALONE_LOOKS = 30
 """Number of observations, ten a second, after which the agent warns that ranks train without a process group. Arbitrary: a script
 may print progress before it creates the group."""
@@ -31,14 +31,14 @@ STANDSTILL_S = 30.0
 
 
 class Reporter:
-    """The reporter of one worker. `state` is the worker's directory, `limit_s` the job's hang limit."""
+    """Reports on one worker. `state` is the worker's directory, and `limit_s` the job's hang limit."""
 
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
         self.metrics: Mapping[str, float] = {}
-        """Metrics of the worker by name, without the prefix."""
+        """The worker's metrics by name, without the prefix."""
         self.probes = ""
-        """The address of the probes."""
+        """The address at which probes are answered."""
         self.displaced = False
         """True if another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
@@ -47,7 +47,7 @@ class Reporter:
         self._touched = 0.0
         self._gpus = Gpus()
         self._samples: list[Sample] = []
-        """Metrics with more labels, and summaries."""
+        """Summaries, and metrics with additional labels."""
 
     def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
         """Report the current state of the worker and its training `processes`."""
@@ -74,7 +74,7 @@ class Reporter:
         self._samples = samples  # at once, since another thread reads it
 
     def stays(self, reason: str, end: str, *, done: bool) -> None:
-        """Report from now on how the training of this worker has ended. `end` is the answer to other workers."""
+        """From now on, report how this worker's training has ended. `end` is the answer to other workers."""
         self.health, self._samples = probes.Health(True, False, reason, end), []
         self.metrics = {"done": float(done), "failed": float(not done)}
 
@@ -131,7 +131,7 @@ class Reporter:
 
 
 def _of_rank(progress: Progress) -> Iterator[Sample]:
-    """Yield the metrics of one training process."""
+    """Yield one training process's metrics."""
     rank = {"rank": progress.rank}
     if progress.stepped:
         yield "step_seconds", rank, (progress.stepped_s, progress.stepped)
@@ -164,11 +164,11 @@ class LoggedStep:
         """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
-        """Number of consecutive observations of the process without a process group."""
+        """Number of consecutive observations in which the process had no process group."""
         self._written = 0
 
     def look(self, processes: Sequence[hang_limit.Process], log: Output) -> None:
-        """Read the new end of the log."""
+        """Read the lines that are new in the log."""
         process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:
             return

@@ -14,10 +14,10 @@ if TYPE_CHECKING:
 
 
 def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
-    """Serve memory to the ranks of a worker, one of `workers` on this machine. Returns None if snapshots are off or impossible.
+    """Serve memory to a worker's ranks; this machine has `workers` workers. Returns None if snapshots are off or impossible.
 
-    Even with a budget of 0 bytes, ranks can read the snapshots of other workers. `restore` fetches the newest checkpoint of the
-    job's store on request of a rank; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a
+    Even with a budget of 0 bytes, ranks can read other workers' snapshots. `restore` fetches the newest checkpoint from the job's
+    store at a rank's request; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a
     running job, so that the worker is restarted: other workers may have newer snapshots.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # left by a killed agent

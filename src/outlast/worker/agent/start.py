@@ -1,4 +1,4 @@
-"""Start of a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
+"""Starts a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from outlast.worker.prepare import image_python
 
 def main(_: list[str]) -> None:
     """Start the warm process and the agent, and exit with the agent's code. For a job with its own Python environment, the warm
-    process starts later, in that environment. An image that has Outlast uses its own."""
+    process starts later, in that environment. If the image has Outlast installed, that one runs instead."""
     if relocatable.home() and (installed := shutil.which("outlast")):
         os.execv(installed, [installed, "agent"])
     pid1.stand_by()

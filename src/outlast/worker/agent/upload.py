@@ -2,16 +2,15 @@
 
     python -m outlast upload              upload until the agent closes standard input
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
-                                          with --ended: the operator has ended the run
+                                          --ended means that the operator has ended the run
 
-The environment of the worker's agent (`contract.Env`) configures the process. Only one process uploads a directory: others wait
-for its lock and take over when it dies. Workers without a common disk all have the same checkpoints and metrics. The process of
-rank 0's directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as
-logs.
+The worker agent's environment (`contract.Env`) configures the process. Only one process uploads a directory: others wait for its
+lock and take over when it dies. Workers that share no disk all have the same checkpoints and metrics. The process for rank 0's
+directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as logs.
 
-Progress is recorded in `.push/` after an upload is complete, so a kill costs at most a repetition. Committed checkpoints are
-uploaded at once, newest first, the ledger with each event, and everything else every `push_and_pull.every`. While the store is
-unreachable, the backlog is retained and retried. Each line on standard output is a `Report` as JSON.
+Progress is recorded in `.push/` once an upload is complete, so a kill costs at most one repeated upload. Committed checkpoints
+are uploaded at once, newest first, the ledger with each event, and everything else at the job's interval (`sync.every`). While
+the store is unreachable, the backlog is kept and retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -43,51 +42,51 @@ from outlast.worker.prepare import compile_cache, workdir
 POLL_INTERVAL_S = 1.0
 """Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Minimum intervals in seconds between two uploads of the ledger: with a new event, and with only new steps. An upload takes two
-requests, so steps cost one request a minute. The last steps of a lost worker are known from the state that the other workers
+"""Minimum intervals in seconds between ledger uploads: if there is a new event, and if there are only new steps. An upload takes
+two requests, so steps cost one request a minute. A lost worker's last steps are known from the state that the other workers
 resume."""
 LOCK_TIMEOUT_S = 3.0
 """Time in seconds that a flush waits for another process that uploads the same directory, which then uploads the rest, too."""
 MAX_PASSES = 3
-"""Maximum number of passes of a flush while single files fail, which only the user can repair."""
+"""Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval in seconds between two computations of the goodput, and their maximum share of the time."""
+"""Minimum interval in seconds between goodput computations, and the maximum share of the time that they may take."""
 RETRY_S = (2.0, 60.0)
-"""First and longest backoff in seconds after a failure of the store."""
+"""First and longest backoff in seconds after the store has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """The state of an upload process."""
+    """An upload process's state."""
 
     pushed: float | None = None
-    """Time of the last complete upload, seconds since the epoch; None before the first."""
+    """Time of the last complete upload, in seconds since the epoch; None before the first."""
     step: int = 0
     """Step of the newest checkpoint in the store."""
     since: float | None = None
-    """Start of the current failure of uploads, seconds since the epoch; None while they succeed."""
+    """Time since which uploads have been failing, in seconds since the epoch; None while they succeed."""
     error: str = ""
     backlog: int = 0
     """Total size in bytes of the committed checkpoints that the store lacks."""
     doing: str = ""
     seconds: float | None = None
-    """Duration of the last upload of a checkpoint in seconds; None before the first."""
+    """Duration of the last checkpoint upload in seconds; None before the first."""
     uploads: int = 0
     """Number of checkpoints that this process has uploaded, and the seconds that this took."""
     uploads_s: float = 0.0
     goodput: float | None = None
-    """Goodput of the run so far, computed by the process beside rank 0; None in other processes and before the first step."""
+    """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
     lost: Mapping[str, float] | None = None
-    """Computed with it: training seconds lost by cause (`incidents.CAUSES`), and the number of steps whose result was lost."""
+    """Training seconds lost by cause (`incidents.CAUSES`), and the number of steps whose result was lost; set with `goodput`."""
     lost_steps: int = 0
 
 
 class SomeFailed(store.StoreError):
-    """Raised if single files could not be uploaded, while everything else is in the store."""
+    """Raised if some files could not be uploaded, although everything else is in the store."""
 
 
 class Uploader:
-    """The uploader of one output directory. It calls `publish` with each new report."""
+    """Uploads one output directory, and calls `publish` with each new report."""
 
     def __init__(
         self,
@@ -107,11 +106,11 @@ class Uploader:
         self._acquired = 0
         """The newest generation for which this process may write checkpoints to the store."""
         self._left_behind = 0
-        """Newest generation on this disk at rank 0's move to another disk; 0 without a move."""
+        """The newest generation on this disk when rank 0 moved to another disk; 0 if it has not moved."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that needs no upload: it is in the store, or damaged."""
+        """Step and generation of each checkpoint that needs no upload, because it is in the store or damaged."""
         self._ways_back: list[tuple[int, int]] = []
-        """The ways back whose checkpoints are withdrawn from the store."""
+        """The `checkpoints.ways_back` whose checkpoints have been withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)
@@ -123,13 +122,13 @@ class Uploader:
         self._read: dict[str, int] = {}
         """Number of bytes read from each ledger."""
         self._unsent, self._sent_at = "", 0.0
-        """The kind of pending ledger lines ("event", "steps" or ""), and the time of the ledgers' last upload."""
+        """The kind of pending ledger lines ("event", "steps" or ""), and the time at which ledgers were last uploaded."""
         self._have_ledgers, self._count_at = False, 0.0
-        """True if the earlier ledgers of all workers are on this disk; and the time of the next computation of the goodput."""
+        """True if all workers' earlier ledgers are on this disk, and the time at which the goodput is computed next."""
         self.ended: float | None = None
-        """End of training, seconds since the epoch; None during training."""
+        """Time at which training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run has ended, too, and this worker does not just leave it."""
+        """True if the run itself has ended, and this worker is not just leaving it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -148,7 +147,7 @@ class Uploader:
         ]
 
     def _first(self) -> bool:
-        """Return whether rank 0 writes to this directory, as far as we know, so that we upload its checkpoints and metrics."""
+        """Return whether rank 0 appears to write to this directory, in which case we upload its checkpoints and metrics."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind
@@ -175,7 +174,7 @@ class Uploader:
         self._upload_compiled(stop)
 
     def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
-        """Upload everything but checkpoints. If the output's disk is full, move the index to the state directory."""
+        """Upload everything except checkpoints. If the output's disk is full, move the index to the state directory."""
         try:
             self._push_output(stop, last=last)
         except (OutlastError, OSError) as problem:
@@ -211,7 +210,7 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload the new lines of this worker's ledgers if an upload is due. Call `upload` first. Raises the exceptions of
+        """Upload the new lines of this worker's ledgers if an upload is due. Call `upload` first. Raises the same exceptions as
         `upload`."""
         ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
         for path in ledgers:
@@ -227,7 +226,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the goodput from the ledgers of the whole run for the operator, periodically and after the end. A failure is
+        """Compute the goodput for the operator from the whole run's ledgers, periodically and after the end. Failures are
         ignored, since no upload depends on the goodput."""
         if not (first := self._first()):
             self._have_ledgers = False
@@ -270,7 +269,7 @@ class Uploader:
             f"{place}/{path.name}"
             for place in (contract.LOGS, contract.LEDGER)
             for path in (self.output / place).glob("*")
-            if os.path.isfile(path)  # opening a pipe would block for ever
+            if os.path.isfile(path)  # opening a pipe would block forever
         ]
         if self._first():
             paths.append(contract.METRICS)
@@ -279,7 +278,7 @@ class Uploader:
         return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention."""
+        """Upload the committed checkpoints that the store lacks, and prune the store according to the job's retention."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)
@@ -320,7 +319,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold the lock of an output directory; yields False if `give_up()` becomes true first."""
+    """Hold an output directory's lock; yields False if `give_up()` becomes true first."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):
@@ -332,7 +331,7 @@ def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
 
 
 def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
-    """Upload until `stop` is set: each checkpoint once it is committed, everything else at each interval. Raises Superseded."""
+    """Upload until `stop` is set: checkpoints as they are committed, and everything else at each interval. Raises Superseded."""
     due, failures = 0.0, 0
     while not stop.is_set():
         requested = script_files.requested(uploader.output)
@@ -362,8 +361,8 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason for missing uploads; empty if
-    complete."""
+    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason why uploads are missing; empty if the
+    upload is complete."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

@@ -1,4 +1,4 @@
-"""The agent's handle of the upload process (`agent.upload`): start it, read its reports, and flush at the end."""
+"""The agent's handle on the upload process (`agent.upload`), to start it, read its reports, and flush at the end."""
 
 from __future__ import annotations
 
@@ -19,38 +19,38 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Minimum age in seconds of a training process before the first upload process starts, whose imports take half a second of a
-core."""
+"""Minimum age in seconds of a training process before the first upload process starts, since its imports keep a core busy for
+half a second."""
 WAIT_S = 30.0
-"""Delay in seconds of the first upload process without a training process, so that logs are uploaded anyway."""
+"""Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
 NICENESS = 10
-"""Increment of the upload process's niceness, since training has priority."""
+"""Added to the upload process's niceness, since training has priority."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process before the end of its first step."""
+"""Phases of a training process before its first step has ended."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
-"""Exit code of the upload process if the store has a newer generation."""
+"""The upload process's exit code if the store has a newer generation."""
 _TIMES = ("pushed", "since")
-"""Fields of a report with wall-clock times."""
+"""Fields of a report that hold wall-clock times."""
 
 
 class UploadProcess:
-    """The upload process of one worker, a child of this process. `environ` is the worker's environment, read at each start."""
+    """One worker's upload process, a child of this process. `environ` is the worker's environment, read at each start."""
 
     def __init__(self, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic) -> None:
         self._environ = environ
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
-        """Earliest time of the next start; None before the first upload is due."""
+        """Earliest time for the next start; None before the first upload is due."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """Last report of the upload process (`upload.Report`); empty while another worker on this machine uploads."""
+        """The upload process's last report (`upload.Report`); empty while another worker on this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process if it is not running, at first only once the training `processes` may have output. Returns
-        True if its last process found this worker superseded."""
+        """Start the upload process if it is not running; the first start waits until the training `processes` may have output.
+        Returns True if the last upload process found this worker superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -96,8 +96,8 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float, *, run_ended: bool = False) -> tuple[int, str]:
-        """Upload all remaining output, retrying until the timeout. `run_ended`: the operator has ended the run. Returns the exit
-        code, and the reason if it is not 0."""
+        """Upload all remaining output, retrying until the timeout. `run_ended` is True if the operator has ended the run. Returns
+        the exit code, and the reason if it is not 0."""
         self.stop()
         child = self._start("--rest", str(timeout_s), *(["--ended"] if run_ended else []))
         try:
@@ -131,13 +131,13 @@ class UploadProcess:
 
     @property
     def seconds(self) -> float | None:
-        """Duration of the last upload of a checkpoint in seconds; None before the first."""
+        """Duration of the last checkpoint upload in seconds; None before the first."""
         seconds = self.report.get("seconds")
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last report as metrics. Ages count from the arrival of the report, since the wall clock may be set
-        meanwhile."""
+        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set since
+        then."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)

@@ -1,7 +1,7 @@
-"""The loop that trains in successive worlds, in a thread of the worker's agent: the worker's member of the rendezvous.
+"""The loop that trains in successive worlds, in a thread of the worker's agent. It is the worker's member in the rendezvous.
 
 It does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
-processes, reports how they have ended (the first failed process and its error), and waits for the next world.
+processes, reports how they ended (the first failed process and its error), and waits for the next world.
 """
 
 from __future__ import annotations
@@ -35,14 +35,14 @@ from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 EXIT_TIMEOUT_S = 5.0
-"""Longest time in seconds from the error record of a process to its end."""
+"""Maximum time in seconds from a process's error record to its end."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay in seconds before the restart of a script that exits as if interrupted, but was not."""
+"""Longest delay in seconds before restarting a script that exits as if it had been interrupted, but was not."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of a worker's loop. `environ` is the worker's environment."""
+    """Settings for a worker's loop. `environ` is the worker's environment."""
 
     environ: Mapping[str, str]
     python: str
@@ -51,9 +51,9 @@ class Settings:
     command: Sequence[str]
     """The script or module and its arguments, as for `launch.training_process`."""
     grace_s: float
-    """Seconds in which training must save and leave on request."""
+    """Seconds that training has to save and leave on request."""
     restarts: int
-    """The job's limit on restarts, which also limits the attempts of a world."""
+    """The job's limit on restarts, which also limits a world's attempts."""
     needed: bool
     """True if no world can do without this worker."""
     must_leave: Callable[[float, str], None]
@@ -64,7 +64,7 @@ class Settings:
 
 
 class WorldLoop:
-    """A worker's training. `run` has a thread of its own, which ends once the agent has killed the warm process."""
+    """A worker's training. `run` has its own thread, which ends once the agent has killed the warm process."""
 
     def __init__(self, settings: Settings, warm: WarmProcess) -> None:
         """Raises OutlastError if the rendezvous endpoint is unusable."""
@@ -94,10 +94,10 @@ class WorldLoop:
         self._member.abandoned = lambda: warm.killed
         self._seen = Seen(time.monotonic)
         self._verdicts: dict[int, rank_failures.Verdict] = {}
-        """Verdicts on processes of the current start, by local rank."""
+        """Verdicts on the processes of the current attempt, by local rank."""
 
     def condemn(self, process: Process, reason: str) -> None:
-        """Note why a process is about to be killed. Called by the agent's main thread."""
+        """Record why a process is about to be killed. Called by the agent's main thread."""
         start = process.progress.generation, process.progress.attempt
         if start == (self._member.generation, self._member.attempt):
             verdict = rank_failures.Verdict(reason, stuck=not process.stopped, early=process.early)
@@ -151,7 +151,7 @@ class WorldLoop:
         return contract.exit_code(-signal.SIGKILL)
 
     def _train(self) -> tuple[list[dict[str, Any]], int | None]:
-        """Join worlds and run the training processes until they end by themselves. Returns their failures, none on success, and
+        """Join worlds and run the training processes until they end by themselves. Returns their failures (none on success), and
         the rank of a process that exited with 0 although others failed."""
         settings, member, environ = self._settings, self._member, self._settings.environ
         oom_kills = machine_memory.Machine().oom_kills()
@@ -176,7 +176,7 @@ class WorldLoop:
                 ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
-        # The first failed process may end last: it made others fail, and then all of them were stopped.
+        # The first process to fail may end last: it made others fail, and then all of them were stopped.
         for local_rank, record in self._start.causes().items() if failures else ():
             end = rank_failures.Ended(record["rank"], local_rank, record["code"], record["time"])
             failures.setdefault(local_rank, end)
@@ -219,7 +219,7 @@ class WorldLoop:
     # Called by the membership
 
     def _joining(self) -> None:
-        """Forget the error records and verdicts of the previous world."""
+        """Forget the previous world's error records and verdicts."""
         for local_rank in range(self._settings.processes):
             (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
         self._verdicts.clear()
@@ -230,7 +230,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members restart the processes of this world; the worker of rank 0 also records the restart in the
+        """Log that the members are restarting this world's processes; the worker with rank 0 also records the restart in the
         ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)

@@ -1,17 +1,17 @@
-"""Detection of deadlocks between ranks within seconds, and the heartbeat of each rank.
+"""Detects deadlocks between ranks within seconds, and writes each rank's heartbeat.
 
-A thread of every training process samples its main thread about once a second (`hangs.motion`), and writes a heartbeat for the
+In every training process, a thread samples the main thread about once a second (`hangs.motion`), and writes a heartbeat for the
 agent to a small file (`progress_file.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the
-state of the rank in the store of the process group: the session's current call, the place in the script, and the number of
-collectives begun in each group.
+rank's state in the process group's store: the session's current call, the place in the script, and the number of collectives
+begun in each group.
 
 While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
-rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. Then the
-script has a mistake, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun the
-same operation; that is a hang after `hang.limit` (`hangs.hang_limit`).
+rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. In that
+case the script has a bug, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun
+the same operation; that is a hang after `hang.limit` (`hangs.hang_limit`).
 
 Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.collective_calls`
-detects ranks in different calls of a session, without this thread.
+detects ranks in different calls to a session, without this thread.
 """
 
 from __future__ import annotations
@@ -40,16 +40,16 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Seconds without motion of the main thread before the rank publishes its state."""
+"""Seconds that the main thread must be still before the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key of the number of still ranks, and prefix of the keys of their states."""
+"""Key for the number of still ranks, and prefix of the keys for their states."""
 PATIENCE = 3.0
-"""Maximum seconds between two comparisons with the other ranks, reached in long waits."""
+"""Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
 _ANSWER_S = 10.0
-"""Timeout of requests to the store, in seconds."""
+"""Timeout for requests to the store, in seconds."""
 _WHERE_LIMIT = 600
-"""Maximum number of characters for the places of all ranks."""
+"""Maximum number of characters for listing all ranks' places."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -61,26 +61,26 @@ _COUNTED = frozenset(
 
 @dataclasses.dataclass(frozen=True)
 class RankState:
-    """The state of a rank whose main thread does not move."""
+    """The state of a rank whose main thread is not moving."""
 
     calls: int = 0
-    """Number of calls of the session begun."""
+    """Number of calls to the session that have begun."""
     call: str = ""
-    """The current call of the session, with its place: `run.save(20) (train.py:20)`; empty outside of calls."""
+    """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
-    """The current collective outside of calls: `all_reduce`; empty if the rank waits in none."""
+    """The current collective outside calls, such as `all_reduce`; empty if the rank waits in none."""
     at: str = ""
-    """The current line of the script: `loss.backward() (train.py:12)`."""
+    """The script's current line, such as `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of collectives begun in each group of the script; empty if they are not counted."""
+    """Number of collectives begun in each of the script's groups; empty if they are not counted."""
     looks: int = 0
-    """Number of reports of this rank, which shows whether a state was reported again."""
+    """Number of this rank's reports, which shows whether a state was reported again."""
     blocks: bool = True
-    """True if the main thread waits for the last begun collective. A GPU's backward pass waits in other threads."""
+    """True if the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if these still ranks certainly wait for each other by mistake; otherwise empty."""
+    """Return the error message if these still ranks are certainly waiting for each other by mistake; otherwise empty."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -90,13 +90,13 @@ def deadlock(states: Sequence[RankState]) -> str:
         certain = all(any(one.calls > other.calls and _ahead(other, one) for one in calling) for other in others)
     else:
         names = {each.waits for each in others}
-        # Ranks with fewer collectives begun may only be late.
+        # Ranks that have begun fewer collectives may only be late.
         same = all(each.blocks and each.begun and each.begun == others[0].begun for each in others)
         certain = same and len(names) > 1
     if not certain:
         return ""
     places = [each.call or each.at for each in states]
-    if len(set(places)) == 1:  # one line with several collectives
+    if len(set(places)) == 1:  # a single line with several collectives
         places = [f"{each.waits}() of {each.at}" for each in states]
     return f"{listed(places, 'in')}, and wait for each other; every rank must make the same calls in the same order"
 
@@ -107,7 +107,7 @@ def _ahead(one: RankState, other: RankState) -> bool:
 
 
 def listed(places: Sequence[str], word: str, *, first: int = 0) -> str:
-    """Return the places of ranks as text: `rank 0 is in this, ranks 1 and 2 are in that`."""
+    """Return the ranks' places as text, such as `rank 0 is in this, ranks 1 and 2 are in that`."""
     ranks: dict[str, list[int]] = {}
     for rank, place in enumerate(places, first):
         ranks.setdefault(place, []).append(rank)
@@ -123,8 +123,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """Return the current frame of a thread. Garbage collection is disabled during the call: in older Pythons a finalizer could
-    wait forever for a lock that the call holds (https://github.com/python/cpython/issues/106883)."""
+    """Return a thread's current frame. Garbage collection is disabled during the call: in older Pythons, a finalizer could wait
+    forever for a lock that the call holds (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -139,22 +139,22 @@ class Watch:
 
     def __init__(self) -> None:
         self.call = ""
-        """The main thread's current call of the session, with its place in the script."""
+        """The main thread's current call to the session, with its place in the script."""
         self.calls = 0
-        """Number of calls of the session begun."""
+        """Number of calls to the session that have begun."""
         self.signs = 0
         self.held = 0
         """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
         self.record: Callable[[str], object] = lambda _: None
-        """Callback with the error message before a deadlocked process ends."""
+        """Callback that receives the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Callback after `record`, which waits for the save in progress."""
+        """Callback that waits for the save in progress, called after `record`."""
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
-        """Rank, size and identity of the store's process group."""
+        """Our rank in the store's process group, and that group's size and identity."""
         self._published = False
         """True if this rank's state is published, so that the other ranks count it as still."""
         self._lock = threading.Lock()
@@ -246,13 +246,13 @@ class Watch:
         return self.calls, self.signs, *self._begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has not moved since the sample, so that all observations are consistent."""
+        """Return whether the main thread has been still since the sample, so that all observations are consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
         """Open a separate connection to the process group's store once it exists."""
         dist: Any = sys.modules.get("torch.distributed")
-        with contextlib.suppress(Exception):  # the group is just being created or destroyed
+        with contextlib.suppress(Exception):  # the group is being created or destroyed right now
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
                 return
             if self._group != (group := id(dist.distributed_c10d._get_default_group())):
@@ -261,7 +261,7 @@ class Watch:
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _withdraw(self) -> None:
-        """Withdraw this rank's report, since the rank moves again."""
+        """Withdraw this rank's report, since the rank is moving again."""
         if self._published:
             with contextlib.suppress(Exception):  # the store has ended
                 self._store.add(_STILL, -1)
@@ -287,8 +287,8 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list without a
-        store.
+        """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list if there is
+        no store.
 
         A state remains in the store while its rank is stopped by the kernel, and for up to PATIENCE after the rank has moved.
         """
@@ -301,7 +301,7 @@ class Watch:
         return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message once all ranks have repeated the same states, which were therefore simultaneous."""
+        """Return the error message once all ranks have reported the same states twice, so that they were simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -317,7 +317,7 @@ class Watch:
                 if name not in self._own_groups:
                     backends = (group._get_backend(device) for device in group._device_types)
                     begun[name] = sum(backend._get_sequence_number_for_group() for backend in backends)
-        except (AttributeError, RuntimeError):  # torch is half imported, or a backend does not count
+        except (AttributeError, RuntimeError):  # torch is only partly imported, or a backend does not count
             return {}
         return begun
 
@@ -326,12 +326,12 @@ _watch = Watch()
 
 
 def watch() -> Watch:
-    """Return the watch of this process; `start` starts it."""
+    """Return this process's watch; `start` starts it."""
     return _watch
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None if there is no store."""
+    """Return a separate connection to the process group's store, since the script's may be blocked; None if there is none."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -340,7 +340,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective a thread is waiting in (empty if none), and the script line it is on."""
+    """Return the collective that a thread is waiting in (empty if none), and the script line that it is on."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -360,12 +360,12 @@ def where(frame: FrameType | None) -> tuple[str, str]:
 
 
 def _line(frame: FrameType) -> int:
-    """Return the current line of a frame, or the first line of its function if the frame is between two lines."""
+    """Return a frame's current line, or the first line of its function if the frame is between two lines."""
     return frame.f_lineno or frame.f_code.co_firstlineno  # typed as int, but may be None
 
 
 def _call(frame: FrameType) -> str:
-    """Return the current call of a frame, if its line starts with `if`; otherwise empty."""
+    """Return a frame's current call, if its line starts with `if`; otherwise empty."""
     first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):
@@ -381,7 +381,7 @@ def _foreign(frame: FrameType) -> bool:
 
 
 def _joins(frame: FrameType | None) -> bool:
-    """Return whether a thread waits for the other ranks to join a process group."""
+    """Return whether a thread is waiting for the other ranks to join a process group."""
     while frame is not None:
         if frame.f_code.co_name in ("init_process_group", "new_group") and frame.f_globals["__name__"].startswith("torch."):
             return True

@@ -1,12 +1,12 @@
 """The rule that decides when training hangs. Pure. Every limit is a multiple of the job's `hang.limit`.
 
-    stopped by the kernel             limit
-    unable to run Python              limit, before the first step at least 600 s
-    silent, as are all of the worker  1.25 x limit, before the first step at least 1.25 x 600 s
-    /healthz of the worker fails      1.25 x limit, from the first step on
+    stopped by the kernel                limit
+    unable to run Python                 limit, but before the first step at least 600 s
+    all of a worker's processes silent   1.25 x limit, but before the first step at least 1.25 x 600 s
+    the worker's /healthz fails          1.25 x limit, from the first step on
 
 `agent.ranks` observes, this module decides, `agent.agent` kills, and `agent.world_loop` reports the failure. `hangs.deadlocks`
-detects deadlocks caused by the script earlier, within seconds.
+detects deadlocks caused by the script sooner, within seconds.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ class Process:
     stopped: bool
     """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
-    """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding pauses of the agent."""
+    """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding the agent's pauses."""
     frozen: bool = False
-    """True if the process cannot run Python, because native code holds the GIL."""
+    """True if the process cannot run Python because native code holds the GIL."""
     age_s: float = math.inf
     """Seconds since the agent first observed the process."""
     watched: bool = True
@@ -41,22 +41,22 @@ class Process:
 
     @property
     def early(self) -> bool:
-        """True if the process has been silent longer than it was active."""
+        """True if the process has been silent for longer than it was active."""
         return self.silent_s > self.age_s / 2
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may wait for a culprit on another worker, so that the culprit's worker acts first."""
+"""Factor on the limit for processes that may be waiting for a culprit on another worker, so that that worker acts first."""
 START_LIMIT_S = 600.0
 """Minimum limit in seconds before the first step, since imports, compilation and restores may be slow."""
 
 
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
-    """Return the hung processes of this worker to kill, each with a reason. `limit_s` is the job's `hang.limit`.
+    """Return this worker's hung processes, which must be killed, each with a reason. `limit_s` is the job's `hang.limit`.
 
-    If one rank hangs, all ranks of its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
-    Without a culprit on this worker, another worker may have it, so the ranks here count as stuck only after a longer time. Ranks
-    that wait for a moving rank count as moving (`hangs.deadlocks`).
+    If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
+    If no culprit is on this worker, it may be on another, so the ranks here count as stuck only after a longer time. Ranks that
+    wait for a moving rank count as moving (`hangs.deadlocks`).
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]

@@ -1,11 +1,11 @@
-"""Detects progress of a training process by comparing samples of its main thread.
+"""Detects a training process's progress by comparing samples of its main thread.
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
-its child processes use CPU time. Some waits spin: a wait for a GPU, and some backends inside a collective, use a whole core
-without work. In such waits CPU time counts only if the main thread is at a new place; allocations on the GPU count as well. A
-polling loop repeats the same few places with hardly any CPU time, and counts as still.
+its child processes use CPU time. Some waits spin: waiting for a GPU, or inside a collective with some backends, uses a whole core
+but does no work. In such waits, CPU time counts only if the main thread is at a new place; allocations on the GPU count as well.
+A polling loop repeats the same few places with hardly any CPU time, and counts as still.
 
-`deadlocks.Watch` takes the samples, `hangs.hang_limit` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
+`deadlocks.Watch` takes the samples, and `hangs.hang_limit` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -25,9 +25,9 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress_file
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working: less than a training loop, more than ten polls a second."""
+"""Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""The same for child processes; higher, since processes that record metrics always run."""
+"""The same for child processes. It is higher, since processes that record metrics always run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -35,7 +35,7 @@ class Sample:
     """One observation of a process."""
 
     place: Hashable
-    """The stack of the main thread: code and instruction of each frame."""
+    """The main thread's stack, as the code and instruction of each frame."""
     counts: Hashable = 0
     """Number of calls and collectives begun, which changes only if the process moves."""
     cpu_s: float = 0.0
@@ -46,7 +46,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work of child processes and GPUs for this process, which is more expensive to measure than a `Sample`."""
+    """Work done for this process by child processes and GPUs, which is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
     """CPU seconds used by child processes."""
@@ -62,7 +62,7 @@ class Motion:
         self._work: Work | None = None
         """The work at the last sample; None if it was not measured."""
         self._places: set[Hashable] = set()
-        """Places of the main thread since the last other sign of motion."""
+        """The main thread's places since the last other sign of motion."""
 
     def moves(self, sample: Sample, seconds: float, work: Callable[[], Work] = Work) -> bool:
         """Return whether the process has moved since the last sample, `seconds` ago."""
@@ -84,7 +84,7 @@ class Motion:
 
 
 def place(frame: FrameType | None) -> Hashable:
-    """Return the stack of a thread, in a form that can be compared with later stacks."""
+    """Return a thread's stack, in a form that can be compared with later stacks."""
     frames = []
     while frame is not None:
         frames.append((frame.f_code, frame.f_lasti))
@@ -93,21 +93,21 @@ def place(frame: FrameType | None) -> Hashable:
 
 
 def cpu_s() -> float:
-    """Return the CPU seconds used by this process, without the calling thread."""
+    """Return the CPU seconds used by this process, excluding the calling thread."""
     return time.process_time() - time.thread_time()
 
 
 def accelerator() -> Any:
-    """Return the torch module of the accelerators that this process uses; None if it uses none yet."""
+    """Return the torch module for the accelerators that this process uses; None if it uses none yet."""
     torch: Any = sys.modules.get("torch")
     modules = (getattr(torch, device, None) for device in accelerators.DEVICES)
-    with contextlib.suppress(AttributeError):  # half imported
+    with contextlib.suppress(AttributeError):  # torch is only partly imported
         return next((module for module in modules if module and module.is_initialized()), None)
     return None
 
 
 def work() -> Work:
-    """Measure the work of child processes and GPUs for this process."""
+    """Measure the work done for this process by child processes and GPUs."""
     allocated: tuple[int, ...] = ()
     if module := accelerator():
         with contextlib.suppress(Exception):  # an allocator without statistics
@@ -117,7 +117,7 @@ def work() -> Work:
 
 
 def _children_s(pid: int) -> float:
-    """Return the CPU seconds of the live descendants of a process; 0 without CONFIG_PROC_CHILDREN in the kernel (proc(5))."""
+    """Return the CPU seconds of a process's live descendants; 0 if the kernel lacks CONFIG_PROC_CHILDREN (proc(5))."""
     total = 0.0
     for file in glob.glob(f"/proc/{pid}/task/*/children"):
         with contextlib.suppress(OSError):  # the process has just ended

@@ -1,4 +1,4 @@
-"""Dumps of the Python stacks of hung processes with py-spy, made by the agent before it kills the processes."""
+"""Dumps the Python stacks of hung processes with py-spy, before the agent kills them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 10.0
-"""Timeout of py-spy in seconds. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s without one."""
+"""Timeout for py-spy in seconds. The agent writes no heartbeat while it waits, and counts as stuck after 20 s without one."""
 
 
 def dump(pids: list[int], path: Path) -> None:

@@ -1,4 +1,4 @@
-"""A check for compiled bytecode of torch and Outlast, without which each start of a worker takes at least 15 s longer."""
+"""Checks that torch and Outlast have compiled bytecode, without which a worker takes at least 15 s longer to start."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def warning(*, image: bool) -> str:
 
 
 def missing(*packages: str) -> dict[str, str]:
-    """Return the directories, by name, of packages whose bytecode is missing or stale and cannot be written."""
+    """Return the directories of packages whose bytecode is missing or stale and cannot be written, by package name."""
     directories = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -44,7 +44,7 @@ def _valid(source: str, cached: str) -> bool:
 
 
 def remedy(packages: dict[str, str], *, image: bool = True) -> str:
-    """Return advice to compile these `packages` (directories by name), in the `image` of a pod or on this machine."""
+    """Return advice on compiling these `packages` (directories by name), in a pod's `image` or on this machine."""
     where = " ".join(sorted({os.path.dirname(path) for path in packages.values()}))
     how = "compile in the Dockerfile: RUN" if image else "compile once:"
     return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"

@@ -1,8 +1,8 @@
-"""Calls to the operating system: daemons, children that die with their parent, process titles, glibc's settings.
+"""Calls to the operating system: daemons, children that die with their parent, process titles, and glibc's settings.
 
-A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). `ps` and `top` show titles
-(`outlast: rank 3 train.py`), without which all forks would have the same title. The environment remains readable in /proc, since
-it identifies the worker of a process.
+A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). `ps` and `top` show process
+titles (`outlast: rank 3 train.py`); otherwise all forks would look the same. The environment remains readable in /proc, since it
+identifies a process's worker.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a new session, with its output appended to `log`. It is not our child, so we need not reap it."""
+    """Start a command in a new session, and append its output to `log`. It is not our child, so we need not reap it."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -61,7 +61,7 @@ arguments."""
 
 
 def entitle(title: str) -> None:
-    """Set the title of this process. Without setproctitle (extra `train`), only `top` shows the title, cut to 15 characters."""
+    """Set this process's title. If setproctitle (extra `train`) is missing, only `top` shows it, cut to 15 characters."""
     os.environ[_NO_ENV] = "1"
     try:
         import setproctitle
@@ -75,20 +75,20 @@ def entitle(title: str) -> None:
 
 
 VARIABLE = "GLIBC_TUNABLES"
-"""Variable that glibc reads at the start of a program, ignoring unknown names.
+"""Variable that glibc reads when a program starts, ignoring unknown names.
 https://sourceware.org/glibc/manual/latest/html_node/Tunables.html"""
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 LARGE = 1 << 20
-"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core, half of a large
-core's L2."""
+"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core, and half of a
+large core's L2."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
-    A normal write to memory first reads it into the cache. `memcpy` avoids that for copies larger than a limit, which it derives
-    from the reported cache size. A virtual machine often reports the cache size of its whole host, e.g. 480 MB for 2 cores, so no
-    copy is large enough. With this setting, a copy of the training state takes 0.6 of the time (decision 0043).
+    A normal write to memory first reads that memory into the cache. `memcpy` avoids this for copies larger than a limit, which it
+    derives from the reported cache size. A virtual machine often reports its whole host's cache size, e.g. 480 MB for 2 cores, so
+    no copy is large enough. With this setting, copying the training state takes 0.6 of the time (decision 0043).
     """
     tunables = [each for each in environ.get(VARIABLE, "").split(":") if each]
     if any(each.partition("=")[0] == _NAME for each in tunables):

@@ -1,7 +1,7 @@
-"""The copy of Outlast that a job on this machine runs in, so that an upgrade in place does not reach running processes.
+"""The copy of Outlast from which a job on this machine runs, so that an upgrade in place does not affect running processes.
 
-    <cache>/packages/<digest>/outlast/        a copy of the package with its bytecode, shared by all jobs of this version
-    <cache>/packages/<digest>/outlast.lock    held, shared, by each launcher and agent that runs in this copy
+    <cache>/packages/<digest>/outlast/        a copy of the package with its bytecode, shared by all jobs with this version
+    <cache>/packages/<digest>/outlast.lock    held, shared, by each launcher and agent that runs from this copy
 
 The command line makes the copy, and starts the launcher with it in front of PYTHONPATH, which all processes of the job inherit. A
 new copy replaces those that no process uses. Docs: docs/decisions/0061-upgrades-in-place.md.
@@ -21,26 +21,26 @@ from outlast.base import file_locks, files
 
 LOCK = "outlast.lock"
 UNUSED_S = 3600.0
-"""Seconds after its last use that a copy stays. Arbitrary, but longer than the start of a launcher, which then holds the lock."""
+"""Seconds that a copy is kept after its last use. Arbitrary, but longer than a launcher takes to start and take the lock."""
 _VARIABLE = "PYTHONPATH"
 
 
 def current() -> Path | None:
-    """Return the directory with the copy that this process runs in; None in the installed package."""
+    """Return the directory of the copy from which this process runs; None if it uses the installed package."""
     directory = Path(outlast.__file__).parents[1]
     return directory if (directory / LOCK).is_file() else None
 
 
 def make(cache: Path) -> Path:
-    """Return the directory with a copy of our package, which is made if it does not exist. Raises OSError."""
-    if copy := current():  # a script of one job starts another job
+    """Return a directory with a copy of our package, making the copy if it does not exist. Raises OSError."""
+    if copy := current():  # one job's script starts another job
         return copy
     source, packages = Path(outlast.__file__).parent, cache / "packages"
     listing = _listing(source)
     copy = packages / hashlib.sha256(repr(listing).encode()).hexdigest()[:16]
     packages.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(packages / ".lock", wait=True):
-        # A power loss may have cut files. Not all file systems keep nanoseconds.
+        # A power loss may have truncated files. Not all file systems keep nanoseconds.
         if [row[:2] for row in _listing(copy / "outlast")] != [row[:2] for row in listing]:
             _remove_unused(packages)
             _copy(source, copy)
@@ -49,13 +49,13 @@ def make(cache: Path) -> Path:
 
 
 def hold() -> None:
-    """Keep the copy that this process runs in, if any, until the process ends."""
+    """Keep the copy from which this process runs, if any, until the process ends."""
     if copy := current():
         file_locks.shared(copy / LOCK)
 
 
 def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str]:
-    """Return an environment whose processes import Outlast from this copy, or else from the one of this process, if any."""
+    """Return an environment whose processes import Outlast from this copy, or else from this process's copy, if any."""
     if not (copy := copy or current()):
         return dict(environ)
     others = environ[_VARIABLE].split(os.pathsep) if environ.get(_VARIABLE) else []
@@ -63,7 +63,7 @@ def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str
 
 
 def _listing(package: Path) -> list[tuple[str, int, int]]:
-    """Return the path, the size and the time of the last change of each file, without bytecode; empty if there is no package."""
+    """Return each file's path, size and modification time, without bytecode; empty if there is no package."""
     listing = []
     for directory, below, names in os.walk(package):
         below[:] = [name for name in below if name != "__pycache__"]
@@ -81,7 +81,7 @@ def _copy(source: Path, copy: Path) -> None:
         shutil.copytree(source, partial / "outlast")  # no hard links: an editor may write into the files of a checkout
         shutil.rmtree(copy, ignore_errors=True)
         partial.rename(copy)
-    except shutil.Error as errors:  # one for each file
+    except shutil.Error as errors:  # has one error per file
         raise OSError(errors.args[0][0][2]) from errors
     finally:
         shutil.rmtree(partial, ignore_errors=True)

@@ -1,11 +1,10 @@
-"""Preloading of a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes
-seconds.
+"""Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
 After its first step, or some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of
-the warm process imports the modules of installed packages, and checks for side effects. Workers of one machine share its result.
-Environment variables that a package reads must be equal in both processes. A package that starts threads or processes, opens
-devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all other
-packages while it is idle. Docs: docs/decisions/0042-starting.md.
+the warm process imports those that belong to installed packages, and checks for side effects. Workers on one machine share the
+result. Environment variables that a package reads must be equal in both processes. A package that starts threads or processes,
+opens devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all
+other packages while it is idle. Docs: docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -33,13 +32,13 @@ from outlast.base import file_locks, files
 from outlast.job import accelerators, contract
 
 SETTLED_S = 5.0
-"""Time in seconds without an import after which a rank counts as training; arbitrary."""
+"""A rank counts as training once it has imported nothing for this many seconds; arbitrary."""
 stepped = threading.Event()
-"""Set once this process, a rank with a session, has trained a step."""
+"""Set once this process has trained a step, if it is a rank with a session."""
 LEAST = 20
 """Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5
-"""Maximum number of trials, each without the package that failed the previous one."""
+"""Maximum number of trials, each of which omits the package that failed the previous one."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
@@ -50,34 +49,34 @@ _SIDE_EFFECTS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
     *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events that are side effects of an import. https://docs.python.org/3/library/audit_events.html"""
+"""Audit events that count as side effects of an import. https://docs.python.org/3/library/audit_events.html"""
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
 _SEARCHES = {"fsspec.config"}
-"""Modules that copy the whole environment, but use only variables of their own. transformers imports fsspec."""
+"""Modules that copy the whole environment, but use only their own variables. transformers imports fsspec."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SAFE_THREAD = "jemalloc_bg_thd"
-"""Name of a thread that pyarrow, a dependency of datasets, starts at its import. jemalloc stops it around a fork."""
+"""Name of a thread that pyarrow, a dependency of datasets, starts when imported. jemalloc stops it around a fork."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
-"""Variable set in trials, without which OpenBLAS, a dependency of scipy, starts threads (although it stops them around a
+"""Variable set in trials to keep OpenBLAS, a dependency of scipy, from starting threads (although it stops them around a
 fork)."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A rank's report: its environment, and the files of its own imported modules by name, in order."""
+    """A rank's report: its environment, and the files of the modules that it imported itself, by name, in order."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
 
 
 def dumps(preloaded: Collection[str]) -> bytes:
-    """Return the `Imported` of this process as JSON, without the `preloaded` modules."""
+    """Return this process's `Imported` as JSON, without the `preloaded` modules."""
     modules = {}
     for name, module in list(sys.modules.items()):
         if name not in preloaded:
-            spec = getattr(module, "__dict__", {}).get("__spec__")  # attributes of lazy modules trigger imports
+            spec = getattr(module, "__dict__", {}).get("__spec__")  # attribute access on a lazy module triggers imports
             origin = getattr(spec, "origin", None)
             if isinstance(origin, str):
                 modules[name] = origin
@@ -94,7 +93,7 @@ def loads(data: bytes) -> Imported | None:
 
 
 def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) -> None:
-    """Write the imports of this process to `pipe` after its first step, or once it has imported nothing for `settled_s`."""
+    """Write this process's imports to `pipe` after its first step, or once it has imported nothing for `settled_s`."""
 
     def write() -> None:
         count = -1
@@ -107,13 +106,13 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
 
 
 def places() -> list[str]:
-    """Return the directories of installed packages, also those below a virtual environment, and of the standard library."""
+    """Return the directories of the standard library and of installed packages, including those below a virtual environment."""
     installed = [path for path in sys.path if os.path.basename(path.rstrip(os.sep)) in ("site-packages", "dist-packages")]
     return [os.path.realpath(path) + os.sep for path in (*installed, sysconfig.get_path("stdlib"))]
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules for a trial. They exclude the script's own code, which may change before the next start."""
+    """Return the modules to try. They exclude the script's own code, which may change before the next start."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -126,7 +125,7 @@ def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str
 
 
 def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
-    """Import modules in a disposable process. Yields the packages that may be preloaded, and stops at the first other package."""
+    """Import modules in a disposable process. Yields packages that may be preloaded, and stops at the first one that may not."""
     sys.dont_write_bytecode = True
     tempfile.gettempdir()  # writes a file the first time
     watch = _Watch(imported.environ)
@@ -148,11 +147,11 @@ def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
 
 
 class _Watch:
-    """The watch of a trial by audit hooks, which cannot be removed, but end with the process."""
+    """Watches a trial through audit hooks, which cannot be removed, but end with the process."""
 
     def __init__(self, rank_environ: Mapping[str, str]) -> None:
         self.side_effect = ""
-        """The first side effect; empty without one."""
+        """The first side effect; empty if there was none."""
         own = dict(os.environ)
         os.environ[_SINGLE_THREAD[0]] = _SINGLE_THREAD[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
@@ -203,7 +202,7 @@ def _state() -> tuple[object, ...]:
 
 
 def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
-    """The same as `trial`, but only once among the workers of a machine, whose results are in `directory`."""
+    """Do the same as `trial`, but only once for all workers on a machine, which share the results in `directory`."""
     environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
     tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
     result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"
@@ -236,15 +235,15 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """The warm process's side of preloading: it reads the reports of ranks, starts trials, and imports. `detach` separates a fork
-    from the warm process."""
+    """The warm process's side of preloading, which reads ranks' reports, starts trials, and imports modules. `detach` separates a
+    fork from the warm process."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
         """Received bytes, by descriptor."""
         self._trial: tuple[int, list[str], Imported] | None = None
-        """Descriptor, modules and original report of the running trial."""
+        """The running trial's descriptor, modules and original report."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
@@ -253,7 +252,7 @@ class Preloader:
         """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """Open a pipe for the `report` of a rank that starts with this environment. Returns the descriptor for the rank."""
+        """Open a pipe for the `report` from a rank that starts with this environment. Returns the rank's descriptor."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _PER_RANK.fullmatch(name)}

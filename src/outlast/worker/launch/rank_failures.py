@@ -1,4 +1,4 @@
-"""Why training processes have failed, from their ends, their records and the agent's verdicts, and which failure is the root."""
+"""Why training processes failed, judging by their ends, their records and the agent's verdicts, and which failure is the root."""
 
 from __future__ import annotations
 
@@ -19,43 +19,43 @@ from outlast.job.workerfiles import progress_file
 from outlast.rendezvous.root_cause import left_early
 
 EARLY_S = 30.0
-"""Time in seconds for which a script without reported steps counts as before its first step; arbitrary."""
+"""Time in seconds during which a script that reports no steps counts as before its first step; arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors of a script that has a mistake, does not match the installed packages, or rejects its arguments."""
+"""Errors raised if a script has a bug, does not match the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Out-of-memory errors of torch, for any accelerator, and of Python."""
+"""Out-of-memory errors from torch, for any accelerator, and from Python."""
 _LOADER = "killed by signal: Killed"
 """torch's message after the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
 """Phases in which a hang is attributed to the step. In other phases (opening, restoring, saving) a process waits for a store or a
-disk. A plain script without reported steps counts as at step 0 if it was silent longer than it was active."""
+disk. A plain script that reports no steps counts as at step 0 if it was silent for longer than it was active."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
     r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
-"""Messages of collectives after the death of another process, which are secondary failures."""
+"""Messages from collectives after another process has died, which are secondary failures."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Ended:
-    """The end of a fork of the warm process."""
+    """How a fork of the warm process ended."""
 
     rank: int | None
-    """Rank of a training process; None for the process of the world's store."""
+    """Rank of a training process; None for the process that hosts the world's store."""
     local_rank: int
     code: int
-    """Exit code, or the number of the signal that ended it, negative."""
+    """Exit code, or the negative number of the signal that ended the process."""
     time: float
     """Seconds since the epoch."""
     why: str = ""
-    """Why it could not be started, or is lost."""
+    """Why the process could not be started, or was lost."""
     asked: bool = False
-    """Whether we had asked it to end."""
+    """True if we had asked the process to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of a worker's training processes. `state` is the worker's directory, with its processes' records."""
+    """One start of a worker's training processes. `state` is the worker's directory, which has its processes' records."""
 
     worker: int
     state: Path
@@ -80,22 +80,22 @@ class Start:
     attempt: int
 
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
-        """Return the failure of one process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
-        worker meanwhile."""
+        """Return one process's failure for the rendezvous. `oom` is True if the kernel's OOM killer has killed one of this
+        worker's processes."""
         record = files.mapping(self.state / contract.ERROR.format(local_rank=ended.local_rank))
-        # The error record wins: threads of torch may end the process with SIGABRT while it exits.
+        # The error record wins: torch's threads may end the process with SIGABRT while it exits.
         code = record.get("code") or contract.exit_code(ended.code)
         what = (verdict.reason if verdict else "") or record.get("message") or ended.why or contract.how_ended(ended.code)
         if oom := oom and (what == contract.how_ended(-signal.SIGKILL) or _LOADER in what):
             what = "was killed: out of memory; raise resources.memory, or lower the batch"
-        # Messages of OutlastError are whole sentences.
+        # OutlastError messages are whole sentences.
         sentence = bool(record) and not record.get("traceback") and not verdict and record["type"] != "SystemExit"
         who = "the store of the world" if ended.rank is None else f"rank {ended.rank}"
         reached = progress_file.read(self.state, ended.local_rank)
         if reached and (reached.generation, reached.attempt) != (self.generation, self.attempt):
             reached = None
         reported = 0
-        if reached and reached.phase == "started":  # a plain script, which reports steps at most
+        if reached and reached.phase == "started":  # a plain script, which reports at most its steps
             reported, reached = reached.step, None
         echo = is_secondary(record)
         young = (verdict is not None and verdict.early) or (echo and record.get("age_s", math.inf) < EARLY_S)
@@ -118,8 +118,8 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all failures are secondary, a `rank` of this worker that exited with code 0 is the
-        cause."""
+        """Return the root failure. If all failures are secondary, the `rank` of this worker that exited with code 0 is the
+        cause, if there is one."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}
@@ -143,17 +143,17 @@ def was_interrupted(failure: Mapping[str, Any]) -> bool:
 
 
 def is_secondary(record: Mapping[str, Any]) -> bool:
-    """Return whether an error record is from a collective that broke because another rank had ended."""
+    """Return whether an error record comes from a collective that broke because another rank had ended."""
     if record.get("type") not in _COLLECTIVE:
         return False
-    # The message of a failed save names only the ranks; the reason is in its traceback.
+    # A failed save's message names only the ranks; the reason is in its traceback.
     text = record["traceback"] if record["type"] == "CheckpointException" else record["message"]
     return _SECONDARY.search(text) is not None
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return the cause of a failure, if the rank had wrong bits or the script ran out of memory or disk space. A driver's
-    out-of-memory error is a RuntimeError with CUDA's text."""
+    """Return a failure's cause if the rank had wrong bits, or the script ran out of memory or disk space. A driver's
+    out-of-memory error is a RuntimeError with CUDA's message."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS
@@ -164,6 +164,6 @@ def cause(record: Mapping[str, Any]) -> FailureCause:
 
 
 def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) -> bool:
-    """Return whether the script, not the machine, probably caused a failure before its first step."""
+    """Return whether a failure occurred before the first step and was probably caused by the script, not by the machine."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
     return began and record.get("type") in _SCRIPT_ERRORS

@@ -1,7 +1,7 @@
-"""A worker's training processes in one world, and the process of the world's store: forks of the warm process, each with a
-connection that announces its end.
+"""A worker's training processes in one world, and the process that hosts the world's store. They are forks of the warm process,
+each with a connection that announces its end.
 
-With several training processes on a worker, each writes to a pipe, whose lines are copied to our stdout with the rank as a
+If a worker has several training processes, each writes to a pipe, and its lines are copied to our stdout with the rank as a
 prefix.
 """
 
@@ -24,21 +24,21 @@ from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
 
 PIECE = 65536
-"""Maximum number of bytes in one read (the capacity of a pipe) and in a line; longer lines are split."""
+"""Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
-"""Prefix of each line of several processes."""
+"""Prefix of each output line if there are several processes."""
 KILL_DELAY_S = 5.0
-"""Time in seconds from SIGTERM to SIGKILL for training without a grace period."""
+"""Time in seconds from SIGTERM to SIGKILL for training that has no grace period."""
 CAUSE_S = 0.5
-"""Time in seconds in which a process that failed first may follow those that it made fail."""
+"""Time in seconds within which a process that failed first may end after those that it made fail."""
 LOST = "was lost with its warm process"
-"""Why a process has ended whose warm process was killed: the kernel kills it, too, but nobody can tell that it is gone."""
+"""Why a process ended whose warm process was killed. The kernel kills the process as well, but nothing can report its end."""
 END_S = 60.0
-"""Longest wait in seconds for the end of a killed process, which a driver or a disk may hold."""
+"""Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 
 
 class Lines:
-    """A copy of a process's output, from the pipe `write` to our stdout, with the rank as a prefix of each line."""
+    """Copies a process's output from the pipe `write` to our stdout, with the rank as a prefix on each line."""
 
     def __init__(self, rank: int) -> None:
         self.read, self.write = os.pipe()
@@ -47,7 +47,7 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines of the next piece; in the `last` piece also an unfinished line. Returns whether more may follow."""
+        """Copy the lines in the next piece; for the `last` piece, also an unfinished line. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -63,7 +63,7 @@ class Lines:
 
 
 class Fork(threading.Thread):
-    """A fork of the warm process at `path`. The thread copies its output, and ends with the process."""
+    """A fork of the warm process at `path`. The thread copies the fork's output, and ends with the fork."""
 
     def __init__(
         self,
@@ -82,7 +82,7 @@ class Fork(threading.Thread):
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
-        """Time at which we first asked it to end, in seconds since the epoch."""
+        """Time at which we first asked the process to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:
@@ -113,7 +113,7 @@ class Fork(threading.Thread):
                         time.sleep(warm_request.AGAIN_S)  # another attempt follows at once
             if self._lines:
                 self._lines.copy(last=True)
-        except OSError as problem:  # of our own output; the closed connection ends the process
+        except OSError as problem:  # from our own output; closing the connection ends the process
             why = f"was killed, since its output could not be copied: {problem}"
         if self._lines:
             os.close(self._lines.read)
@@ -138,7 +138,7 @@ class Fork(threading.Thread):
             self._sock.sendall(b"%d\n" % number)
 
     def give_up(self) -> None:
-        """Leave a process alone that the kernel cannot end."""
+        """Stop waiting for a process that the kernel cannot end."""
         print(
             f"outlast | rank {self._rank} was killed {END_S:.0f} s ago and has not ended: a disk or a driver blocks it",
             flush=True,
@@ -149,17 +149,17 @@ class Fork(threading.Thread):
 
 
 class RankProcesses:
-    """The training processes of this worker in one world, and the process of the world's store if it is hosted here."""
+    """This worker's training processes in one world, and the process of the world's store if it is hosted here."""
 
     def __init__(self, path: str, cwd: str) -> None:
-        """`path` is the socket of the warm process."""
+        """`path` is the warm process's socket."""
         self._path, self._cwd = path, cwd
         self._changed = threading.Condition()
         self._ranks: list[Fork] = []
         self._store: Fork | None = None
 
     def host(self, address: str, listener: socket.socket, environ: Mapping[str, str]) -> None:
-        """Start the process of the world's store, which takes connections from the `listener`."""
+        """Start the process that hosts the world's store and accepts connections on the `listener`."""
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
@@ -167,11 +167,11 @@ class RankProcesses:
         self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
 
     def over(self) -> bool:
-        """Return whether all training processes have ended, or a process has failed."""
+        """Return whether all training processes have ended, or any process has failed."""
         return self._ended() or bool(self.failures())
 
     def wait(self, timeout_s: float, *, all_: bool = False) -> None:
-        """Wait until `over`, or until all training processes have ended, at most `timeout_s` seconds."""
+        """Wait until `over`, or until all training processes have ended, for at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(self._ended if all_ else self.over, timeout_s)
 
@@ -179,7 +179,7 @@ class RankProcesses:
         return all(rank.ended for rank in self._ranks)
 
     def stop(self, delay_s: float) -> None:
-        """End all processes: SIGTERM, and after `delay_s` seconds SIGKILL."""
+        """End all processes with SIGTERM, and after `delay_s` seconds with SIGKILL."""
         for number, patience_s in ((signal.SIGTERM, delay_s), (signal.SIGKILL, END_S)):
             for rank in self._ranks:
                 if not rank.ended:
@@ -192,17 +192,17 @@ class RankProcesses:
             self._store.signal(signal.SIGKILL)
 
     def failures(self) -> list[Ended]:
-        """Return the ends of those training processes that did not exit with 0, and of the store's process unless we ended it."""
+        """Return the `Ended` of each training process that did not exit with 0, and of the store's process unless we ended it."""
         failed = [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
         return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 
     def left(self) -> Ended | None:
-        """Return the end of the first process that exited with 0 although we had not asked it to end."""
+        """Return the `Ended` of the first process that exited with 0 although we had not asked it to end."""
         return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
 
 
 def environs(world: World, run_id: str, processes: int, group_rank: int, environ: Mapping[str, str]) -> list[dict[str, str]]:
-    """Return the environment of each training process of a worker: that of the worker, and what torchrun adds."""
+    """Return the environments for a worker's training processes: the worker's own, plus what torchrun adds."""
     host, port = world.address.rsplit(":", 1)
     workers = len(world.members)
     size = {"WORLD_SIZE": workers * processes, "ROLE_WORLD_SIZE": workers * processes, "LOCAL_WORLD_SIZE": processes}

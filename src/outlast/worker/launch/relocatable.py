@@ -1,12 +1,12 @@
 """The agent for images without Outlast: our Python in a directory that runs in any Linux image of the same architecture.
 
-    <directory>/python/              bin/python, its library with the packages of an agent, its loader and shared libraries
-    <directory>/package/outlast/     our package, first on the PYTHONPATH of training, see `package_copy`
+    <directory>/python/              bin/python, its library with an agent's packages, its loader and shared libraries
+    <directory>/package/outlast/     our package, first on training's PYTHONPATH, see `package_copy`
     <directory>/packages/            links to what training may import, last in its sys.path
 
-    python -m outlast inject DIRECTORY        copies; in the init container of a pod
+    python -m outlast inject DIRECTORY        makes the copy, in a pod's init container
 
-The agent runs in this Python, training in the image's (`prepare.image_python`). Docs: docs/decisions/0063-any-image.md.
+The agent runs in this Python, and training in the image's (`prepare.image_python`). Docs: docs/decisions/0063-any-image.md.
 """
 
 from __future__ import annotations
@@ -32,32 +32,32 @@ if TYPE_CHECKING:
 EXTRA = "store"
 """The extra of our package whose requirements an agent needs."""
 FURTHER = ("httpx2", "py-spy", "setproctitle")
-"""Distributions that an agent uses besides, if they are installed."""
+"""Other distributions that an agent uses if they are installed."""
 FOR_TRAINING = (
     *("yaml", "psutil", "obstore", "botocore", "jmespath", "dateutil", "six.py", "urllib3"),
     *("httpx2", "httpcore2", "h11", "idna", "truststore", "typing_extensions.py"),
 )
-"""Modules of `packages`: pure, or compiled for the stable ABI of Python."""
+"""Modules in `packages`, which are pure Python or compiled for Python's stable ABI."""
 _UNUSED = (
     *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "*-packages"),
     *("config-*", "*.opt-?.pyc", "*.a", "_tkinter.*", "_test*", "_ctypes_test.*", "xxlimited*"),
 )
-"""Files of the standard library that an agent does not use."""
+"""Files in the standard library that an agent does not use."""
 _UNNEEDED = re.compile(
     r"botocore/data/(?!(s3|sts|sso|sso-oidc)/)[^/]+/|pygments/lexers/(?!python|text|special)[a-z]|.*\.pyc$|\.\./"
 )
-"""Files of packages that an agent does not use: most descriptions of Amazon's services, and of languages."""
+"""Files in packages that an agent does not use: most descriptions of AWS services and of programming languages."""
 
 
 def command(directory: str) -> list[str]:
-    """Return the command of the Python in a copy. It is started by its own loader, and ignores PYTHONPATH and the like (`-I`),
-    which are the image's."""
+    """Return the command that runs a copy's Python. Its own loader starts it, and it ignores variables such as PYTHONPATH (`-I`),
+    which belong to the image."""
     library = f"{directory}/python/lib"
     return [f"{library}/ld.so", "--library-path", library, f"{directory}/python/bin/python", "-I", "-u"]
 
 
 def home() -> Path | None:
-    """Return the directory of the copy from which this process imports Outlast; None in the installed package."""
+    """Return the directory of the copy from which this process imports Outlast; None if it uses the installed package."""
     copy = package_copy.current()
     return copy.parent if copy and (copy.parent / "python").is_dir() else None
 
@@ -69,7 +69,7 @@ def python() -> list[str]:
 
 
 def offer() -> None:
-    """Let this process import the modules of `packages` that its Python lacks."""
+    """Let this process import those modules in `packages` that its Python lacks."""
     if directory := home():
         sys.path.append(str(directory / "packages"))
 
@@ -80,7 +80,7 @@ def main(argv: list[str]) -> None:
 
 def make(directory: Path) -> None:
     """Copy this Python, our package and what an agent needs into a directory, which may then be moved. Raises OSError."""
-    for left in directory.glob("*"):  # by a container that was killed
+    for left in directory.glob("*"):  # left by a container that was killed
         shutil.rmtree(left)
     library = directory / "python" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"
     (directory / "python" / "bin").mkdir(parents=True, exist_ok=True)
@@ -109,7 +109,7 @@ def make(directory: Path) -> None:
 
 
 def _distributions() -> list[Distribution]:
-    """Return the installed distributions that an agent needs, with all that they require."""
+    """Return the installed distributions that an agent needs, with all their dependencies."""
     import importlib.metadata
 
     found: dict[str, Distribution] = {}
@@ -131,7 +131,7 @@ def _required(distribution: Distribution, extra: str = "") -> Iterator[str]:
 
 
 def _copy(distribution: Distribution, packages: Path) -> None:
-    """Copy the importable files of a distribution, with their bytecode."""
+    """Copy a distribution's importable files, with their bytecode."""
     directories = set()
     for file in map(str, distribution.files or ()):
         if _UNNEEDED.match(file):
@@ -147,8 +147,8 @@ def _copy(distribution: Distribution, packages: Path) -> None:
 
 
 def _libraries(directory: Path) -> dict[str, list[str]]:
-    """Return the shared libraries that Python and the extension modules in `directory` use, with the names by which they are
-    looked for. Once this process has loaded (not initialized) the extension modules, they are in its memory."""
+    """Return the shared libraries used by Python and the extension modules in `directory`, with the names by which they are
+    looked up. To find them, load the extension modules into this process without initializing them."""
     for module in directory.rglob("*.so"):
         with contextlib.suppress(OSError):  # it needs a library that the image lacks: it cannot be imported here, either
             ctypes.CDLL(str(module))

@@ -1,13 +1,12 @@
-"""Distribution of rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
+"""Distributes rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
 
-Pods share no directory. A surviving pod has the files of its own ranks, a replaced pod has the files of the store. A script that
+Pods share no directory. A surviving pod has its own ranks' files, while a replacement pod has the store's files. A script that
 saves on rank 0 and loads on all ranks would resume at a different step on each.
 
-So before the script starts in a world, rank 0's process requests an upload of the script's files from its pod's upload process,
-and announces the upload in the world's TCPStore. On each of the other pods, the first process then fetches the files
-(`prepare.workdir`) while the others wait for it. A leaving rank 0's worker requests the same upload before it ends its membership
-(`leave`). Scripts with a session do not need this. Docs:
-docs/decisions/0023-the-working-directory.md.
+So before the script starts in a world, rank 0's process asks its pod's upload process to upload the script's files, and announces
+the upload in the world's TCPStore. On each of the other pods, the first process then fetches the files (`prepare.workdir`) while
+the others wait for it. If rank 0's worker leaves, it requests the same upload before it ends its membership (`leave`). Scripts
+with a session do not need this. Docs: docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -32,15 +31,16 @@ _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
 """Two files in the output, with the generation (and attempt) of a requested upload and of a finished upload."""
 _TIMEOUT_S = 300.0
-"""Time in seconds that the start of a world waits for the files; arbitrary."""
+"""Maximum time in seconds that a world's start waits for the files; arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 
 def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Send rank 0's files to the other workers, from the worker of rank 0; fetch them on the other workers. Called by each
-    training process before its script.
+    """Send rank 0's files to the other workers if this worker has rank 0; otherwise fetch them. Called by each training process
+    before its script.
 
-    `connect` connects to the TCPStore at an address. After a failure, which is printed, the world begins with each pod's files.
+    `connect` connects to the TCPStore at an address. After a failure, which is printed, the world begins with each pod's own
+    files.
     """
     if not _stored(environ) or environ["GROUP_WORLD_SIZE"] == "1":
         return
@@ -72,7 +72,7 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
-    """Request an upload of rank 0's files from this worker. Returns the announcement for the other workers."""
+    """Request an upload of rank 0's files on this worker. Returns the announcement for the other workers."""
     record = progress_file.read(Path(environ[Env.STATE]), 0)
     output, generation = Path(environ[Env.OUTPUT]), environ[Env.GENERATION]
     if environ.get(Env.ATTEMPT, "0") != "0":  # an earlier attempt's upload is outdated
@@ -88,8 +88,8 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
 
 
 def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
-    """Wait on rank 0's leaving worker until its files up to this `generation` are in the store, or until `over()`. The worker
-    remains a member meanwhile, so that the other workers do not resume from an older step."""
+    """Wait until the files of rank 0's worker, which is leaving, are in the store up to this `generation`, or until `over()`. The
+    worker remains a member until then, so that the other workers do not resume from an older step."""
     if not _stored(environ):
         return
     for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):
@@ -100,12 +100,12 @@ def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool])
 
 
 def _stored(environ: Mapping[str, str]) -> bool:
-    """Return whether the workers share no directory, and their output is in a store."""
+    """Return whether the workers share no directory and keep their output in a store."""
     return bool(environ.get(Env.STORE)) and not environ[Env.RENDEZVOUS].startswith("unix://")
 
 
 def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
-    """Request an upload and wait for it. Returns the reason of its failure, an empty string on success, or None if `over()` came
+    """Request an upload and wait for it. Returns the reason for a failure, an empty string on success, or None if `over()` came
     first."""
     files.replace(output / _REQUEST, generation)
     while not over():
@@ -122,7 +122,7 @@ def requested(output: Path) -> str:
 
 
 def report(output: Path, generation: str, problem: str = "") -> None:
-    """Report the completion of the requested upload, or its failure with a `problem`."""
+    """Report that the requested upload is complete, or that it failed with a `problem`."""
     if generation:
         files.replace(output / _REPORT, f"{generation} {problem}")
         (output / _REQUEST).unlink(missing_ok=True)

@@ -1,8 +1,8 @@
-"""Start of a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its
+"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its
 memory.
 
-    launcher      requests a fork from the warm process of a training worker (`ask`), or starts the worker the usual way
-    warm process  forks a process that is not its child (`orphan`), which becomes the agent of the new worker
+    launcher      requests a fork from a training worker's warm process (`ask`), or starts the worker in the usual way
+    warm process  forks a process that is not its child (`orphan`), which becomes the new worker's agent
     agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
 No process of a worker then depends on another worker. A process's environment in /proc identifies its worker. A fork inherits
@@ -29,9 +29,9 @@ from outlast.job import accelerators, contract
 from outlast.worker.launch import os_calls, warm_request
 
 KIND = "agent"
-"""Kind of the request, and role (`outlast.__main__`) of the forked process."""
+"""The request's kind, and the forked process's role (`outlast.__main__`)."""
 ANSWER_S = 1.0
-"""Timeout of the response in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
+"""Timeout for the response in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
 
 
@@ -52,7 +52,7 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait for the end of the child. Returns the same as `poll`."""
+        """Wait until the child has ended. Returns the same as `poll`."""
         while (code := self.poll()) is None:
             time.sleep(0.01)
         return code
@@ -63,11 +63,11 @@ class Forked:
 
 
 warm: Forked | None = None
-"""The warm process that was forked together with this agent, if any."""
+"""The warm process that was forked along with this agent, if any."""
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start the warm process in the Python interpreter for training, unless it was forked together with this agent."""
+    """Start the warm process in the Python interpreter for training, unless it was forked along with this agent."""
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], warm_request.SOCKET), str(os.getpid())]
@@ -79,20 +79,20 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
     or None if no agent will start."""
     if sys.platform != "linux":
         return None
-    environ = {**environ, **os_calls.streaming(environ)}  # as an agent does for its warm process
+    environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
     with contextlib.suppress(OSError), unix_sockets.connect(path) as sock, open(os.devnull, "rb") as null:
         sock.settimeout(ANSWER_S)
         warm_request.request(sock, KIND, [], environ, cwd, (null.fileno(), log, log))
         answer = sock.recv(64).strip()
-        if answer.isdigit():  # a warm process of an earlier version answers with JSON
+        if answer.isdigit():  # a warm process from an earlier version answers with JSON
             sock.sendall(_GO)
             return int(answer)
     return None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables of the `new` worker's environment that differ from our `own`, or None if it does not fit: libraries
-    have already read the other variables, and values must have equal length."""
+    """Return the variables in the `new` worker's environment that differ from our `own`, or None if it does not fit: libraries
+    have already read the other variables, and values must have equal lengths."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
@@ -102,8 +102,8 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child. Returns only in the new process, True if the caller
-    still waits for it."""
+    """Fork again, so that the new process is not the warm process's child. Returns only in the new process, with True if the
+    caller is still waiting for it."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -116,7 +116,7 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment of C code."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment that C code sees."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

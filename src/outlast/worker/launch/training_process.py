@@ -1,11 +1,11 @@
-"""A training process, which runs the user's script or module as `__main__`, and records its error.
+"""A training process, which runs the user's script or module as `__main__` and records its error.
 
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is that of torchrun. We add only a first progress record, which identifies the process to the agent, a thread that
-detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, from which `outlast
-status` shows the first error of the first failing rank.
+The environment is the same as under torchrun. We add only a first progress record, which identifies the process to the agent, a
+thread that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, from
+which `outlast status` shows the first failing rank's first error.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 _USAGE = 2
-"""Exit code of argparse and most commands for wrong arguments."""
+"""Exit code of argparse and most commands if the arguments are wrong."""
 
 
 def main(argv: list[str]) -> None:
-    """Run `argv` like Python. Returns at the end of the script, or raises SystemExit."""
+    """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
     global _began
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
@@ -100,7 +100,7 @@ def _enter(state: Path) -> None:
 
 
 def _below_runpy(error: BaseException) -> TracebackType | None:
-    """Return the traceback that starts at the user's first frame; None if the script could not be read or compiled."""
+    """Return the traceback from the user's first frame on; None if the script could not be read or compiled."""
     trace = error.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename in (__file__, runpy.__file__, "<frozen runpy>"):
         trace = trace.tb_next
@@ -108,7 +108,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a remedy for a file that is missing only because the job runs in a copy of its code; otherwise empty."""
+    """Return a remedy if a file is missing only because the job runs in a copy of its code; otherwise empty."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -123,8 +123,8 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a missing file. `code` is the copy, `origin` the copied directory; None if it is not on this
-    machine."""
+    """Return the hint for a missing file. `code` is the copy, and `origin` the directory that was copied; None if that is not on
+    this machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

@@ -1,4 +1,4 @@
-"""The agent's handle of its warm process: start it, wait until it can fork, start it again after its end, kill it."""
+"""The agent's handle on its warm process, to start it, wait until it can fork, restart it if it ends, and kill it."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from outlast.job import contract
 from outlast.worker.launch import sibling, warm_request
 
 RESTARTS, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
-"""Maximum number of restarts in a row of a warm process that cannot fork, and the first and longest backoff between them, in
+"""Maximum number of consecutive restarts of a warm process that cannot fork, and the first and longest backoff between them, in
 seconds. Arbitrary: together they take three minutes, in which a machine at its process limit may recover."""
 _POLL_INTERVAL_S = 0.02
 
 
 class WarmEnded(Exception):
-    """The warm process has ended, and the worker with it. `code` is the worker's exit code."""
+    """Raised if the warm process has ended, and the worker with it. `code` is the worker's exit code."""
 
     def __init__(self, code: int, reason: str) -> None:
         super().__init__(reason)
@@ -34,7 +34,7 @@ class WarmProcess:
         self._path = Path(environ[contract.Env.STATE]) / warm_request.SOCKET
         self._lock, self._killed = threading.Lock(), threading.Event()
         self._forked = False
-        """True once a warm process of this worker could fork."""
+        """True once this worker has had a warm process that could fork."""
 
     @property
     def killed(self) -> bool:
@@ -45,14 +45,14 @@ class WarmProcess:
         return self._process is not None
 
     def start(self, python: str) -> None:
-        """Start the process in a Python interpreter, unless it runs. The kernel kills it when the calling thread ends. Raises
-        OSError."""
+        """Start the process in a Python interpreter, unless it is running. The kernel kills it when the calling thread ends.
+        Raises OSError."""
         with self._lock:
             if self._process is None and not self._killed.is_set():
                 self._process = sibling.start_warm(python, self._environ)
 
     def wait_until_ready(self, python: str, stop: Callable[[], bool] = lambda: False) -> bool:
-        """Wait until the process can fork; start it again if it has ended. Returns False if `stop` or `kill` came first. Raises
+        """Wait until the process can fork, and restart it if it has ended. Returns False if `stop` or `kill` came first. Raises
         WarmEnded if no process can be started, or if the first one has ended: nothing is lost with that worker."""
         failures = 0
         while not self._killed.is_set() and not stop():
@@ -64,7 +64,7 @@ class WarmProcess:
             except OSError as problem:
                 status = self._process.poll() if self._process else None
                 if self._process and status is None:
-                    self._killed.wait(_POLL_INTERVAL_S)  # it imports torch
+                    self._killed.wait(_POLL_INTERVAL_S)  # it is importing torch
                     continue
                 why = contract.how_ended(status) if status is not None else f"could not be started: {problem.strerror}"
             self._process = None
@@ -88,6 +88,6 @@ class WarmProcess:
                 self._process.kill()
 
     def wait(self) -> None:
-        """Wait for the end of the killed process."""
+        """Wait until the killed process has ended."""
         if process := self._process:
             process.wait()

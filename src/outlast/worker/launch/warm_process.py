@@ -1,18 +1,18 @@
 """The warm process, which imports torch once, then forks training processes that start in milliseconds.
 
-An import of torch would take 1-3 s of a core for each restart of each rank. So each worker has one process that has imported
+Importing torch would take 1-3 s of CPU time for every restart of every rank. So each worker has one process that has imported
 torch and has no other state: no threads, no CUDA context, no process group. On request it forks a child, which adopts the
-caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or the process of a
-world's store (`rendezvous.world_store`).
+caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or hosts a world's store
+(`rendezvous.world_store`).
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with a signal number for the child. The
+Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. The
 response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
-`why` if the fork failed. A disconnecting caller kills its child.
+`why` if the fork failed. If the caller disconnects, its child is killed.
 
-Its socket exists once it can fork. Children die with the warm process, and the warm process dies with its agent. The agent of
-another worker is not a child (`launch.sibling`).
+The socket exists once the warm process can fork. Children die with the warm process, and the warm process dies with its agent.
+Another worker's agent is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ from outlast.worker.launch import os_calls, preloaded_imports, relocatable, sibl
 
 @dataclasses.dataclass
 class Request:
-    """A request for a fork: a training process, the process of a store, or the agent of another worker."""
+    """A request for a fork: a training process, a store's process, or another worker's agent."""
 
     kind: str
     argv: list[str]
@@ -64,7 +64,7 @@ class _Child:
 
 
 def _receive(connection: socket.socket) -> Request:
-    connection.settimeout(5)  # a caller that stops within a request must not block others
+    connection.settimeout(5)  # a caller that stops in the middle of a request must not block others
     head, fds, _flags, _address = socket.recv_fds(connection, 4, 3)
     length = int.from_bytes(head, "big")
     data = b""
@@ -83,7 +83,7 @@ def _receive(connection: socket.socket) -> Request:
 
 
 class Server:
-    """The server of the warm process, which forks on request until this process is killed."""
+    """The warm process's server, which forks on request until this process is killed."""
 
     def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
         """`environ` is this process's environment in /proc."""
@@ -97,11 +97,11 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """Children by descriptor of their caller's connection."""
+        """Children, by the descriptor of their caller's connection."""
         self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
 
     def run(self) -> Request:
-        """Serve requests. Returns only in a forked child, with its request."""
+        """Serve requests. Returns only in a forked child, with the child's request."""
         while True:
             if request := self._turn(0.0 if self._preloader.modules else None):
                 return request
@@ -109,7 +109,7 @@ class Server:
                 self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None) -> Request | None:
-        """Handle all pending events. Returns a request only in its forked child."""
+        """Handle all pending events. Returns a request only in the child forked for it."""
         for key, _ in self._selector.select(timeout_s):
             if key.fileobj is self._listener:
                 if request := self._accept():
@@ -128,7 +128,7 @@ class Server:
         return None
 
     def _accept(self) -> Request | None:
-        """Fork for a caller. Returns the caller's request in the child, and None in this process."""
+        """Fork a child for a caller. Returns the caller's request in the child, and None in this process."""
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
@@ -136,7 +136,7 @@ class Server:
             return None
         try:
             request = _receive(connection)
-        except (OSError, ValueError):  # the caller was killed within its request
+        except (OSError, ValueError):  # the caller was killed in the middle of its request
             connection.close()
             return None
         if request.kind == sibling.KIND:
@@ -163,7 +163,7 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork the agent of another worker, if its environment fits. Returns the request in the forked process."""
+        """Fork another worker's agent, if its environment fits. Returns the request in the forked process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
@@ -180,7 +180,7 @@ class Server:
         return None
 
     def _detach(self, parent: int) -> None:
-        """Detach this fork from the warm process's descriptors, and make it die with its `parent`."""
+        """Close the warm process's descriptors in this fork, and make the fork die with its `parent`."""
         self._close()
         os_calls.die_with(parent)
 
@@ -229,7 +229,7 @@ def _signal(child: _Child) -> bool:
 
 
 def enter(request: Request) -> None:
-    """Adopt the streams, the directory and the environment of a request."""
+    """Adopt a request's streams, directory and environment."""
     for target, fd in enumerate(request.fds):
         os.dup2(fd, target)
     for fd in request.fds:
@@ -241,7 +241,7 @@ def enter(request: Request) -> None:
 
 
 def become(request: Request) -> None:
-    """Run a request in this fork. Returns at its end, or raises SystemExit."""
+    """Carry out a request in this fork. Returns at its end, or raises SystemExit."""
     os.setsid()
     enter(request)
     os_calls.be_traced()  # py-spy, a sibling, may read the stacks of a hung process
@@ -270,13 +270,13 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process like Python, but without finalizing the interpreter, where running threads of torch may
-    end the process with SIGABRT. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process as Python would, but without finalizing the interpreter, during which torch's running
+    threads may end the process with SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
         if issubclass(type(each), io.IOBase) and not each.closed:
-            with contextlib.suppress(OSError, ValueError):  # its reader has ended
+            with contextlib.suppress(OSError, ValueError):  # its reader may have ended
                 each.flush()
     os._exit(code)
 
@@ -291,18 +291,18 @@ PRELOADED = (
     "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
-"""Modules that the store's process and nearly all training processes import."""
+"""Modules that the store's process or nearly all training processes import."""
 
 
 def preload() -> None:
-    """Import modules for the forks of this process."""
+    """Import modules for this process's forks."""
     for module in PRELOADED:
         with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
             importlib.import_module(module)
 
 
 def begin(child: sibling.Forked) -> NoReturn:
-    """Become the agent of a worker with this child as its warm process."""
+    """Become a worker's agent, with this child as its warm process."""
     sibling.warm = child
     try:
         roles.main([sibling.KIND])
@@ -316,8 +316,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 def main(argv: list[str]) -> None:
     """Import the modules, listen for requests, and fork.
 
-    The garbage collector is off: imports then take a quarter less time, produce hardly any garbage, and forks do not copy shared
-    pages.
+    The garbage collector is off: imports then take a quarter less time, they produce hardly any garbage, and forks do not copy
+    shared pages.
     """
     os_calls.die_with(int(argv[1]))
     gc.disable()

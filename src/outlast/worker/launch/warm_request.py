@@ -1,4 +1,4 @@
-"""Requests to the warm process for a fork. Agents import this module first, so it imports only the standard library."""
+"""Requests for a fork from the warm process. Agents import this module first, so it imports only the standard library."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ import socket
 from collections.abc import Mapping, Sequence
 
 SOCKET = "warm.sock"
-"""Name of the warm process's socket, in the directory of its worker."""
+"""Name of the warm process's socket, in its worker's directory."""
 AGAIN_S = 1.0
-"""Pause in seconds at the limit on processes or descriptors."""
+"""Pause in seconds after reaching the limit on processes or descriptors."""
 
 
 def request(

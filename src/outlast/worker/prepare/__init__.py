@@ -1,1 +1,1 @@
-"""Preparation of a worker for training: code, Python packages, data, models."""
+"""Prepares a worker for training: code, Python packages, data, and models."""

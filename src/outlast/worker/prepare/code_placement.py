@@ -1,9 +1,9 @@
-"""Placement of a job's code in its run directory: from a directory, an archive, or a store.
+"""Puts a job's code into its run directory, from a directory, an archive or a store.
 
     copy(directory, entries, into, ...)              at submission, for code on this machine
-    place("s3://bucket/code.tar.gz", into, ...)      by the first worker of a machine, for all its workers
+    place("s3://bucket/code.tar.gz", into, ...)      by the first worker on a machine, for all of its workers
 
-The directory belongs to the run: the job may write there. Newer code replaces the run's files, except for files that the job has
+The directory belongs to the run, so the job may write there. Newer code replaces the run's files, except those that the job has
 changed since; files that are not code remain.
 """
 
@@ -35,7 +35,7 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
-"""Directory for incoming code, below the run's directory."""
+"""Directory for code that is being fetched, below the run's directory."""
 
 
 # From a directory
@@ -45,8 +45,8 @@ def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted:
     """Copy the code in a directory (`shipping.code_files`) to the run's directory; returns the files that were missing or
     different.
 
-    `submitted` is the start of the run. Files that the job has written since then remain: such a file differs from its recorded
-    copy, or is newer if no copy is recorded.
+    `submitted` is when the run started. Files that the job has written since then remain: they differ from their recorded copies
+    or, if no copy is recorded, are newer.
     """
     replaced = []
     try:
@@ -92,7 +92,7 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace `old`, a file of the run, by `new` from the code. Returns whether it was replaced. Never writes through a link."""
+    """Replace the run's file `old` with `new` from the code. Returns whether it was replaced. Never writes through a link."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -114,14 +114,14 @@ def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path],
 
 @dataclasses.dataclass(frozen=True)
 class _Note:
-    """A record of the version of the code in the run's directory."""
+    """A record of which version of the code is in the run's directory."""
 
     code: str
     """The job file's `code`."""
     version: str
-    """Version of the code; empty during the first fetch."""
+    """The code's version; empty during the first fetch."""
     time: float
-    """Time of the fetch, seconds since the epoch."""
+    """Time of the fetch, in seconds since the epoch."""
     current: bool
     """True if the code was fetched for the newest submission; otherwise the source is checked for changes."""
 
@@ -137,17 +137,17 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Make the next worker check for changes of the code. Without this call, a run keeps its first code."""
+    """Make the next worker check whether the code has changed. Otherwise, a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
-    """Fetch code from an archive or a store to the job's run directory, unless the code there is current.
+    """Fetch code from an archive or a store into the job's run directory, unless the code there is current.
 
     `shared` is the run's directory for records. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if its single directory contains `runs`, that directory is the code. Raises OutlastError and OSError.
+    archive: if the archive's single directory contains `runs`, that directory is the code. Raises OutlastError and OSError.
     """
     path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(
@@ -178,11 +178,11 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the path of the code there, and its version."""
+"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the code's path in it, and the code's version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:
-    """Return the current version of code in an archive or a store, with its fetcher."""
+    """Return the current version of code in an archive or a store, and a function that fetches it."""
     where, checksum = spec.pinned(code)
     if path := spec.local(where):
         here, version = path, archives.checksum(path)
@@ -221,7 +221,7 @@ def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: t
 
 
 def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
-    """Verify and unpack an archive. Returns the directory of the code."""
+    """Verify and unpack an archive. Returns the code's directory."""
     if checksum:
         archives.check_checksum(archive, name, checksum)
     tree = directory / "tree"

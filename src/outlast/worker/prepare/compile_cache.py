@@ -1,14 +1,14 @@
-"""The cache of compiled code: one directory per job, shared by all jobs with the same output through the store.
+"""The cache for compiled code: one directory per job, shared through the store by all jobs with the same output.
 
     cache = Cache.of(environ)           # <output>/.compiled; with a store, also a directory in this machine's cache
     cache.fetch(stop)                   # before training
     environ |= cache.variables(environ)
-    cache.push(stop, before=...)        # beside training, by the upload process
+    cache.push(stop, before=...)        # during training, by the upload process
 
 Compilers name an entry after all its dependencies, so equal names mean equal contents. Nothing is ever overwritten or deleted on
-either side, any number of jobs may use the cache, and a kill costs at most a repetition. An entry may have several files, and the
-compiler writes a marker last, so the newest file of each directory is sent and fetched after all others. Recently changed files,
-and incomplete libraries of a killed linker, are not sent. Decision 0031.
+either side, any number of jobs may use the cache, and a kill costs at most one repetition. An entry may have several files, and
+the compiler writes a marker last, so each directory's newest file is sent and fetched after all others. Recently changed files,
+and incomplete libraries left by a killed linker, are not sent. Decision 0031.
 """
 
 from __future__ import annotations
@@ -40,27 +40,27 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch_from_store import Say
 
 NAME = ".compiled"
-"""Name of the cache's directory below an output, beside the directories of its jobs."""
+"""Name of the cache's directory in an output, beside the jobs' own directories."""
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
     "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
-"""Directories of compilers, by their environment variables."""
+"""The compilers' directories, by their environment variables."""
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same at the end of training or the warm-up. A killed compiler's last file is newer. Arbitrary."""
+"""The same at the end of training or the warm-up; a killed compiler's last file is newer than that. Arbitrary."""
 _SHARE = 0.5
-"""Share of the free disk that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
+"""Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Outlast's variables in the environment of the warm-up."""
+"""Outlast's variables that the warm-up's environment contains."""
 
 
 @dataclass(frozen=True)
 class Cache:
-    """The directory of compiled code, and its place in a store if the output is in a store."""
+    """The directory for compiled code, and its place in the store if the output is in one."""
 
     directory: Path
     place: Store | None = None
@@ -77,11 +77,11 @@ class Cache:
         return cls(data_cache.writable(environ) / "compiled" / digest, store.open_(url))
 
     def variables(self, environ: Mapping[str, str]) -> dict[str, str]:
-        """Return the variables that point compilers to the cache, without those that are already set."""
+        """Return the variables that point compilers to the cache, except those that are already set."""
         return {name: str(self.directory / below) for name, below in VARIABLES.items() if name not in environ}
 
     def fetch(self, stop: threading.Event) -> int:
-        """Fetch the missing files. Returns their number. Raises StoreError, Stopped and OSError."""
+        """Fetch missing files, and return their number. Raises StoreError, Stopped and OSError."""
         self.directory.mkdir(parents=True, exist_ok=True)
         if self.place is None:
             return 0
@@ -103,8 +103,8 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Upload files that the store lacks and that last changed before `before`, in seconds since the epoch. Returns the number
-        of files. Raises StoreError, Stopped and OSError."""
+        """Upload files that the store lacks and that last changed before `before`, in seconds since the epoch. Returns their
+        number. Raises StoreError, Stopped and OSError."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -119,14 +119,14 @@ class Cache:
         return len(missing)
 
     def mend(self) -> None:
-        """Remove incomplete libraries of killed linkers, which torch would load."""
+        """Remove incomplete libraries left by killed linkers, which torch would load."""
         for path in self.directory.rglob("*.so"):
             with contextlib.suppress(FileNotFoundError):
                 if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
                     path.unlink()
 
     def _files(self) -> Iterator[tuple[str, float]]:
-        """Yield keys and mtimes of complete files, without the compilers' locks and temporary files."""
+        """Yield the keys and mtimes of complete files, except the compilers' locks and temporary files."""
         for above, directories, names in os.walk(self.directory):
             directories[:] = [name for name in directories if not name.startswith((".", "tmp.")) and name != "locks"]
             for name in names:
@@ -138,7 +138,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Return False for an incomplete library. GNU's linker, used by inductor, writes the first bytes last."""
+    """Return False for an incomplete library. GNU's linker, which inductor uses, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -146,17 +146,17 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the second has the newest file of each directory, the first has all others."""
+    """Split keys into two waves: the second has each directory's newest file, and the first has all others."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the command `warm_up` once per run.
+    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run.
 
-    After a failure of the store, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if
-    the command fails or the directory is not writable, and Stopped soon after `stop` is set.
+    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
+    command fails or the directory is not writable, and Stopped soon after `stop` is set.
     """
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
@@ -184,7 +184,7 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
 def _run_once(
     cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
 ) -> None:
-    """Run the warm-up unless its marker exists. The first worker of a machine runs it, and the others wait."""
+    """Run the warm-up unless its marker exists. The first worker on a machine runs it, and the others wait."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
     waiting = partial(say, "waiting for another worker on this machine, which runs compile.warmUp")
@@ -208,7 +208,7 @@ def _run_once(
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
-    """Run the command in the code's directory, with a temporary output."""
+    """Run the command in the code's directory, with a temporary output directory."""
     state = Path(environ[Env.STATE])
     output = state / "warm-up"
     shutil.rmtree(output, ignore_errors=True)

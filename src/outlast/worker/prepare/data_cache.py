@@ -1,15 +1,15 @@
-"""The cache of data and models from stores, shared by all workers and jobs of this machine.
+"""The cache for data and models from stores, shared by all workers and jobs on this machine.
 
-    <cache>/data/<name>-<digest of the URL>/     one place of a store, or one file on a web server (`Web`)
+    <cache>/data/<name>-<digest of the URL>/     one place in a store, or one file on a web server (`Web`)
         lock                                     held during a fetch
         <version>/tree/                          the files at one point in time; files that versions share are hard links
-        <version>/listing.json                   their names, sizes and etags; written last: marks a version complete
+        <version>/listing.json                   their names, sizes and etags; written last, to mark the version complete
         <version>/listing.partial                the same during a fetch, which resumes after a kill
-        <version>/lock                           held, shared, by the workers that use this version now
-        <version>/runs/                          paths of the pins of the runs that use this version
+        <version>/lock                           held, shared, by the workers that are using this version
+        <version>/runs/                          paths of the pins for runs that use this version
 
-The name of a version is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*)
-in its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
+A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*) in
+its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
 removed once a newer version has been fetched, or if the cache needs the space (`cache_eviction`).
 """
 
@@ -45,11 +45,11 @@ class _Row(NamedTuple):
     size: int
     etag: str
     mtime_ns: int
-    """Time of the last change of the file on this machine; 0 during the fetch."""
+    """Modification time of the file on this machine; 0 during the fetch."""
 
 
 def writable(environ: Mapping[str, str]) -> Path:
-    """Return the cache directory, created if missing. Raises OutlastError if it is not writable."""
+    """Return the cache directory, creating it if it is missing. Raises OutlastError if it is not writable."""
     directory = cache_eviction.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -65,7 +65,7 @@ class Version:
     """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """Directory of the files, shared by all jobs of this machine, read-only."""
+    """The directory with the files, which is read-only and shared by all jobs on this machine."""
     version: str
     _lock: int
 
@@ -84,7 +84,7 @@ def _pin(url: str, pins: Path) -> Path:
 
 
 class Source:
-    """The cache of one place of a store. `pins` is a directory of the run, shared by the run's workers on this machine."""
+    """The cache for one place in a store. `pins` is a directory that the run's workers on this machine share."""
 
     def __init__(self, cache: Path, url: str, *, field: str, pins: Path, say: Say, stop: threading.Event | None = None) -> None:
         self._url, self._field, self._pin = url, field, _pin(url, pins)
@@ -94,7 +94,7 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return the version of this run, fetched if missing, and protected from removal until it is closed.
+        """Return this run's version, fetching it if it is missing. It is protected from removal until it is closed.
 
         Raises OutlastError if the store fails or no longer has the run's version, and OSError.
         """
@@ -116,7 +116,7 @@ class Source:
             return version
 
     def _fetch(self, pinned: str) -> str:
-        """Fetch the store's current version, unless another version is pinned. Returns the name of the version."""
+        """Fetch the store's current version, unless another version is pinned. Returns the version's name."""
         listing = fetch_from_store.look(self._url, self._field)
         if pinned in ("", listing.version):
             listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
@@ -148,7 +148,7 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Create the directory for a version, with hard links to the files of other versions."""
+        """Create a version's directory, with hard links to the files in other versions."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)
@@ -172,14 +172,14 @@ class Source:
                 if source in bad or not source.is_file() or source.stat().st_size != key[1]:
                     continue
                 paths[key].parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(OSError):  # too many links to one file, or no support by the file system
+                with contextlib.suppress(OSError):  # too many links to one file, or the file system has no hard links
                     os.link(source, paths[key])
                     missing.discard(key)
         self._make_room(sum(size for _, size, _ in missing))
         return tree
 
     def _make_room(self, needed: int) -> None:
-        """Evict unused entries, the oldest first, to keep the cache below its limit."""
+        """Evict unused entries, oldest first, to keep the cache below its limit."""
         if missing := cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
@@ -215,7 +215,7 @@ class Source:
 
 
 def things(cache: Path) -> list[cache_eviction.Thing]:
-    """Return all evictable entries of the cache: shards, and complete and partial versions."""
+    """Return all of the cache's evictable entries: shards, and complete and partial versions."""
     entries = list(cache_eviction.shards(cache))
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
@@ -229,7 +229,7 @@ def things(cache: Path) -> list[cache_eviction.Thing]:
 
 @functools.lru_cache
 def _size(listing: Path, _mtime_ns: int) -> int:
-    """Return the size of a version in bytes, cached, since listings are long and hardly ever change."""
+    """Return a version's size in bytes. The result is cached, since listings are long and hardly ever change."""
     return sum(row.size for row in _read(listing))
 
 
@@ -241,7 +241,7 @@ def _remove(directory: Path) -> bool:
 
 def _remove_locked(directory: Path) -> bool:
     """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller must hold the place's lock."""
-    with file_locks.attempted(directory / "lock") as acquired:  # held to the end, so that no worker begins to use it
+    with file_locks.attempted(directory / "lock") as acquired:  # held until the end, so that no worker starts using it
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(files.text(note))) == directory.name for note in notes):
             return False
@@ -252,7 +252,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache of one file on a web server, unpacked if it is an archive. Its checksum is the name of its only version."""
+    """The cache for one file on a web server, unpacked if it is an archive. Its only version is named after its checksum."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain
@@ -290,7 +290,7 @@ def _read(path: Path) -> list[_Row]:
 
 
 def _changed(tree: Path, listing: Path) -> list[Path]:
-    """Return the files of a complete version that have changed since they were fetched."""
+    """Return the files in a complete version that have changed since they were fetched."""
     changed = []
     for row in _read(listing):
         with contextlib.suppress(OSError):

@@ -1,8 +1,8 @@
-"""Fetches of a tree of files from a store, all of one version.
+"""Fetches a tree of files from a store, all of the same version.
 
     listing = look(url, "data[0].from")         list the objects in the store now
     missing(listing, tree, ...)                 fetch the objects that are missing on this machine
-    consistent(listing, into, ...)              the same, repeated if the store changes meanwhile
+    consistent(listing, into, ...)              the same, but repeated if the store changes in the meantime
 
 `data_cache` uses this module for data and models, and `code_placement` uses it for code. Files get their final names once they
 are complete.
@@ -31,7 +31,7 @@ from outlast.storage.sync import push_and_pull, thread_pool
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
-"""Maximum number of attempts at a place that changes during a fetch."""
+"""Maximum number of attempts to fetch a place that keeps changing."""
 
 Say = Callable[[str], None]
 
@@ -44,12 +44,12 @@ class Listing:
     field: str
     """The job file's field with this URL, such as `data[0].from`."""
     place: Store
-    """The store to which the keys of the entries are relative."""
+    """The store to which the entries' keys are relative."""
     entries: tuple[Entry, ...]
 
     @property
     def name(self) -> str:
-        """Name of the place in messages."""
+        """The place's name in messages."""
         return f"{self.field} ({self.url})"
 
     @cached_property
@@ -67,7 +67,7 @@ def look(url: str, field: str) -> Listing:
     """List the place at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the place is empty or
     incomplete, or if its names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
-    # Consoles create a directory as an object with the name of the prefix.
+    # Web consoles create a directory as an object with the prefix as its name.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]))
     if not entries and "/" in place.url.partition("://")[2]:
         above, _, key = place.url.rpartition("/")
@@ -91,7 +91,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Yield the entries without directory markers: empty objects `directory/` from consoles, listed without the slash."""
+    """Yield all entries except directory markers: empty `directory/` objects from web consoles, listed without the slash."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
@@ -104,7 +104,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch the files of a listing that `tree` lacks or has with another size. Raises StoreError and OSError."""
+    """Fetch a listing's files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
     entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not entries:
         return
@@ -122,9 +122,9 @@ def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) ->
 
 
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Fetch a listing to the directory from `into(listing)`. Returns the fetched listing.
+    """Fetch a listing to the directory that `into(listing)` returns. Returns the listing that was fetched.
 
-    If files change meanwhile, the place is listed and fetched again, so that all files have one version.
+    If files change in the meantime, the place is listed and fetched again, so that all files have the same version.
     """
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
@@ -148,14 +148,14 @@ def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, s
 
 
 class Pace:
-    """Reports the progress of a download every few seconds."""
+    """Reports a download's progress every few seconds."""
 
     def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._say, self._clock = name, say, clock
         self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Record `done` bytes of `total` as received; `total` is 0 if unknown. Called often, from several threads."""
+        """Record that `done` of `total` bytes were received; `total` is 0 if unknown. Called often, from several threads."""
         if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""
@@ -163,7 +163,7 @@ class Pace:
 
 
 class Meter:
-    """Reports the progress of a fetch every few seconds, with rate and remaining time."""
+    """Reports a fetch's progress every few seconds, with the rate and the remaining time."""
 
     def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock

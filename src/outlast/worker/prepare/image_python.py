@@ -1,6 +1,6 @@
-"""The Python of an image without Outlast (`launch.relocatable`), in which training runs.
+"""The Python in an image without Outlast (`launch.relocatable`), in which training runs.
 
-`find` tries the image's `python`, then `python3`. Standard library only, since every start of such a worker waits for it.
+`find` tries the image's `python`, then `python3`. Uses only the standard library, since every such worker waits for it to start.
 """
 
 from __future__ import annotations
@@ -31,26 +31,26 @@ if sys.version_info >= (3, 11):
     found["torch"], found["numpy"], found["pip"] = version("torch"), version("numpy"), bool(importlib.util.find_spec("pip"))
 print(json.dumps(found))
 """
-"""Program that must work in any Python, even in an unsupported version."""
+"""Program that must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)
 class Base:
-    """A Python with packages, in which training runs or on which environments are built."""
+    """A Python with its packages, in which training runs or on which environments are built."""
 
     executable: str
     version: tuple[int, ...]
     identity: tuple[str, ...] = ()
     """Version, prefix and platform."""
     below: tuple[Path, ...] = ()
-    """Directories of installed packages."""
+    """Directories with installed packages."""
     torch: str = ""
-    """Version of PyTorch; `unknown` if it is not from a distribution, empty without it."""
+    """PyTorch's version; `unknown` if it is not from a distribution, empty if it is not installed."""
     numpy: str = ""
     pip: bool = False
 
     def problem(self, *, packages: bool = True) -> str:
-        """Return why training cannot run here, or an empty string. Without `packages`, checks only the version of Python."""
+        """Return why training cannot run here, or an empty string. If `packages` is False, checks only Python's version."""
         if self.version < OLDEST_PYTHON:
             return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
         if not packages:
@@ -64,7 +64,7 @@ class Base:
 
 
 def look(executable: str, environ: Mapping[str, str]) -> Base:
-    """Return a Python with its packages. Raises OutlastError if it does not start."""
+    """Inspect a Python and its packages. Raises OutlastError if it does not start."""
     argv, environ = [executable, "-c", _LOOK], dict(environ)
     done = subprocess.run(argv, env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
@@ -78,12 +78,12 @@ def look(executable: str, environ: Mapping[str, str]) -> Base:
 
 
 def own(environ: Mapping[str, str]) -> Base:
-    """Return the Python of this process."""
+    """Return this process's Python."""
     return look(sys.executable, environ)
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the image's first Python in which training can run, see `Base.problem`. Raises OutlastError with the reason."""
+    """Return the image's first Python in which training can run, see `Base.problem`. If there is none, raises OutlastError."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []

@@ -26,10 +26,10 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""Transient errors of pip, uv and conda."""
+"""Transient errors from pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Output lines to show after an installer fails."""
+"""Number of output lines to show if an installer fails."""
 
 
 class Unavailable(OutlastError):
@@ -44,11 +44,11 @@ class Shell:
 
     environ: Mapping[str, str]
     lock: int
-    """Descriptor of the lock. The installer inherits it, and so holds the lock even if it outlives us."""
+    """The lock's descriptor. The installer inherits it, and so holds the lock even if it outlives us."""
     say: Say
     stop: threading.Event
     log: Path
-    """File for all output; `say` receives a line every few seconds, and the last lines after a failure."""
+    """File for all output. `say` receives a line every few seconds, and the last lines after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 

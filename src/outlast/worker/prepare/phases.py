@@ -1,7 +1,7 @@
-"""Preparation of a worker for training: code, environment, data, models. Files of this machine are linked; `code_placement`,
+"""Prepares a worker for training: code, environment, data, and models. Files on this machine are linked; `code_placement`,
 `data_cache` and `python_env` fetch from stores and archives, each file only once.
 
-Each method of a `Preparation` carries out one preparation phase of `agent.lifecycle`, and raises OutlastError on failure.
+Each method of a `Preparation` carries out one preparation phase from `agent.lifecycle`, and raises OutlastError on failure.
 """
 
 from __future__ import annotations
@@ -30,13 +30,13 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Directory of the pins (`data_cache.Source`), below the directory that the workers of a run share."""
+"""Directory for pins (`data_cache.Source`), below the directory that a run's workers share."""
 REACH_S = 10.0
-"""Seconds that a submission waits for the stores' responses."""
+"""Seconds that a submission waits for stores to respond."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission, such as files missing here or in a store, or a missing conda. Raises OutlastError.
+    """Find mistakes at submission, such as missing files (here or in a store) or a missing conda. Raises OutlastError.
 
     An unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store.
     """
@@ -107,7 +107,7 @@ def _layered(job: spec.Job) -> bool:
 
 
 def _runs(job: spec.Job) -> str:
-    """Return the job's entry point in its code: a script's path, or a module's top-level package."""
+    """Return the job's entry point in its code, which is a script's path or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 
@@ -119,9 +119,9 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """The preparation of one worker, which adds the environment variables for training to `environ`.
+    """One worker's preparation, which adds the environment variables for training to `environ`.
 
-    The worker's data remains in the cache until `close` or the end of this process.
+    The worker's data stays in the cache until `close` or until this process ends.
     """
 
     def __init__(
@@ -160,7 +160,7 @@ class Preparation:
             environment.check(fields.environment, directory)
         elif fields.module and not relocatable.home():
             sys.path.insert(0, str(directory))
-            package = fields.module.partition(".")[0]  # a search for a submodule would run the package's code in this process
+            package = fields.module.partition(".")[0]  # searching for a submodule would run the package's code in this process
             if importlib.util.find_spec(package) is None:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
@@ -192,10 +192,10 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available: local files are used in place, files in a store are fetched first.
+        """Make data and models available. Local files are used in place; files in a store are fetched first.
 
         A single data entry is used in place. Several entries are linked into one directory, laid out like their `to` in pods;
-        models are linked by name. In pods, where the directories of `to` exist, all entries are linked there.
+        models are linked by name. In pods, where the `to` directories exist, all entries are linked there.
         """
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
@@ -226,7 +226,7 @@ class Preparation:
         self._environ.update(package_copy.ahead({**self._environ, **changed}))
 
     def compiled(self) -> None:
-        """Fetch the cache of compiled code, and run the job's warm-up, if any."""
+        """Fetch the cache of compiled code, and run the job's warm-up if it has one."""
         if self._job.spec.compile.cache:
             from outlast.worker.prepare import compile_cache
 
@@ -251,7 +251,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied on this machine at submission, since it is in neither a store nor a ConfigMap."""
+    """Return whether code was copied on this machine at submission, as it is if it comes from neither a store nor a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 

@@ -1,14 +1,14 @@
-"""The Python environment of a job with its own packages, made once for all workers and jobs of a machine.
+"""The Python environment for a job with its own packages, made once for all workers and jobs on a machine.
 
     <cache>/environments/<digest>/               a virtual or conda environment, at its final path, since neither can be moved
     <cache>/environments/<digest>/outlast.json   written last; marks the environment complete
     <cache>/environments/<digest>.lock           held by the process that makes the environment
-    <cache>/environments/<digest>.log            output of pip, uv or conda
+    <cache>/environments/<digest>.log            output from pip, uv or conda
 
-`requirements` become a virtual environment on top of the Python in which training runs otherwise (our own, or the image's), whose
-packages remain importable after the new packages. The digest covers the requirements, that Python and its packages. `conda` files
-become separate environments, which contain only our own package besides. Training processes run in the environment; the agent
-does not.
+`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's).
+That Python's packages can still be imported, after the new ones. The digest covers the requirements, that Python and its
+packages. `conda` files become separate environments, to which only our own package is added. Training processes run in the
+environment; the agent does not.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""Content of the file INSTALLER in the stubs that represent the base Python's packages for uv."""
+"""Content of the INSTALLER file in the stubs that represent the base Python's packages to uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -54,7 +54,7 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""Program for the new environment, which must work in any Python, even in an unsupported version."""
+"""Program run in the new environment, which must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def check(environment: spec.Environment, code: Path | None = None) -> None:
 
 
 def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
-    """Return the environment with a copy of its file in `directory`, so that changes of the original do not affect the run."""
+    """Return the environment with a copy of its file in `directory`, so that changes to the original do not affect the run."""
     path = _file(environment, None)
     if path is None:
         return environment
@@ -99,8 +99,8 @@ def make(
     stop: threading.Event,
     base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`;
-    default: our own.
+    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`; the
+    default is our own.
 
     `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error, or
     `installers.Unavailable` if a later attempt may succeed.
@@ -138,7 +138,7 @@ def make(
 
 
 def finds(made: Made, package: str, code: Path, environ: Mapping[str, str]) -> bool:
-    """Return whether the environment's Python finds a module, also in the code's directory."""
+    """Return whether the environment's Python finds a package, which may be in the code's directory."""
     look = "import importlib.util, sys; sys.path.insert(0, sys.argv[1]); sys.exit(not importlib.util.find_spec(sys.argv[2]))"
     argv = [made.python, "-c", look, str(code), package]
     return subprocess.run(argv, env={**environ, **made.variables}, capture_output=True, check=False).returncode == 0
@@ -224,7 +224,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
-    """Represent the base Python's packages for uv by stubs with their metadata.
+    """Represent the base Python's packages to uv with stubs that contain their metadata.
 
     If uv replaces such a package, it removes only the files in the stub's list, so the base Python remains intact.
     """
@@ -312,7 +312,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """Return a directory with only a link to our package, for the PYTHONPATH of other Pythons."""
+    """Return a directory that contains only a link to our package, for the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

@@ -19,12 +19,12 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""Maximum number of files of a local package in its fingerprint."""
+"""Maximum number of a local package's files in its fingerprint."""
 
 
 @dataclass(frozen=True)
 class Requirements:
-    """Contents of a flattened requirements file."""
+    """The contents of a flattened requirements file."""
 
     lines: tuple[str, ...]
     constraints: tuple[str, ...]
@@ -38,7 +38,7 @@ class Requirements:
         return any(name and re.sub(r"[-_.]+", "-", name[0]).lower() == normal for name in names)
 
     def hashed(self) -> bool:
-        """Return whether pip runs in hash-checking mode, where every requirement needs a hash."""
+        """Return whether pip runs in hash-checking mode, in which every requirement needs a hash."""
         return any("--hash=" in line or line == "--require-hashes" for line in self.lines)
 
     def fingerprint(self) -> list[object]:
@@ -57,14 +57,14 @@ class Requirements:
 
 
 def read(path: Path, field: str) -> Requirements:
-    """Parse the requirements file in the job file's `field`. Raises OutlastError for an unreadable file."""
+    """Parse the requirements file in the job file's `field`. Raises OutlastError if a file cannot be read."""
     parser = _Parser(field)
     parser.file(path, parser.lines, ())
     return parser.result()
 
 
 def parse(text: str, directory: Path, field: str) -> Requirements:
-    """Parse the text of a file in `directory`. Raises OutlastError for an unreadable included file."""
+    """Parse the text of a file in `directory`. Raises OutlastError if an included file cannot be read."""
     parser = _Parser(field)
     parser.text(text, directory, parser.lines, ())
     return parser.result()
@@ -137,7 +137,7 @@ def _absolute(requirement: str, directory: Path) -> str:
 
 
 def _stat(path: Path) -> Iterator[tuple[str, int, int]]:
-    """Yield name, size and mtime of a file, or of each file in a directory."""
+    """Yield the name, size and mtime of a file, or of each file in a directory."""
     if path.is_file():
         yield path.name, path.stat().st_size, path.stat().st_mtime_ns
         return

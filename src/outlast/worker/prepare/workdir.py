@@ -1,11 +1,11 @@
-"""The working directory of training processes: `work/` in the job's output. It contains a copy of the code, so that scripts find
+"""The training processes' working directory, `work/` in the job's output. It contains a copy of the code, so that scripts find
 files beside themselves, and files written to relative paths are part of the output.
 
-    work/.outlast-files         size and mtime of each copied file of code; all other files are the job's
+    work/.outlast-files         size and mtime of each code file that was copied; all other files are the job's
     work/.outlast-generation    the last generation whose rank 0 worked here
-    work/.outlast-run           in pods: the run that owns these files
+    work/.outlast-run           in pods, the run that owns these files
 
-On one machine all workers share the directory. In pods each worker has its own, unless the output is a shared volume. Only rank
+On one machine, all workers share the directory. In pods, each worker has its own, unless the output is a shared volume. Only rank
 0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code_placement`, `agent.upload` and
 the agent. Docs: docs/decisions/0023-the-working-directory.md.
 """
@@ -35,18 +35,18 @@ from outlast.worker.launch import os_calls
 _FILES = ".outlast-files"
 _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
-"""Key of the object with the generation of the files in the store."""
+"""Key of the object that holds the generation of the files in the store."""
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
-"""Paths in the output: a lock, and a directory for the indices of fetches."""
+"""Paths in the output for a lock, and for a directory with the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Maximum size in bytes and number of files of copied code; larger code runs in place."""
+"""Maximum size in bytes and number of files of code to copy; larger code runs in place."""
 _QUIET_S = 2.0
 """Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Bytes up to which writing a file takes only milliseconds."""
+"""Size in bytes up to which writing a file takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
-"""Size and mtime (ns) of files of code, by their path in the directory; None stands for a link."""
+"""Sizes and mtimes (ns) of code files, by their path in the directory; None stands for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
@@ -55,19 +55,19 @@ def note_code(directory: Path, code: Listed) -> None:
 
 
 def forget_code(directory: Path) -> None:
-    """Remove the files of code from `directory`, and no others."""
+    """Remove the code files from `directory`, and no others."""
     for name in listed(directory):
         (directory / name).unlink(missing_ok=True)
     (directory / _FILES).unlink(missing_ok=True)
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """Read the record of `note_code`; returns an empty record if it cannot be read."""
+    """Read what `note_code` recorded; returns an empty record if it cannot be read."""
     return {name: tuple(stat) if stat else None for name, stat in files.mapping(directory / _FILES).items()}
 
 
 def fingerprint(path: Path) -> tuple[int, int] | None:
-    """Return size and mtime (ns) of a file of code, for `note_code`; None for a link."""
+    """Return a code file's size and mtime (ns), for `note_code`; None for a link."""
     stat = path.lstat()
     return None if path.is_symlink() else (stat.st_size, stat.st_mtime_ns)
 
@@ -81,15 +81,15 @@ class Results:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the record of code at its last read."""
+        """The mtime of the record of code files when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Sizes of files that the last pass delayed."""
+        """Sizes of recently written files, for comparison in the next pass."""
         self._waiting: set[str] = set()
         """Paths that this pass delays, and their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path in the output is in the working directory but not a result: code, a hidden or a compiled file."""
+        """Return whether a path in the output is in the working directory but not a result: a code, hidden or compiled file."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -99,7 +99,7 @@ class Results:
         self._read()
         above = ("/".join(parts[:end]) for end in range(1, len(parts)))
         if any(place in self._listed and self._listed[place] is None for place in above):
-            return True  # behind a link of the code
+            return True  # behind a link in the code
         if inside not in self._listed:
             return False
         try:
@@ -117,7 +117,7 @@ class Results:
 
     def expired(self, path: str) -> bool:
         """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
-        A checkpoint delayed by this pass is not in the store."""
+        A checkpoint that this pass delays is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -141,9 +141,9 @@ class Results:
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
         """Begin a pass. Returns a predicate for results to delay as incomplete. The `last` pass treats every result as complete.
 
-        A file that was renamed after its last byte (ctime after mtime) is complete. A file written in place must be unchanged for
-        a while, but a small file is delayed in one pass only. A checkpoint's directory, also outside of the working directory, is
-        delayed until all its files are unchanged.
+        A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
+        unchanged for a while, but a small file is delayed for only one pass. A checkpoint directory, whether or not it is in the
+        working directory, is delayed until all its files are unchanged.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -183,7 +183,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 for none."""
+    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -198,8 +198,8 @@ def _in_store(place: Store) -> int:
 
 
 def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
-    """Return whether to upload the files here: rank 0 of this pod's generation works here, and no later generation has uploaded.
-    On one machine all workers share the directory. Raises StoreError."""
+    """Return whether to upload the files here: rank 0 of this pod's generation works here, and no later generation has uploaded
+    any. On one machine, all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
         return False
@@ -217,8 +217,8 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
-    """Copy the code to `work/` in the output of this pod, and set `environ` so that the script runs there. Code that is too large
-    runs in place. Raises OSError, Stopped."""
+    """Copy the code to `work/` in this pod's output, and set `environ` so that the script runs there. Code that is too large runs
+    in place. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:
@@ -237,7 +237,7 @@ def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.E
         for name, path in sources.items():
             into = directory / name
             if os.path.lexists(into) and (name not in old or fingerprint(into) != old[name] or old[name] == new[name]):
-                continue  # the job's file, or copied already
+                continue  # the job's own file, or already copied
             into.parent.mkdir(parents=True, exist_ok=True)
             partial = into.with_name(f".{into.name}.coming")
             shutil.copy2(path, partial, follow_symlinks=False)
@@ -322,8 +322,8 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store has, or certainly has (`--newer`), newer ones. Run by a training process, whose pid
-    comes first (`launch.script_files`), and ends with it."""
+    """Fetch the job's files if the store has newer ones, or always with `--newer`. A training process runs this with its own pid
+    as the first argument (`launch.script_files`), and this process ends with it."""
     os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 

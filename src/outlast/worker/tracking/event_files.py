@@ -1,8 +1,8 @@
-"""TensorBoard: event files beside the metrics, `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
+"""TensorBoard event files beside the metrics: `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
 
-Each follower begins a new file, which starts with the resumed step, so TensorBoard drops later steps of earlier files. The files
-are in a separate directory, since TensorBoard reads the files of a directory in sequence, and a script may write other files into
-`tensorboard/`. Needs the package `tensorboard` (extra `tracking`), but neither torch nor TensorFlow.
+Each follower begins a new file, which starts with the resumed step, so TensorBoard drops later steps from earlier files. The
+files are in a separate directory, since TensorBoard reads the files in a directory in sequence, and a script may write other
+files to `tensorboard/`. Needs the `tensorboard` package (extra `tracking`), but neither torch nor TensorFlow.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ PREFIX = "events.out.tfevents.outlast"
 
 
 class EventFile:
-    """A sink that writes event files into `directory`, and stores its position in the file `position`."""
+    """A sink that writes event files to `directory`, and stores its position in the file `position`."""
 
     pause_s = 3.0
 
@@ -41,7 +41,7 @@ class EventFile:
         self._directory.mkdir(parents=True, exist_ok=True)
         earlier = list(self._directory.glob(f"{self._name}.*"))
         for other in self._directory.glob(f"{PREFIX}-*"):
-            if other not in earlier:  # of an earlier run, which TensorBoard would mix with ours
+            if other not in earlier:  # from an earlier run, which TensorBoard would mix with ours
                 other.unlink()
         position = self._position.read() if earlier else {}
         self._settings, self._step = "", max(position.values(), default=0)

@@ -1,8 +1,8 @@
-"""The follower of a run's metrics: the process that sends them to all trackers.
+"""The follower of a run's metrics, which is the process that sends them to all trackers.
 
-The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after the death of its parent,
-rank 0. With `--end STATUS` it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower
-at a time.
+The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has
+died. With `--end STATUS`, it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower at
+a time.
 """
 
 from __future__ import annotations
@@ -32,11 +32,10 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines of a growing file. `read(offset)` returns the file's bytes from there (none beyond
+    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns the file's bytes from there (none beyond
     its end).
 
-    The last line, which contains the time, is read again to check that the file is still the same. Raises the exceptions of
-    `read`.
+    The last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises.
     """
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
@@ -50,18 +49,18 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 
 POLL_S = 0.5
-"""Poll interval for the death of the parent, in seconds."""
+"""Interval for checking whether the parent has died, in seconds."""
 ORPHANED_S = 5.0
-"""Seconds to send the rest after the parent died without a message."""
+"""Seconds allowed for sending the rest if the parent died without a message."""
 
 
 class Ending(NamedTuple):
     """The training session's final message."""
 
     status: Status | None
-    """Final status of the run; None if the run continues."""
+    """The run's final status; None if the run continues."""
     within: float
-    """Seconds to send the rest."""
+    """Seconds allowed for sending the rest."""
 
 
 class Session:
@@ -94,8 +93,8 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow the run to its end, and exit, with code 0 if all metrics have arrived or missing metrics were reported."""
-    os.nice(19)  # before the libraries of trackers are imported, which is most of the work
+    """Follow the run to its end, then exit, with code 0 if all metrics have arrived or missing metrics were reported."""
+    os.nice(19)  # before the trackers' libraries are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # training handles them, and sends its final message
@@ -111,7 +110,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
-    """Wait for the lock of the output, and follow. Raises OSError."""
+    """Wait for the output's lock, then follow. Raises OSError."""
     directory = output / contract.TRACKING
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
@@ -127,7 +126,7 @@ def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
 
 
 def follow(output: Path, directory: Path, session: Session, environ: Mapping[str, str]) -> int:
-    """Feed all trackers until the end of the session."""
+    """Feed all trackers until the session ends."""
     (directory / follower_handle.ENDED).unlink(missing_ok=True)
     (directory / follower_handle.PROBLEM).unlink(missing_ok=True)
     run = Run.of(output, environ.get(Env.RUN) or identity(output), environ)
@@ -157,7 +156,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """Return a sentence about the metrics, or the end of the run, that a tracker lacks."""
+    """Return a sentence that says which metrics a tracker lacks, or that it lacks the end of the run."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "the end of the run is not there"
@@ -165,7 +164,7 @@ def lost(forwarder: Forwarder) -> str:
 
 
 def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
-    """Return the sinks of the trackers that the environment requests."""
+    """Return the sinks for the trackers that the environment requests."""
     requested = settings(environ)
     trackers: list[Sink] = []
     if requested.tensorboard:
@@ -179,7 +178,7 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """Return an id for a run under plain python or torchrun, stored beside the checkpoints: without those, a run is new."""
+    """Return an id for a run under plain python or torchrun. It is stored beside the checkpoints: without those, a run is new."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()

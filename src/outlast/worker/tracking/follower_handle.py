@@ -1,6 +1,6 @@
 """The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for its end.
 
-The start of a follower costs a fork; then the session reads a file every few seconds. The follower ends with its parent.
+Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""Seconds that the end of a run waits for trackers."""
+"""Seconds to wait for trackers at the end of a run."""
 LEAVE_S = 2.0
 """Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
 """Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
-"""Files in `.tracking/`: the current problem, the reported end of the run, and the lock of the follower."""
+"""Files in `.tracking/`: the current problem, the reported end of the run, and the follower's lock."""
 
 
 class Follower:
-    """The handle of a running follower."""
+    """A handle on a running follower."""
 
     def __init__(self, output: Path, process: subprocess.Popen[bytes]) -> None:
         self._directory, self._process = output / contract.TRACKING, process
@@ -52,7 +52,7 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Make the follower send the remaining metrics, for a limited time. Returns a sentence about missing ones, or ""."""
+        """Make the follower send the remaining metrics within a limited time. Returns a sentence about missing ones, or ""."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None
@@ -73,7 +73,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """The trackers of a session. If the environment requests any, rank 0 starts a follower with its first metrics."""
+    """A session's trackers. If the environment requests any, rank 0 starts a follower with its first metrics."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -81,7 +81,7 @@ class Trackers:
         self.problem = ""
 
     def follow(self) -> None:
-        """Start the follower, once `metrics.jsonl` contains only this run's steps."""
+        """Start the follower. Call it once `metrics.jsonl` contains only this run's steps."""
         if self._done:
             return
         self._done = True
@@ -110,10 +110,9 @@ class Trackers:
 
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
-    """Return the status of a run for its trackers, and whether it continues. `error` is the exception that ended its session, if
-    any.
+    """Return a run's status for its trackers, and whether it continues. `error` is the exception that ended its session, if any.
 
-    `restarted`: Outlast, not this process, decides whether a failed run has ended.
+    `restarted` is True if Outlast, not this process, decides whether a failed run has ended.
     """
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
@@ -137,12 +136,12 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""Trackers' status by the job's final state (`status.State`). Success is omitted, since the session itself has reported it."""
+"""The trackers' status for each final state of a job (`status.State`), except success, which the session itself has reported."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after the end of its training processes. Returns a sentence about a failure,
-    or an empty string.
+    """Report the job's final state to the trackers, after its training processes have ended. Returns a sentence if that fails,
+    otherwise an empty string.
 
     Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
     bounded time.

@@ -1,8 +1,7 @@
-"""A thread that feeds one tracker from the output of a run: it sends new values at an interval, and retries until they have
+"""A thread that feeds one tracker from a run's output. It sends new values at regular intervals, and retries until they have
 arrived.
 
-An unreachable tracker is logged once, and once more after its recovery. No values are lost meanwhile, since the file is the
-buffer.
+An unreachable tracker is logged once, and again when it recovers. No values are lost in between, since the file is the buffer.
 """
 
 from __future__ import annotations
@@ -22,11 +21,11 @@ from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 RETRY_S = (1.0, 60.0)
 """First and longest backoff after a failure, in seconds."""
 LAST_RETRY_S = 0.5
-"""Longest backoff in seconds after the end of the run, while its session waits."""
+"""Longest backoff in seconds once the run has ended, while its session waits."""
 
 
 class Forwarder(threading.Thread):
-    """Feeds one sink until `finish`. `say` prints a sentence; `changed` is called after a change of `problem`."""
+    """Feeds one sink until `finish`. `say` prints a sentence; `changed` is called when `problem` has changed."""
 
     def __init__(self, sink: Sink, run: Run, say: Callable[[str], None], changed: Callable[[], None] = lambda: None) -> None:
         super().__init__(name=f"outlast-{sink.title}", daemon=True)
@@ -34,7 +33,7 @@ class Forwarder(threading.Thread):
         self._run, self._say, self._changed = run, say, changed
         self._reader = missing_points.Reader(run.output / contract.METRICS)
         self._position: missing_points.Position | None = None
-        """The sink's position; None before the sink is open."""
+        """The sink's position; None until the sink is open."""
         self._reached: missing_points.Position = {}
         self._parameters: dict[str, Any] = {}
         self._places: dict[str, str] | None = None
@@ -77,7 +76,7 @@ class Forwarder(threading.Thread):
                 self.forward()
                 if ending:
                     self.sink.end(self._status)
-            except Exception as error:  # foreign libraries raise various errors
+            except Exception as error:  # third-party libraries raise various errors
                 self._hopeless = isinstance(error, OutlastError)
                 self._failed(error)
                 pause = backoff.jittered(backoff.exponential(failures, *RETRY_S))
@@ -109,7 +108,7 @@ class Forwarder(threading.Thread):
             self._changed()
 
     def missing(self) -> str:
-        """Return the missing steps as text; empty if none are missing as far as we know."""
+        """Return the steps known to be missing as text; empty if there are none."""
         reader = missing_points.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):

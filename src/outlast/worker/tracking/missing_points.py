@@ -1,8 +1,8 @@
-"""Selection of the values in `metrics.jsonl` that a tracker lacks.
+"""Selects the values in `metrics.jsonl` that a tracker lacks.
 
-A tracker's *position* is its last received step of each name. A value is new if its step is greater, so a tracker's steps always
-increase, whatever happens to the file. Steps that are repeated after a resume are skipped, since their values are bit-identical.
-A file that was truncated and has grown since is read again from its beginning, as is a copy on another disk.
+A tracker's *position* is the last step that it received for each name. A value is new if its step is greater, so a tracker's
+steps always increase, whatever happens to the file. Steps that are repeated after a resume are skipped, since their values are
+bit-identical. A file that was truncated and has grown since is read again from its beginning, as is a copy on another disk.
 """
 
 from __future__ import annotations
@@ -15,12 +15,12 @@ from typing import NamedTuple
 from outlast.base import files
 
 Position = dict[str, int]
-"""The last step sent, by name."""
+"""The last step sent for each name."""
 BLOCK = 1 << 20
 
 
 class Point(NamedTuple):
-    """One value of a metric."""
+    """A single value of a metric."""
 
     step: int
     time: float
@@ -37,8 +37,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """Return the values in `lines` that are new after `position`, in order; each step of a name occurs once. `rename` maps names
-    to names that the tracker accepts."""
+    """Return the values in `lines` that are later than `position`, in order, each step of a name only once. `rename` maps names
+    to those that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -62,7 +62,7 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report it. Written after the values are sent, so a kill may repeat some."""
+    """A stored position, for a tracker that cannot report its own. Written after values are sent, so a kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -80,17 +80,17 @@ class PositionFile:
 
 
 class Reader:
-    """Reads complete lines of a growing file, which may be truncated or replaced at any time."""
+    """Reads complete lines from a growing file, which may be truncated or replaced at any time."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self._offset = self._next = 0
         self._mark = self._next_mark = b""
-        """The last line before the offset. It contains the time, so a replaced file has another line there."""
+        """The last line before the offset. It contains the time, so a replaced file has a different line there."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, about `BLOCK` bytes at most; empty without new lines. Returns the same lines until
-        `commit`. Raises OSError."""
+        """Return the next complete lines, at most about `BLOCK` bytes; empty if there are no new lines. Returns the same lines
+        until `commit`. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -104,7 +104,7 @@ class Reader:
                 file.seek(0)
                 data = file.read(BLOCK)
             data = data[len(self._mark) :]
-            while len(data) >= BLOCK and b"\n" not in data and (more := file.read(BLOCK)):  # a line that long is hardly ours
+            while len(data) >= BLOCK and b"\n" not in data and (more := file.read(BLOCK)):  # such a long line is hardly ours
                 data += more
         lines = data[: data.rfind(b"\n") + 1]
         self._next = self._offset + len(lines)
@@ -112,10 +112,10 @@ class Reader:
         return lines
 
     def commit(self) -> None:
-        """Continue after the last returned lines."""
+        """Continue after the lines returned last."""
         self._offset, self._mark = self._next, self._next_mark
 
     def rewind(self) -> None:
-        """Continue at the beginning of the file."""
+        """Continue from the beginning of the file."""
         self._offset = self._next = 0
         self._mark = self._next_mark = b""

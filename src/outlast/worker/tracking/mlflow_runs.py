@@ -1,7 +1,7 @@
 """MLflow: one MLflow run per run, identified by a tag, below a run for the job.
 
 The sink works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is
-the last step of each name in MLflow. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
+the last step in MLflow for each name. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of tags for checkpoint locations, and for new values of parameters, which MLflow cannot change."""
+"""Prefixes of the tags for checkpoint locations, and for new values of parameters, since MLflow cannot change a parameter."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
 """Limits per request, see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
-"""Maximum length of a parameter in any server."""
+"""Length of a parameter's value that any server accepts."""
 _REFUSED = re.compile(r"[^\w\-. /]")
 
 DEFAULTS = {
@@ -44,7 +44,7 @@ client, and the client sends no telemetry."""
 
 
 class MLflow:
-    """A sink that writes to the MLflow at `uri`."""
+    """A sink that writes to MLflow at `uri`."""
 
     pause_s = 5.0
 
@@ -94,7 +94,7 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this tag, created if missing. One request creates run and tag, so the tag is unique."""
+        """Return the id of the run with this tag, creating it if missing. One request creates both, so the tag is unique."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)

@@ -1,7 +1,7 @@
-"""The interface of a tracker, the settings of a run's trackers, and the run's identity for them.
+"""A tracker's interface, the settings for a run's trackers, and how the run identifies itself to them.
 
-The job file's `tracking` (`contract.Env`) takes precedence. Without it, MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KEY or
-WANDB_MODE enables Weights & Biases, also under plain python and torchrun.
+The job file's `tracking` (`contract.Env`) takes precedence. If it is not set, MLFLOW_TRACKING_URI enables MLflow, and
+WANDB_API_KEY or WANDB_MODE enables Weights & Biases, also under plain python and torchrun.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.worker.tracking.missing_points import Point, Position
 
 
 class Status(enum.StrEnum):
-    """The final status of a run, with MLflow's names."""
+    """A run's final status, with MLflow's names."""
 
     FINISHED = "FINISHED"
     FAILED = "FAILED"
@@ -31,14 +31,14 @@ class Run:
     """A run as shown in trackers."""
 
     id: str
-    """Unique id of the run, which remains the same across kills and resizes."""
+    """The run's unique id, which stays the same across kills and resizes."""
     name: str
-    """The job's name, or the output directory's name without a job."""
+    """The job's name, or the output directory's name if there is no job."""
     job: str
     """The job's name; empty under plain python and torchrun."""
     output: Path
     place: str
-    """Directory or URL of the output, for links."""
+    """The output's directory or URL, for links."""
 
     @classmethod
     def of(cls, output: Path, id: str, environ: Mapping[str, str]) -> Run:
@@ -48,7 +48,7 @@ class Run:
         return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
 
     def checkpoints(self) -> dict[str, str]:
-        """Return the locations of the committed checkpoints by name."""
+        """Return the locations of committed checkpoints by name."""
         try:
             commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
         except OSError:
@@ -57,29 +57,29 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. After any exception of a method, the sink is opened again, and unsent values are sent again.
+    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again.
 
     OutlastError means that a retry cannot help.
     """
 
     title: str
-    """Name in messages: `MLflow (http://mlflow:5000)`."""
+    """Name in messages, such as `MLflow (http://mlflow:5000)`."""
     pause_s: float
 
     def open(self) -> Position:
-        """Find or create the run in the tracker. Returns the tracker's last step of each name."""
+        """Find or create the run in the tracker. Returns the tracker's last step for each name."""
 
     def rename(self, name: str) -> str:
         """Return the name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send values, which have arrived in the tracker when this call returns."""
+        """Send values. When this call returns, they have arrived in the tracker."""
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        """Show the settings of the run in the tracker."""
+        """Show the run's settings in the tracker."""
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show the locations of the checkpoints by name, without a copy of the checkpoints."""
+        """Show the checkpoints' locations by name, without copying the checkpoints."""
 
     def end(self, status: Status | None) -> None:
         """Show the run's final status; None if the run continues or its end is unknown."""
@@ -91,21 +91,21 @@ def text(value: Any) -> str:
 
 
 NONE = "none"
-"""Value of `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
+"""Value for `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The requested trackers of a run, and their settings."""
+    """The trackers that a run requests, and their settings."""
 
     tensorboard: bool = False
     mlflow: str = ""
     """URI of a server or database, or an absolute path; empty to disable MLflow."""
     experiment: str = ""
-    """Name of the experiment; empty for the job's name."""
+    """The experiment's name; empty to use the job's name."""
     wandb: bool = False
     project: str = ""
-    """Project of Weights & Biases; empty for the job's name."""
+    """The Weights & Biases project; empty to use the job's name."""
 
     def __bool__(self) -> bool:
         return bool(self.tensorboard or self.mlflow or self.wandb)

@@ -1,8 +1,8 @@
 """Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE,
 WANDB_PROJECT ...).
 
-The client has its own process and buffer, and a kill may lose part of it. The position is the smaller of the server's last step
-and our own file `.tracking/wandb.json`, which is written once the client has accepted the values.
+The client has its own process and buffer, and a kill may lose part of the buffer. The position is the smaller of the server's
+last step and the step in our own file `.tracking/wandb.json`, which is written once the client has accepted the values.
 """
 
 from __future__ import annotations
