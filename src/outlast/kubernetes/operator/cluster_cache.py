@@ -28,7 +28,7 @@ Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 _NODE_ANNOTATIONS = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
 _REDUNDANT_ANNOTATIONS = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
-"""Annotations that repeat other documents."""
+"""Annotations that duplicate the content of other documents."""
 _WORKER_LEASE = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
 Urgency = Literal["now", "later"]
 """When a change is reconciled: immediately, or within seconds together with other changes."""
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedJob:
-    """All objects of one job at one time. The documents are copies, except for the nodes, which must not be modified."""
+    """All of a job's objects at one point in time. The documents are copies, except for the nodes, which must not be modified."""
 
     job: Document | None
     pods: list[Document]
@@ -51,7 +51,7 @@ class CachedJob:
     observed_since: float
     """When the last of the watches was connected; the current time if one is not connected."""
     refusal: str = ""
-    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
+    """A sentence about why the last attempt to create the job's pods failed; else empty."""
     job_count: int = 1
 
 
@@ -89,7 +89,7 @@ class KindCache:
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:
-        """Note that a new watch starts to list all objects."""
+        """Note that a new watch has started listing all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
@@ -198,15 +198,14 @@ class Cache:
         self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache of another kind. By default, `unsynced` ignores this kind, and so do all
-        `CachedJob.observed_since`."""
+        """Start an empty cache of another kind. By default, `unsynced` and `CachedJob.observed_since` ignore this kind."""
         with self._lock:
             self._kinds[kind] = KindCache(kind)
 
     # called by the watches
 
     def begin_listing(self, kind: Kind) -> None:
-        """Note that a watch of this kind starts, or starts from scratch because it could not be resumed."""
+        """Note that a watch for this kind is starting, or restarting from scratch because it could not be resumed."""
         with self._lock:
             self._kinds[kind].begin_listing()
 
@@ -222,8 +221,8 @@ class Cache:
             old = self._kinds[kind].watched.get(_name_of(document))
             urgency = self._kinds[kind].put(document)
             if old and kind not in self.jobs and old.job != _job_of(kind, document):
-                self._notify_job(_name_of(document)[0], old.job)  # it has lost this to another job
-            if kind == NODE:  # replaced, never changed: readers keep theirs
+                self._notify_job(_name_of(document)[0], old.job)  # the document now belongs to another job
+            if kind == NODE:  # replaced, never modified: readers may still hold the old one
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
                 self._notify(kind, document, urgency)
@@ -310,7 +309,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """Return a document without the fields that the operator does not read; the contents of a pod follow from its job."""
+    """Return only the fields of a document that the operator reads; a pod's contents follow from its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {
         name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
@@ -335,7 +334,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """Return a container reduced to its name and its memory limit, which the sentence about an OOMKilled container names."""
+    """Return only a container's name and memory limit, which the sentence about an OOMKilled container needs."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -357,7 +356,7 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
     """Return the parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a
-    step, and the goodput of the run."""
+    step, and the run's goodput."""
     try:
         progress_ = json.loads(progress or "{}")
         return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
@@ -376,8 +375,8 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 
 def _urgent_fields(kind: Kind, document: Document, body: bytes) -> bytes:
-    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with
-    each renewal and step; for a node, it is only taints, readiness, notices and deletion."""
+    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
+    renewal and step; for a node, only taints, readiness, notices and deletion count."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         report = (meta.get("annotations") or {}).get(Annotation.REPORT)

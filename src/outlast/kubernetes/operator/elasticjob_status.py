@@ -1,4 +1,4 @@
-"""The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
+"""The operator keeps its state for a job in the job's `.status`; this module defines the fields, and reads and writes them.
 
     elasticjob_status.read(status)      -> Status
     elasticjob_status.write(Status, ...) -> the new status
@@ -35,7 +35,7 @@ class CountedFailure:
 
     record: Record
     node: str
-    """Node of the failed worker; empty if unknown."""
+    """The failed worker's node; empty if unknown."""
     cause: str = ""
     """Its `contract.FailureCause`."""
 
@@ -71,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline; for the worker's agent."""
+    """A worker that must leave by a deadline, published for its agent."""
 
     worker: int
     uid: str
@@ -82,13 +82,13 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Losses:
-    """Training seconds lost, by their cause (`report.incidents.CAUSES`), and the number of steps whose result was lost."""
+    """Training seconds lost, by cause (`report.incidents.CAUSES`), and the number of steps whose results were lost."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
 
     def grown(self, newer: Losses) -> Losses:
-        """Return the larger of each number: a counter must not fall, although a later computation may know better."""
+        """Return the larger value of each number: a counter must not fall, even if a later computation is more accurate."""
         causes = sorted({*self.seconds, *newer.seconds})
         seconds = {cause: max(self.seconds.get(cause, 0.0), newer.seconds.get(cause, 0.0)) for cause in causes}
         return Losses(seconds, max(self.steps, newer.steps))
@@ -106,7 +106,7 @@ class Progress:
     rate: float | None = None
     """Steps per second of the current world."""
     time: float = 0.0
-    """In whole seconds, as the status stores it."""
+    """When the progress was written, in whole seconds, as the status stores it."""
     mark: tuple[int, float] | None = None
     """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
@@ -114,10 +114,10 @@ class Progress:
     bytes: int = 0
     """Size of the newest checkpoint; 0 if unknown."""
     goodput: float | None = None
-    """Goodput that rank 0's worker computes from the run's ledger; after the end, from the whole ledger. None if it was not
-    reported."""
+    """Goodput that rank 0's worker computes from the run's ledger; once the run has ended, from the whole ledger. None if it was
+    not reported."""
     losses: Losses | None = None
-    """Losses computed with it; kept while nothing trains. None if they were never reported."""
+    """Losses, computed together with `goodput` but kept while nothing trains; None if they were never reported."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Status:
-    """The operator's state of a job, kept between reconcile passes; the defaults are those of a new job."""
+    """The operator's state for a job, kept between reconcile passes; the defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
@@ -158,7 +158,7 @@ class Status:
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None
-    """Time of the last resumption: deadlines start again then, as for a Kubernetes Job."""
+    """Time of the last resumption, when deadlines start over, as for a Kubernetes Job."""
     finished: float | None = None
     has_formed_world: bool = False
     """Whether there has been a world since the job was started or resumed."""
@@ -167,10 +167,10 @@ class Status:
     queue: str = ""
     """The Kueue queue in which the job waits, or that has admitted it."""
     gang: str = ""
-    """The gang scheduler of all the job's pods, even if another one is installed later; empty if there is none."""
+    """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """The decisions, as events of the run's ledger: the first one and the newest."""
+    """The operator's decisions as ledger events: the first one, and the newest ones."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -238,7 +238,7 @@ def read(status: Mapping[str, Any]) -> Status:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An entry of `failures`."""
+    """An entry in `failures`."""
 
     time: float
     committedStep: int
@@ -349,8 +349,8 @@ def write(
 def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """Return the conditions after this one has become true: all others but `Created` become false. A condition that has never
-    been true stays absent."""
+    """Return the conditions once this one has become true: all others except `Created` become false. A condition that was never
+    true stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     by_type[type_] = {"type": type_, "status": "False", **by_type.get(type_, {}), "reason": reason, "message": message}
     for name, each in by_type.items():

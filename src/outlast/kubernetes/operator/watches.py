@@ -35,7 +35,7 @@ _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the operator."""
+    """The operator's settings."""
 
     namespace: str | None = None
     """The only namespace that the operator serves. Default: all."""

@@ -1,1 +1,1 @@
-"""Rules of the operator's decision about a job, one module per situation."""
+"""The rules by which the operator decides about a job, one module per situation."""
