@@ -94,7 +94,7 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""Instructions for installing the kinds of an API group."""
+"""Instructions for installing an API group's kinds."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:

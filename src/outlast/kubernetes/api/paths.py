@@ -1,4 +1,4 @@
-"""The address of an API server, and the common parts of requests, watches and streams: paths and pages of documents."""
+"""An API server's address, and what requests, watches and streams share: paths and pages of documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE, _PAGE_OF_JOBS = 100, 20
-"""Number of documents per page, and of jobs, each of which may be 1 MiB in size: an API server needs minutes for 500 of those,
-and a page must fit into the operator's memory."""
+"""Number of documents per page, fewer for jobs, which may be 1 MiB each: an API server needs minutes for 500 of those, and a page
+must fit into the operator's memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Api:
 
     @property
     def warnings(self) -> list[str]:
-        """The server's warnings, without repetitions."""
+        """The server's warnings, without duplicates."""
         return self.connection.warnings
 
     def address(

@@ -35,7 +35,7 @@ _DISRUPTIONS = {
     "DeletionByPodGC": "was lost with its node",
     "TerminationByKubelet": "was ended by its node: shutdown, preemption or lack of resources",
 }
-"""Phrases for the reasons of the condition DisruptionTarget.
+"""Phrases for the DisruptionTarget condition's reasons.
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions"""
 _ORDINARY = {"ContainerCreating", "PodInitializing"}
 
@@ -124,7 +124,7 @@ def bound_at(pod: Document) -> float:
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """Return the condition DisruptionTarget: the cluster terminates the pod, and the pod is not at fault."""
+    """Return the condition DisruptionTarget, which means that the cluster terminates the pod and the pod is not at fault."""
     return condition(pod, "DisruptionTarget")
 
 

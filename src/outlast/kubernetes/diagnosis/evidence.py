@@ -42,7 +42,7 @@ class Snapshot:
     nodes: tuple[Document, ...] = ()
     storage_classes: tuple[Document, ...] = ()
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read (`jobs.batch`), with the reason."""
+    """Kinds that could not be read, such as `jobs.batch`, with the reason."""
 
     # For a job
 
@@ -72,7 +72,7 @@ class Snapshot:
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()
-    """Running Deployments of replaced controllers: `namespace/name`."""
+    """Running Deployments of replaced controllers, as `namespace/name`."""
     dry_run_error: ClusterError | None = None
     """The API server's refusal of a small worker; None if the API server would admit it."""
 
@@ -81,7 +81,7 @@ class Snapshot:
         return str(self.workload.get("kind", ""))
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
-        """Return the events about a document, the newest last. With `reasons`, return only events with one of these reasons."""
+        """Return the events about a document, newest last. With `reasons`, return only events with one of these reasons."""
         meta = document.get("metadata", {})
         events = [
             event
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""A function that yields the findings on a snapshot. Its second argument is the time in seconds since the epoch."""
+"""A function that yields the findings about a snapshot. Its second argument is the time in seconds since the epoch."""
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:

@@ -86,5 +86,5 @@ def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
 
 
 def amount_text(resource: str, amount: float) -> str:
-    """Format an amount of a resource: `16 GiB` of memory, `4` of other resources."""
+    """Format an amount of a resource, such as `16 GiB` for memory or `4` for others."""
     return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

@@ -22,7 +22,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read: logs of failed pods first, then the newest logs."""
+"""Maximum number of logs to read: those of failed pods first, then the newest."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -135,14 +135,14 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the names of objects that users have created, not Outlast."""
+    """Return the names of objects that users, not Outlast, have created."""
     return frozenset(
         pod_status.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast"
     )
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
-    """Return the last lines of the logs of pods whose worker runs or has ended, failed pods first."""
+    """Return the last log lines of pods whose worker runs or has ended, failed pods first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((pod_status.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
@@ -186,7 +186,7 @@ def namespace(cluster: api.Cluster) -> Snapshot:
 
 
 def operator_namespace(binding: Document) -> str:
-    """Return the namespace of the operator in a binding's subjects; empty if the binding has no operator."""
+    """Return the operator's namespace from a binding's subjects; empty if the binding names no operator."""
     operators = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(operators[0].get("namespace", "")) if operators else ""
 

@@ -1,4 +1,4 @@
-"""Evaluating a job's model on a cluster, in a separate pod."""
+"""Evaluates a job's model on a cluster, in a separate pod."""
 
 from __future__ import annotations
 

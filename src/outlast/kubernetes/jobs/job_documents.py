@@ -160,7 +160,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """Return agents' metrics by the names of their pods, and the error if access to some was denied."""
+        """Return the agents' metrics by pod name, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -190,7 +190,7 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
-        """Set the number of pods of a workload that has no field for suspension, and record the former number in an
+        """Set the number of pods for a workload that has no field for suspension, and record the former number in an
         annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}

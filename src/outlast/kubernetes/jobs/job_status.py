@@ -1,6 +1,6 @@
 """The status of a job on a cluster, from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a function
 of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that status is
-used then, and pods only add where the workers run."""
+then used, and the pods only add where the workers run."""
 
 from __future__ import annotations
 
@@ -47,8 +47,8 @@ class Snapshot:
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_`, as `name`, or as
-    `name/rank` for metrics of a rank."""
+    """Return one agent's metrics, parsed from Prometheus' text format. Names lack the prefix `outlast_`; per-rank metrics are
+    named `name/rank`."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 

@@ -24,12 +24,12 @@ from outlast.kubernetes.api import kinds, pod_status
 _QUEUE = 10_000
 """Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
 _POLL_S = 1.0
-"""Interval between checks whether the job is over."""
+"""Interval between checks of whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """RFC 3339, the format in which nodes write times."""
 _QUIET_S = 30.0
 """After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
-its output. The phase of its pod does not show the end: its node may be lost, and no controller may delete the pod."""
+its output. Its pod's phase does not show the end: its node may be lost, and no controller may delete the pod."""
 _MAX_FOLLOW_S = 300.0
 """Maximum time for which a worker is followed after the job has ended."""
 _PAUSE_S = 0.5
@@ -264,7 +264,7 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Put the lines that have not been put into the queue yet."""
+        """Queue the lines that have not been queued yet."""
         skip, begin = self._lines_at_last, self._last
         if self._stop.is_set():
             return
@@ -298,13 +298,13 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as that a log no
-    longer exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as the one that a log
+    no longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Return a time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
+    """Return a time in a form that can be compared with other times from the same node: Go omits trailing zeros in fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

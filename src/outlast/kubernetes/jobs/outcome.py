@@ -1,4 +1,4 @@
-"""The outcome of a job as named values: the outputs of a pipeline step that trains.
+"""A job's outcome as named values: the outputs of a pipeline step that trains.
 
 `outcome` is a pure function of the job's status and of the outputs from its store, which `read` fetches. Each unknown value has a
 reason.

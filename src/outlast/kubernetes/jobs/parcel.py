@@ -37,7 +37,7 @@ CLIENT_APPLY_BYTES = 190 << 10
 """Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store to which jobs write: it has archives named by their SHA-256, shared by all jobs."""
+"""Directory in the store to which jobs write. It holds archives named by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,7 +45,7 @@ class Parcel:
     """Code to be shipped to pods. Made by `pack`."""
 
     job: spec.Job
-    """The job, with the location that its code has in pods."""
+    """The job, with its code's location in pods."""
     code: bytes = b""
     """The archive for the ConfigMap (`manifests.render(..., code=)`); empty if no ConfigMap is used."""
     sentence: str = ""

@@ -1,4 +1,4 @@
-"""Submitting a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
+"""Submits a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
 
 from __future__ import annotations
 

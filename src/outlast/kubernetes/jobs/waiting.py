@@ -37,7 +37,7 @@ PROGRESS_S = 60.0
 _SUBMIT_S = 600.0
 """Maximum time for which to retry the submission while the API server is unavailable."""
 _UNSERVED_S = 300.0
-"""Maximum time for which the job's kind is not served: an API server that has just started may not serve it yet."""
+"""Maximum time for which the job's kind may be unserved: an API server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
 """Maximum time for which to retry the cancellation: a pod has 30 s after SIGTERM."""
 

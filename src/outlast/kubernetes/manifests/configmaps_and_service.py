@@ -73,7 +73,7 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
 
 
 def existing_claim(desired: Document, existing: Document) -> str:
-    """Return a sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
+    """Return a sentence about an existing claim. As the claim may hold data, it is used and never changed."""
     requested, actual = _storage(desired), _storage(existing)
     differ = [
         f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]

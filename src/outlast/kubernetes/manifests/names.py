@@ -53,5 +53,5 @@ class Names:
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
+        """Return the name of the pods' owner. A pod's longest host name is this name plus `suffix`."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

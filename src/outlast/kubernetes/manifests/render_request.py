@@ -32,7 +32,7 @@ class Request:
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
-    """Image from which pods get the agent if theirs has no Outlast."""
+    """Image from which pods get the agent if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 
@@ -60,7 +60,7 @@ class Request:
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request limited to `workers`, the number of pods to come, so that no worker waits for more."""
+        """Return the request limited to `workers`, the number of pods that will exist, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

@@ -21,7 +21,7 @@ HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a machine that one worker has."""
+    """One worker's share of a machine."""
 
     requests: Quantities
     limits: Quantities

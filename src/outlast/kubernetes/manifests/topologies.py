@@ -6,7 +6,7 @@
     statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
 Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
-progress does not reset the budget for restarts, and `restarts.window` has no effect.
+progress does not reset the restart budget, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations
@@ -181,7 +181,7 @@ def render(
 ) -> list[Document]:
     """Return the objects of a job, in the order in which to apply them.
 
-    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the
+    `run` is the id of this submission; it defaults to a digest of the job, so that the same file is the same run. `files` are the
     contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
     ignores checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError
     for an unknown topology.

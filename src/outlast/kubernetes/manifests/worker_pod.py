@@ -4,8 +4,8 @@ It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/co
 root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
 merged over it last.
 
-The agent answers the probes. A worker is alive while a step or a phase of its start makes progress, and ready while it is in a
-world. The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+The agent answers the probes. A worker is alive while a step or a startup phase makes progress, and ready while it is in a world.
+The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
 """
 
 from __future__ import annotations

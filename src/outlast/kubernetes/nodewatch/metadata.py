@@ -17,7 +17,7 @@ _REMEDY = "see that the machine's metadata is switched on, and that the pod has 
 
 
 class MetadataAway(OutlastError):
-    """The metadata service returns no valid response; a retry may help."""
+    """The metadata service returned no valid response; a retry may help."""
 
 
 @dataclass

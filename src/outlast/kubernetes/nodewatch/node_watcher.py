@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
 """Seconds between two attempts to mark a node or to evict its pods."""
 EVICT_S = 5.0
-"""Timeout of an eviction in seconds, so that one hanging eviction does not delay the others."""
+"""Timeout for an eviction in seconds, so that one hanging eviction does not delay the others."""
 
 
 class Watcher:

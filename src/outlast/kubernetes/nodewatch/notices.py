@@ -24,7 +24,7 @@ SPOT_S = 120.0
 MAINTENANCE_LEAD_S = 900.0
 """Seconds before the start of maintenance at which the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Seconds after the deadline until a running machine counts as having survived, for example a stop and a start."""
+"""Seconds after the deadline at which a machine that still runs counts as having survived, for example by a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 

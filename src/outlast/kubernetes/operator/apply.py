@@ -105,7 +105,7 @@ class _Execution:
         self.cluster, self.job, self.now, self._parallel, self._background = cluster, job, now, parallel, background
         self.namespace = job["metadata"].get("namespace")
         self._conflicts: list[str] = []
-        """Sentences about objects of others that occupy names this job's objects need."""
+        """Sentences about foreign objects that occupy names needed by this job's objects."""
 
     def write_event(self, event: Event) -> None:
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))

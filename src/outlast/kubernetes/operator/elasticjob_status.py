@@ -253,7 +253,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Mark:
-    """`accounting.reported`."""
+    """The status field `accounting.reported`."""
 
     step: int
     time: float
@@ -261,7 +261,7 @@ class _Mark:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """`snapshot`."""
+    """The status field `snapshot`."""
 
     step: int
     every: int = 0

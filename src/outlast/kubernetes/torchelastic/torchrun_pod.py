@@ -1,4 +1,4 @@
-"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
+"""The pods and the Service for an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
 torchrun.
 
 Variables that the user has set are preserved. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains
@@ -23,11 +23,11 @@ Document = dict[str, Any]
 CONTAINER = "elasticjob-worker"
 """Name of the container that runs torchrun in pods with several containers."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
-"""Annotation of a job: `etcd` selects a rendezvous in the etcd v3 at rdzvEndpoint, with `--rdzv-backend=outlast`."""
+"""Annotation on a job: `etcd` selects a rendezvous through the etcd v3 at rdzvEndpoint, with `--rdzv-backend=outlast`."""
 WORKER0 = f"{contract.GROUP}/worker-0"
-"""Annotation of a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
+"""Annotation on a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
 MAX_RESTARTS = 100
-"""Value of torchrun's --max-restarts, and default of backoffLimit."""
+"""Value for torchrun's --max-restarts, and default for backoffLimit."""
 _CONF = {
     "last_call_timeout": 5,  # s for which a world of fewer than maxReplicas workers waits for more; torch's default: 30
     "join_timeout": 600,
@@ -90,7 +90,7 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """Return the restartPolicy of the job's pods. If the operator handles failures, the kubelet must not restart containers."""
+    """Return the restartPolicy for the job's pods. If the operator handles failures, the kubelet must not restart containers."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 

@@ -1,5 +1,5 @@
-"""CEL rules for a job's fields, for the API server. Rules between fields are in `cel.yaml`. The API server rejects rules that it
-estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
+"""CEL rules for a job's fields, for the API server. Rules that involve several fields are in `cel.yaml`. The API server rejects
+rules that it estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
 
 The fields that define the training itself are immutable (`IMMUTABLE`): otherwise, pods of the old and the new specification would
 train together. The number of workers, the deadlines and the settings for the job's end are mutable.
@@ -24,7 +24,7 @@ BOUNDS = {
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
 }
-"""Maximum number of items of lists that rules iterate over."""
+"""Maximum number of items in lists that rules iterate over."""
 TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
@@ -34,7 +34,7 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in the lists of `BOUNDS`."""
+"""Maximum length of strings in the lists that `BOUNDS` names."""
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:

@@ -17,13 +17,13 @@ from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label of a job that names its queue."""
+"""Label on a job that names its queue."""
 PRIORITY = "kueue.x-k8s.io/priority-class"
-"""Label of a job that names its WorkloadPriorityClass."""
+"""Label on a job that names its WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label of a Workload with its job's UID. Kueue's own tools use it."""
+"""Label on a Workload with its job's UID. Kueue's own tools use it."""
 WORKLOAD = "kueue.x-k8s.io/workload"
-"""Annotation of a pod that names the Workload whose quota the pod uses."""
+"""Annotation on a pod that names the Workload whose quota the pod uses."""
 PODS = "main"
 """Name of the pod set in our Workloads."""
 
@@ -31,7 +31,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
     (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
 )
-"""Kinds of Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
+"""The kinds Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Priority:
     value: int
     name: str = ""
     group: str = ""
-    """API group of the priority class: Kueue's group, or the group of pods' priority classes."""
+    """API group of the priority class: Kueue's, or that of pods' priority classes."""
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
