@@ -55,7 +55,7 @@ _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
 """Name prefixes of trainers that generate samples during training."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer that differ between ranks. In transformers 4, the sum of losses is not an attribute."""
+"""Attributes of the Trainer that differ between ranks. In transformers 4, the summed loss is not an attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -134,7 +134,7 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches for the Trainer, which skips as many as it has trained; these are empty."""
+    """An epoch's micro-batches for the Trainer. Those already trained on, which the Trainer skips, are empty."""
 
     stopped = False
     """True if training has ended, so no batch follows."""
@@ -196,7 +196,7 @@ class _Attachment:
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return the Trainer's loader of training samples, with our order and seeded samples."""
+        """Return the Trainer's training loader, with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args

@@ -139,7 +139,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need and this Lightning lacks, or defines with other parameters."""
+    """Return the first method or attribute that we need but this Lightning lacks, or defines with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -150,7 +150,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return the same for callbacks, some of which a module may add in `fit`."""
+    """Like `_problem`, but for callbacks, some of which a module may add in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -199,7 +199,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return the user's loader of training samples, with our order and seeded samples."""
+        """Return the user's training loader, with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -213,7 +213,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Validate after equally many optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
+        """Validate after the same number of optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return

@@ -8,7 +8,7 @@ one rank, so that all ranks together see the same global batches in every world:
     sampler.seek(step)                                      # after a restart, with any number of ranks
 
 `permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
-shuffles the shards, takes them in windows of a few, and shuffles the samples of each window.
+shuffles the shards, takes them in windows of a few, and shuffles the samples within each window.
 """
 
 from __future__ import annotations

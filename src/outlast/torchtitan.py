@@ -137,7 +137,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Record the metrics of steps. Validations neither affect training's random state nor count as hangs."""
+        """Record each step's metrics. Validations neither affect training's random state nor count as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:

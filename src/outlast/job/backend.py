@@ -88,7 +88,7 @@ class Backend(Protocol):
         a cluster, where controllers drive the job."""
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job, the newest last."""
+        """Return the status of every job, newest last."""
 
     def status(self, name: str) -> JobStatus:
         """Return the current status of a job."""
@@ -134,7 +134,7 @@ class Backend(Protocol):
         another place, such as the URL of a store."""
 
     def events(self, name: str) -> Iterable[Event]:
-        """Return the ledger of the job's run in order of time; may be iterated more than once."""
+        """Return the ledger of the job's run in chronological order; may be iterated more than once."""
 
     def metrics(self, name: str) -> Iterable[bytes]:
         """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have it."""

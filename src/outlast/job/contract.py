@@ -71,7 +71,7 @@ class FailureCause(enum.StrEnum):
     HANG = "hang"
     """The process was killed because it hung."""
     BITS = "bits"
-    """The rank had other bits than most others; the run goes back without its worker (decision 69)."""
+    """The rank's bits differed from most others'; the run goes back without its worker (decision 69)."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -140,7 +140,7 @@ class Env:
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """Interval between checkpoints: `300s` or `200 steps`."""
+    """Interval between checkpoints, such as `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
     """Number of best checkpoints to keep, `min` or `max` for the best value, and the metric: `2 min val_loss`. Absent if none are
@@ -150,9 +150,9 @@ class Env:
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
-    """`1`: the run goes back if a rank has other bits than most others."""
+    """`1` makes the run go back if a rank's bits differ from most others'."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """`1`: also write metrics to TensorBoard event files in the output."""
+    """`1` also writes metrics to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
     """URI of an MLflow server, or the path of its directory; `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
@@ -166,42 +166,42 @@ class Env:
     SHARED = "OUTLAST_SHARED"
     """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
-    """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
-    else in ~/.cache."""
+    """Directory shared by all jobs on a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME, else in
+    ~/.cache."""
     NETRC = "OUTLAST_NETRC"
     """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
     """Size limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine, worker i serves on this port plus
-    i."""
+    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset means any free one. On one machine, worker i serves on this port
+    plus i."""
     PYTHON = "OUTLAST_PYTHON"
     """Path of the Python in which training runs, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
-    """`1`: after the end of its run, this worker idles and never trains that run again (StatefulSets restart containers that
+    """If `1`, this worker idles after the end of its run and never trains that run again (StatefulSets restart containers that
     exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
     """Address at which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """Namespace of the pod, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
-    """`1`: start the run from the beginning, although another run of its output has not ended."""
+    """`1` starts the run from the beginning, even if another run with its output has not ended."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
     """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
     nodes."""
     ZONE = "OUTLAST_ZONE"
-    """Failure domain of that node; empty if unknown. Replicas go to another zone if possible."""
+    """That node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
     """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
     """Fencing token of this machine in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
-    """JSON list: the command that restarts the launcher when it cannot be reached."""
+    """The command that restarts the launcher when it cannot be reached, as a JSON list."""
 
 
 RESERVED_ENV = re.compile(
@@ -235,10 +235,10 @@ class Pod:
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory of the job file, and of local files of the submitter that the job refers to."""
+    """Directory with the job file, and with the submitter's local files that the job refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     INJECTED = "/opt/outlast-agent"
-    """Directory of the agent that an init container has copied, in images without Outlast."""
+    """Directory to which an init container copies the agent, for images without Outlast."""
     SHIPPED = "/etc/outlast-code"
     """Directory of a code archive that is mounted from a ConfigMap."""
     PROBE_PORT = 8080
@@ -259,7 +259,7 @@ class Label:
     DATASET = f"{GROUP}/dataset"
     """Label of a Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
-    """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
+    """Prefix of labels named after arguments, such as `args.outlast.dev/batch: "128"`."""
 
 
 class Annotation:
@@ -298,7 +298,7 @@ class LeavingKind(enum.StrEnum):
 
 
 LEAVING = f"{GROUP}/leaving"
-"""Key of the taint on a node that is about to go away, effect NoSchedule. Its value is a `LeavingKind`."""
+"""Key of the taint on a node that is about to go away, with effect NoSchedule. Its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
@@ -333,7 +333,7 @@ CLUSTER_DOMAIN = "cluster.local"
 LONGEST_HOST = 63
 """Maximum length of a host name, a label value and a Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
-"""Maximum number of workers of one job."""
+"""Maximum number of workers in one job."""
 
 
 def worker_name(job: str, index: int) -> str:
@@ -397,7 +397,8 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return the name of a training process in the ledger, by worker: a rank may move to another worker, and its files do not."""
+    """Return a training process's name in the ledger, which contains its worker: a rank may move to another worker, but its files
+    do not."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"
@@ -419,7 +420,7 @@ ECHO = "outlast echo | "
 
 
 def start_line(generation: int, attempt: int, reason: str) -> str:
-    """Return the log line with which a worker's training processes start again: in a new world, or as another attempt of it."""
+    """Return the log line written when a worker's training processes start again, in a new world or for another attempt of it."""
     return f"outlast | {f'attempt {attempt} of ' if attempt else ''}generation {generation}: {reason}"
 
 

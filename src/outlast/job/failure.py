@@ -1,4 +1,4 @@
-"""A failure of training, as all processes exchange it. A plain dataclass: training processes have no pydantic."""
+"""A training failure, as exchanged between processes. A plain dataclass: training processes have no pydantic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failure:
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """The failed start of that generation's processes: 0 for the first, n for the nth restart by the members themselves."""
+    """Which start of that generation's processes failed: 0 for the first, n for the nth restart by the members themselves."""
     time: float = 0.0
     counted: bool = True
     node: str = ""

@@ -83,7 +83,7 @@ TABLE = _of(
 METRICS = {metric.name: metric for metric in TABLE}
 
 Value = float | tuple[float, int]
-"""A number; sum and count of a summary."""
+"""A number, or a summary's sum and count."""
 Sample = tuple[str, Mapping[str, object], Value]
 """Name without the prefix, labels besides the common ones, value."""
 

@@ -15,7 +15,7 @@ Window = Sequence[tuple[float, float]]
 """For each rank, the median of its own time per step in one window and the median's standard error, in seconds; 0 if unknown."""
 
 WINDOWS = 3
-"""Number of consecutive windows in which a slow rank is above the limit: bursts of other load are shorter."""
+"""Number of consecutive windows in which a slow rank must be above the limit: bursts of other load are shorter."""
 LIMIT = 0.15
 """Minimum share by which a slow rank is above the others. A rank slowed by a fifth sometimes measures less than that."""
 LEAST_S = 1e-3

@@ -40,7 +40,7 @@ _NOTICE_DELAY_S = 1.0
 
 
 class LocalBackend:
-    """The backend of this machine. `state` is usually `.outlast` in the working directory.
+    """The backend for this machine. `state` is usually `.outlast` in the working directory.
 
     `start` launches a command that outlives this process, with an environment (`env`), and appends its output to a file.
     """

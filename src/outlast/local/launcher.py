@@ -5,7 +5,7 @@
 A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers continue to train, start a new
 launcher if theirs is unreachable, and are adopted by the new launcher. The launcher writes its state to `launcher.json` before
 anything that depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`.
-The launcher coordinates one machine, see `rendezvous.coordinator`.
+The launcher coordinates one machine; see `rendezvous.coordinator`.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ EXIT_TIMEOUT_S = 15.0
 
 
 class Launcher:
-    """The launcher of one job. `run` returns the launcher's exit code."""
+    """One job's launcher. `run` returns the launcher's exit code."""
 
     def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
         self.state_dir = state_dir
@@ -213,7 +213,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing. Their peers, which do not hear them either, may train without them before."""
+        """Kill agents that do nothing. Their peers, which do not hear from them either, may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -305,7 +305,7 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the cause of the pending failures. Echoes without a step get that of the run."""
+        """Return what is known about the cause of the pending failures. An echo without a step gets the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)
@@ -358,7 +358,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Ask the workers to leave, but for those that hear of the end."""
+        """Announce the end, and ask workers to leave if it is an interruption or they do not learn of it themselves."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # its last state has the reason
@@ -477,7 +477,7 @@ def _acquire(lock: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run the launcher of one job; a second launcher of the same job exits at once."""
+    """Run one job's launcher; a second launcher for the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
     os_calls.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:

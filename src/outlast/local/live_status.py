@@ -1,4 +1,4 @@
-"""The live status of a run: step, rate, checkpoints, uploads, goodput, and the state of each worker.
+"""A run's live status: step, rate, checkpoints, uploads, goodput, and each worker's state.
 
 This module fills in the `JobStatus` that the launcher writes to `status.json`. It makes no decisions.
 """

@@ -134,7 +134,7 @@ class Request:
 
     replicas: int
     end: str = ""
-    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty: train to the end."""
+    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty to train to the end."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:

@@ -84,7 +84,7 @@ class WorkerPool:
         """Number of starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """Deadline of the other workers' wait for the first one."""
+        """Time until which the other workers wait for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -296,7 +296,7 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty without GPUs, or if the job
+    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty if there are none, or if the job
     requests none.
 
     As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if the

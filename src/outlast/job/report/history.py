@@ -1,4 +1,4 @@
-"""The history of a run in its ledger, beside `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
+"""A run's history from its ledger, in addition to `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ class History:
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
         self.worlds: list[tuple[float, float]] = []
-        """Start and number of workers of each world."""
+        """Each world's start and number of workers."""
         self.progress = Series(_FINE)
         """Step over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
@@ -59,7 +59,7 @@ class History:
             yield event
 
     def step_at(self, time: float) -> float:
-        """Return the last step that had ended at this time."""
+        """Return the last step that had ended by this time."""
         at = bisect.bisect_right(self.progress.x, time)
         return self.progress.last[at - 1] if at else 0.0
 

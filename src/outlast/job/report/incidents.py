@@ -1,4 +1,4 @@
-"""Incidents of a run, and the training that each failure cost. Used by `report.timeline`.
+"""A run's incidents, and the training time that each failure cost. Used by `report.timeline`.
 
 The measure: seconds of training lost = detection + re-forming + restoring + repeated steps. The loss begins at the fault and ends
 with the next completed step; the time of an ordinary step is not lost.
@@ -25,7 +25,7 @@ class Lost:
     restoring_us: int = 0
     """Reading a snapshot or a checkpoint."""
     again_us: int = 0
-    """Time of the steps whose result was lost, and of the interrupted step."""
+    """Time of the steps whose results were lost, and of the interrupted step."""
     up_to: bool = False
     """True if the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
     an upper bound."""
@@ -90,10 +90,10 @@ class Incident:
     """Seconds until the end of the next step, or until the next world for a script that reports no steps. None before that, or if
     training never stopped."""
     replayed: int = 0
-    """Number of steps whose result was lost."""
+    """Number of steps whose results were lost."""
     attempt: int = 0
-    """The start of that world's processes that the incident ended; above 0 if the members had repaired the world by themselves
-    before."""
+    """Which start of that world's processes the incident ended; above 0 if the members had already repaired the world by
+    themselves."""
     lost: Lost | None = None
     """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or the script reports
     no steps."""
@@ -141,7 +141,7 @@ def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Tot
 
 
 def seconds_by_cause(incidents: Iterable[Incident]) -> dict[str, float]:
-    """Add up the training seconds that incidents have cost, after recovery, by their cause; every cause is there."""
+    """Add up the training seconds that incidents have cost, after recovery, by cause; every cause is included."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for incident in incidents:
         if incident.lost is not None and incident.recovery_s is not None:

@@ -1,4 +1,4 @@
-"""Selection and order of a ledger's events for the account. Used by `report.timeline`."""
+"""Selects and orders a ledger's events for the account. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events for the account in the order of time, without duplicates: equal events at the same instant count once.
+    """Yield the events for the account in chronological order, without duplicates: equal events at the same instant count once.
 
     An event that another machine's clock dates after `finished` happened before it, unless the job was resumed.
     """

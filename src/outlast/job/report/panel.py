@@ -41,7 +41,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return the values of a metric in the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
+    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
     line."""
     found = []
     for line in lines:

@@ -1,8 +1,8 @@
 """A job's timeline: the ledger's events, folded in order into spans of time, each with an owner.
 
-Called by `report.goodput` only. Events arrive in the order of time, each once (`ledger_events`), with the fields listed in
-`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock.
-In every case, each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events arrive in chronological order, each once (`ledger_events`), with the fields listed in
+`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock. In
+every case, each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the previous step to its end. This time is training if the step is kept, except for time
 spent waiting for data. It is replayed if a restore rolls the step back or a failure cuts it short. All other time has the bucket

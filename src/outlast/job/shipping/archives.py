@@ -1,4 +1,4 @@
-"""Archives of code: packed at submission, and unpacked with limits for code where it runs."""
+"""Code archives: packed at submission, and unpacked, within limits, where the code runs."""
 
 from __future__ import annotations
 

@@ -9,7 +9,7 @@ STORES = ("s3", "gs", "az", "file", "memory")
 WEB = ("http", "https")
 """URL schemes of single files, which can also be data and models if they have a checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
-"""File name extensions of archives of code."""
+"""File name extensions of code archives."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 

@@ -49,7 +49,7 @@ class Parcel:
     code: bytes = b""
     """The archive for the ConfigMap (`manifests.render(..., code=)`); empty if no ConfigMap is used."""
     sentence: str = ""
-    """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
+    """A sentence such as `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
     url: str = ""
     """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()

@@ -325,7 +325,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Drop from the register the checkpoints that no longer count after these ways back. Their files stay."""
+        """Unregister the checkpoints that no longer count after these ways back. Their files stay."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:

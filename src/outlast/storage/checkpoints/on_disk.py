@@ -183,7 +183,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of the checkpoint at `path` from file `part` on. Returns the first problem, or None."""
+    """Verify every `parts`-th file of the checkpoint at `path`, starting with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:

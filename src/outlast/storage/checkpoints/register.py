@@ -1,4 +1,4 @@
-"""The register of a run in a store: the owner and the committed checkpoints. It is the only object with several writers.
+"""A run's register in a store: the owner and the committed checkpoints. It is the only object with several writers.
 
 `Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never

@@ -1,4 +1,4 @@
-"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
+"""A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
 
 `run.json` names the owner of a place, and stays when the owner dies. So a worker on another machine, namespace or cluster reads
 the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the

@@ -1,4 +1,4 @@
-"""The record of a run in a store, `run.json`: the run that owns the place, and how the next run claims it.
+"""A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
 
 A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done,
 its record has `aside` set, and it writes nothing else to the place. After a kill, the next start continues the move. Docs:
@@ -47,7 +47,7 @@ class Run:
     owner: str = ""
     """Nonce of the machine that acquired the run last; other machines are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, the most recent last. They cannot acquire the run again."""
+    """Earlier owners, most recent last. They cannot acquire the run again."""
     aside: str = ""
     """The previous run while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION

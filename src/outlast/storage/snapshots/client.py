@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Client:
-    """The connection of one rank to its agent."""
+    """One rank's connection to its agent."""
 
     def __init__(self, connection: agent_messages.Connection) -> None:
         """Raises OSError, ValueError."""

@@ -1,4 +1,4 @@
-"""The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
+"""An agent's data port: other agents send replicas here, and other workers' ranks read parts.
 
 Any machine on the network can reach the port, so each peer must first prove that it has the run's key. Invalid input only closes
 the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed; authenticated peers wait.

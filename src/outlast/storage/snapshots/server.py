@@ -50,7 +50,7 @@ _NEWEST_S = 3.0
 _FINISHERS = 8
 """Maximum number of threads that compute checksums, one for every four cores."""
 _SMALL = part_format.BLOCK
-"""Size in bytes up to which the receiving thread finishes a part: waking another thread takes as long."""
+"""Size in bytes up to which the receiving thread finishes a part itself: waking another thread would take as long."""
 
 
 @dataclass(frozen=True)
@@ -278,7 +278,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Return an ID of the machine that is the same in all its containers and changes when it restarts."""
+    """Return a machine ID that is the same in all the machine's containers and changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,7 +1,7 @@
-"""Pure rules of `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
+"""Pure rules for `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
 
 A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, crc32 and a hash of its
-etag. Times are nanoseconds since the epoch; a crc32 of -1 is unknown.
+etag. Times are nanoseconds since the epoch; a crc32 of -1 means unknown.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ def as_left(recorded: Object, size: int, etag: str) -> bool:
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """Return the objects of a listing (key, size, etag, modified), as recorded unless they were replaced.
+    """Return the objects in a listing (key, size, etag, modified), as recorded unless they were replaced.
 
     Omits the manifest's key `own`, and keys that end in a slash, which mark directories.
     """

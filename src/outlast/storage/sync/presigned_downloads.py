@@ -1,4 +1,4 @@
-"""Downloads objects by presigned URLs, from the socket to a file through one small buffer.
+"""Downloads objects through presigned URLs, from the socket to a file through one small buffer.
 
 obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
 times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the

@@ -283,7 +283,7 @@ class _Run:
         with contextlib.closing(outcomes):
             for (place, path), uploaded, error in outcomes:
                 if uploaded is None:
-                    if not tree.gone(place):  # a file deleted after the walk is no failure
+                    if not tree.gone(place):  # a file deleted after the walk is not a failure
                         self._failed(path, error)
                     continue
                 sent, stat, read, steady = uploaded
