@@ -163,7 +163,7 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty at the first start."""
+        """Directory with only the Trainer's own state, where the Trainer reads its position; empty at the first start."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         """The generators' states before the current evaluation."""

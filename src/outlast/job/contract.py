@@ -128,8 +128,8 @@ class Env:
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """Endpoint of the coordinator, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key with which the workers of a run authenticate; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0,
-    else of the run's name."""
+    """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
+    the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
@@ -176,14 +176,14 @@ class Env:
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset means any free one. On one machine, worker i serves on this port
     plus i."""
     PYTHON = "OUTLAST_PYTHON"
-    """Path of the Python in which training runs, unless it is the agent's."""
+    """Path of the Python that training runs in, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
     """If `1`, this worker idles after the end of its run and never trains that run again (StatefulSets restart containers that
     exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address at which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
+    """Address where other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """Namespace of the pod, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
@@ -263,7 +263,7 @@ class Label:
 
 
 class Annotation:
-    """Annotations by which agents, pods and the operator communicate."""
+    """Annotations that agents, pods and the operator communicate through."""
 
     REPORT = f"{GROUP}/report"
     """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
@@ -302,7 +302,7 @@ LEAVING = f"{GROUP}/leaving"
 
 
 LEASE_S = 30.0
-"""Seconds without a renewal of its Lease after which a member is considered dead."""
+"""A member is considered dead if it has not renewed its Lease for this many seconds."""
 RENEW_S = 10.0
 """Seconds between two renewals of a member's Lease."""
 MESH_LEASE_S = 100.0
@@ -373,9 +373,9 @@ COMMIT = "COMMIT"
 
 # Below a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
-"""See `workerfiles.progress_file`."""
+"""File with a process's progress; see `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
-"""See `workerfiles.progress_file.Pulse`."""
+"""File with a process's heartbeat; see `workerfiles.progress_file.Pulse`."""
 ERROR = "error-{local_rank}.json"
 """The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""
@@ -388,7 +388,7 @@ NOTICE = "notice.json"
 rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
+"""Socket where the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
 
 
 def worker_log(index: int) -> str:

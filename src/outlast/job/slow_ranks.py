@@ -17,7 +17,7 @@ Window = Sequence[tuple[float, float]]
 WINDOWS = 3
 """Number of consecutive windows in which a slow rank must be above the limit: bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum share by which a slow rank is above the others. A rank slowed by a fifth sometimes measures less than that."""
+"""Minimum share that a slow rank is above the others by. A rank slowed by a fifth sometimes measures less than that."""
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0

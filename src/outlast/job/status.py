@@ -151,7 +151,7 @@ class StoreStatus(_Model):
     step: int = 0
     """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """Last time at which the upload was complete, in seconds since the epoch; None before that."""
+    """Last time that the upload was complete, in seconds since the epoch; None before that."""
     since: float | None = None
     """Time of the first of the current upload failures; None while uploads succeed."""
     error: str = ""

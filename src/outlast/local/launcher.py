@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Seconds between two iterations of the loop if there are no events."""
 WAIT_NOTICE_S = 2.0
-"""Seconds of waiting after which the status explains the wait."""
+"""The status explains a wait that has lasted this many seconds."""
 EARLY_FAILURE_S = 60.0
-"""Seconds within which a script that fails before any step counts as failed at startup."""
+"""A script that fails within this many seconds, before any step, counts as failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
 """Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
@@ -78,7 +78,7 @@ class Launcher:
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """Time of the run's submission or resumption, on this launcher's clock."""
         self.started: float | None = None
-        """Time at which the run's first world formed, on this launcher's clock."""
+        """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
         """Why workers failed to join the running world, by index."""
         self.formed_at = 0.0

@@ -56,7 +56,7 @@ class StateDir:
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
-        """The run's key, with which its workers authenticate; readable by this user only."""
+        """The key that the run's workers authenticate with; readable by this user only."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 

@@ -33,7 +33,7 @@ AGENT_SILENCE_S = 20.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
 FIRST_S = 10.0
-"""Maximum seconds that the other workers wait for the first, from which they are forked; arbitrary."""
+"""Maximum seconds that the other workers wait for the first, which forks them; arbitrary."""
 
 
 @dataclasses.dataclass

@@ -85,7 +85,7 @@ class Incident:
     """One sentence from the process that made the change or detected the problem."""
     worker: int | None = None
     generation: int = -1
-    """Generation of the world in which the incident happened, or which it ended."""
+    """Generation of the world that the incident happened in, or that it ended."""
     recovery_s: float | None = None
     """Seconds until the end of the next step, or until the next world for a script that reports no steps. None before that, or if
     training never stopped."""

@@ -184,7 +184,7 @@ class Page:
 
     @functools.cached_property
     def packed(self) -> str:
-        """The plots."""
+        """Return the plots, packed for `page.js`."""
         return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
     def html(self, **more: object) -> str:

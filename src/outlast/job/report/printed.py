@@ -37,7 +37,7 @@ _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_
 """Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
-"""Call with which a script without a session reports its steps."""
+"""Call that a script without a session uses to report its steps."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20

@@ -160,7 +160,7 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
 
 
 def _redirected() -> Iterator[Path]:
-    """Yield the files to which this command's output is redirected: `outlast run train.py > run.log`."""
+    """Yield the files that this command's output is redirected to, as in `outlast run train.py > run.log`."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{number}").resolve(strict=True)

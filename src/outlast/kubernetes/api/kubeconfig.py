@@ -1,6 +1,6 @@
 """Finds and reads the kubeconfig as kubectl does.
 
-The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the service account of the pod in which this process runs.
+The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the service account of the pod that this process runs in.
 `$KUBECONFIG` may list several files. They are merged, and the first file that sets a value wins. This module only reads files and
 sends no requests.
 """
@@ -94,7 +94,7 @@ def context_name(config: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonation_headers(config: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """Return the HTTP headers by which a context's user impersonates another; empty if there is none.
+    """Return the HTTP headers that make a context's user impersonate another; empty if there are none.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

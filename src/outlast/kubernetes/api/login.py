@@ -39,7 +39,7 @@ def not_installed(error: ImportError) -> NoCluster:
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
-    """Return the cluster of a kubeconfig context (default: the current one), or the cluster in which this pod runs.
+    """Return the cluster of a kubeconfig context (default: the current one), or the cluster that this pod runs in.
 
     With `prefer_pod`, a pod that has a service account uses it and ignores `$KUBECONFIG`, which may be meant for the training
     script. Sends no request to the server. Raises NoCluster.

@@ -113,7 +113,7 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _is_failure(snapshot: Snapshot, pod: Document, termination: Document) -> bool:
-    """Return whether this termination is a failure from which the worker has not recovered. Requested ends are not failures.
+    """Return whether this termination is a failure that the worker has not recovered from. Requested ends are not failures.
     Failed starts, failed probes and evictions have separate findings."""
     code = termination.get("exitCode", 0)
     return (

@@ -1,4 +1,4 @@
-"""The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
+"""The snapshot of a job or a namespace that the rules of `outlast why` and `outlast doctor` are based on.
 
 A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
 document or field may be missing, since a controller may be older. A forbidden list is empty, and its kind is in
@@ -98,7 +98,7 @@ class Snapshot:
         return [other for other in self.pods if pod_status.labelled_index(other) == index is not None]
 
     def unreconciled(self) -> bool:
-        """Return whether the workload is an ElasticJob on which no operator has acted."""
+        """Return whether the workload is an ElasticJob that no operator has acted on."""
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def replicas(self) -> int:

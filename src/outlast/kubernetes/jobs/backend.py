@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENT_POLL_S = 5.0
-"""Interval at which agents are asked whether they are done, while logs are being followed."""
+"""Interval for polling agents, while logs are being followed, on whether they are done."""
 
 
 class KubernetesBackend:
@@ -108,7 +108,7 @@ class KubernetesBackend:
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """Return the pod in which a worker runs. Raises NotFound."""
+        """Return the pod that a worker runs in. Raises NotFound."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:

@@ -163,7 +163,7 @@ def is_suspended(workload: Document) -> bool:
 
 
 def final_state(workload: Document) -> State | None:
-    """Return the state in which a workload has ended, or None while it has not."""
+    """Return a workload's final state, or None while it has not ended."""
     if (drop_in := dropins.of(workload)) is not None:
         return State(end) if (end := drop_in.final_state(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")

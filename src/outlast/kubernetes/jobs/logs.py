@@ -1,7 +1,7 @@
 """The logs of a job's pods: merged, or followed across restarts and new pods, with each line once.
 
-Used by `KubernetesBackend.logs`. Each line carries the time at which the node wrote it, so a reader that has lost its connection
-can continue: no line is lost as long as the node still has it, and none is repeated.
+Used by `KubernetesBackend.logs`. Each line carries the time when the node wrote it, so a reader that has lost its connection can
+continue: no line is lost as long as the node still has it, and none is repeated.
 """
 
 from __future__ import annotations
@@ -26,12 +26,12 @@ _QUEUE = 10_000
 _POLL_S = 1.0
 """Interval between checks of whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339, the format in which nodes write times."""
+"""RFC 3339, the format that nodes use for times."""
 _QUIET_S = 30.0
 """After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
 its output. Its pod's phase does not show the end: its node may be lost, and no controller may delete the pod."""
 _MAX_FOLLOW_S = 300.0
-"""Maximum time for which a worker is followed after the job has ended."""
+"""How long a worker is followed, at most, after the job has ended."""
 _PAUSE_S = 0.5
 """Pause before reconnecting to a log after its connection has ended."""
 

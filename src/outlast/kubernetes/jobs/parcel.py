@@ -1,4 +1,4 @@
-"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store to which the job writes.
+"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
 `pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
 nothing.
@@ -37,7 +37,7 @@ CLIENT_APPLY_BYTES = 190 << 10
 """Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store to which jobs write. It holds archives named by their SHA-256, shared by all jobs."""
+"""Directory in the store that jobs write to. It holds archives named by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)

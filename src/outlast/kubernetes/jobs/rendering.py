@@ -40,8 +40,8 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield a job's documents in the order in which to apply them, and its code, which must be uploaded (`Parcel.upload`) before
-    the documents are applied.
+    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded (`Parcel.upload`) before the
+    documents are applied.
 
     `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a
     ConfigMap can hold). Raises InvalidJob with the job file's name.

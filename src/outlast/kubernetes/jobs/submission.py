@@ -144,7 +144,7 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, unless it exists already. Returns the Secret, if the job
+        """Create the Secret that workers use to authenticate each other, unless it exists already. Returns the Secret, if the job
         is to adopt it, and a sentence."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
@@ -165,7 +165,7 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return the state in which a workload has ended, or None if it has not. For a StatefulSet, the agents are queried."""
+        """Return a workload's final state, or None if it has not ended. For a StatefulSet, the agents are queried."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None

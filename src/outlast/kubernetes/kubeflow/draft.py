@@ -48,7 +48,7 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`; parts for which a job file has no field stay in its `template`.
+        """Translate a pod template with the container `trainer`; parts that a job file has no field for stay in its `template`.
         Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])

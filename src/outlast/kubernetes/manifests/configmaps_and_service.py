@@ -45,7 +45,7 @@ def headless(meta: Document, selector: dict[str, str], target: str | int) -> Doc
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """Return the Secret with which the workers of a workload authenticate one another, or None for a single worker."""
+    """Return the Secret that a workload's workers use to authenticate one another, or None for a single worker."""
     if not (name := _secret_name(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -55,8 +55,7 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
-    """Return the name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer, or an empty string
-    for a single worker."""
+    """Return the name of the Secret that the pods, or an ElasticJob's future pods, refer to; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     fields = workload["spec"]

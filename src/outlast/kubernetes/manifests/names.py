@@ -36,7 +36,7 @@ class Names:
 
     job: str
     digest: str = ""
-    """Digest of the objects; empty in the draft from which it is computed."""
+    """Digest of the objects; empty in the draft that it is computed from."""
 
     @property
     def config(self) -> str:

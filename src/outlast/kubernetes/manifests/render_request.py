@@ -12,7 +12,7 @@ from outlast.job import spec
 from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
-"""One Kubernetes document, with its keys in the order in which they are written."""
+"""One Kubernetes document, with its keys in the order that they are written in."""
 OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
 """The operator's image, with Outlast but without torch."""
 
@@ -32,7 +32,7 @@ class Request:
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
-    """Image from which pods get the agent if their own image lacks Outlast."""
+    """Image that pods get the agent from if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 

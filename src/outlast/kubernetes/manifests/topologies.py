@@ -103,7 +103,7 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotation with which Kueue may admit only some workers, down to `min`:
+    """Return the annotation that allows Kueue to admit only some workers, down to `min`:
     https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}
@@ -179,7 +179,7 @@ def render(
     code: bytes = b"",
     fresh: bool = False,
 ) -> list[Document]:
-    """Return the objects of a job, in the order in which to apply them.
+    """Return a job's objects, in the order to apply them.
 
     `run` is the id of this submission; it defaults to a digest of the job, so that the same file is the same run. `files` are the
     contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run

@@ -89,8 +89,7 @@ def termination_grace_s(fields: spec.Spec) -> int:
 
 
 def failure_policy() -> Document:
-    """Return the rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given
-    up.
+    """Return the rules that make a Job ignore interruptions, and fail at once on misconfiguration or when workers have given up.
 
     143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
     `backoffLimit`.

@@ -22,9 +22,9 @@ from outlast.kubernetes.api import pod_status
 SPOT_S = 120.0
 """Seconds from an unreadable interruption notice to the assumed end of the machine."""
 MAINTENANCE_LEAD_S = 900.0
-"""Seconds before the start of maintenance at which the watcher acts. AWS announces maintenance days in advance."""
+"""How many seconds before the start of maintenance the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Seconds after the deadline at which a machine that still runs counts as having survived, for example by a stop and a start."""
+"""A machine that still runs this many seconds after the deadline has survived, for example by a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -34,7 +34,7 @@ class Notice:
 
     kind: LeavingKind
     deadline: float | None
-    """Time at which AWS may take the machine; None if AWS sets no time."""
+    """When AWS may take the machine; None if AWS sets no time."""
     reason: str
 
 

@@ -184,7 +184,7 @@ class _Execution:
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
         """Create a pod; returns the obstacle if another object has its name. If the pod already exists and belongs to the job but
-        lacks the label by which pods are watched, the label is added: either a controller that we replace created the pod, or
+        lacks the label that pods are watched by, the label is added: either a controller that we replace created the pod, or
         somebody changed the label."""
         if _create(self.cluster, pod):
             return None

@@ -175,7 +175,7 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under the jobs to which it belongs now, and no longer under its former job."""
+        """Index a document under the jobs that it belongs to now, and no longer under its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)
@@ -365,8 +365,8 @@ def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """Return the name of the job to which a document belongs. For a Lease, the job is taken from the Lease's name, not from
-    its labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
+    """Return the name of the job that a document belongs to. For a Lease, the job is taken from the Lease's name, not from its
+    labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         match = _WORKER_LEASE.fullmatch(meta["name"])

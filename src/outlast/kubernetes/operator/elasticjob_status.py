@@ -165,7 +165,7 @@ class Status:
     observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
-    """The Kueue queue in which the job waits, or that has admitted it."""
+    """The Kueue queue that the job waits in, or that has admitted it."""
     gang: str = ""
     """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()

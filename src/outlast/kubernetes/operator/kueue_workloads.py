@@ -58,12 +58,12 @@ class WorkloadSlice(Identified):
 
     @property
     def requested(self) -> int:
-        """Number of workers for which the Workload requests quota."""
+        """Number of workers that the Workload requests quota for."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """Number of workers for which the Workload has quota, once admitted."""
+        """Number of workers that the Workload has quota for, once admitted."""
         return kueue.admitted_count(self.document) - self.reclaimable
 
     @property

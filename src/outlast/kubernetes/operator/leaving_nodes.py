@@ -82,8 +82,8 @@ class Departure:
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period with which to delete a pod; None if the pod's own ends before the deadline. At least
-        1, since with 0 the deletion would not wait for the node."""
+        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. At least 1, since with 0
+        the deletion would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))

@@ -1,4 +1,4 @@
-"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
+"""A snapshot of a job: the cached objects, parsed into the values that `decide` bases its decisions on. Pure."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class Limits:
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is presumed lost and force-deleted."""
     agent_image: str = OPERATOR_IMAGE
-    """Our own image, from which pods get the agent if their own image lacks Outlast."""
+    """Our own image. Pods get the agent from it if their own image lacks Outlast."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation to which the pod may belong."""
+        """The first generation that the pod may belong to."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -137,7 +137,7 @@ class LeaseProgress:
     names."""
 
     generation: int | None = None
-    """The generation in which `step` was completed, if reported."""
+    """The generation that completed `step`, if reported."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0

@@ -45,7 +45,7 @@ MAX_BACKOFF_S = 60.0
 STUCK_S = 300.0
 """Timeout for a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
-"""Number of consecutive passes with something to do after which a job is slowed down; no change to a job needs that many."""
+"""A job is slowed down after this many consecutive passes with something to do; no change to a job needs that many."""
 PROGRESS_DEBOUNCE_S = 2.0
 """If the members of a job only report progress, the job is reconciled within this time, once for all of them."""
 STOP_TIMEOUT_S = 6.0

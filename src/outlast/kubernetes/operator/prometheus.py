@@ -41,9 +41,9 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed_at: float | None = None
-    """Time at which progress was last written."""
+    """When progress was last written."""
     committed_at: float | None = None
-    """Time at which the newest checkpoint was committed."""
+    """When the newest checkpoint was committed."""
     losses: elasticjob_status.Losses | None = None
 
 

@@ -42,12 +42,12 @@ class Settings:
     workers: int = 8
     """Number of jobs that are reconciled concurrently."""
     host: str = ""
-    """Address on which the probes are served. Default: all addresses."""
+    """Address for serving the probes. Default: all addresses."""
     port: int = 0
     retry_s: float = 1.0
     """First pause before a failure is retried; doubled each time."""
     discovery_s: float = 60.0
-    """Interval at which the operator looks for Kueue and gang schedulers."""
+    """Poll interval for the presence of Kueue and gang schedulers."""
 
 
 class Watches:

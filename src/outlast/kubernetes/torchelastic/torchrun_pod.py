@@ -85,7 +85,7 @@ def nnodes(job: Document) -> str:
 
 
 def policy(job: Document) -> str:
-    """Return the job's restartPolicy, which selects the failures after which workers are restarted."""
+    """Return the job's restartPolicy, which selects the failures that lead to a restart."""
     return str(worker(job).get("restartPolicy") or "ExitCode")
 
 

@@ -27,7 +27,7 @@ FIRST = "first.ipynb"
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable with the user's token."""
 PREFIX = "NB_PREFIX"
-"""Kubeflow's environment variable for the URL path at which its gateway serves the notebook."""
+"""Kubeflow's environment variable for the URL path where its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 """The page's default settings, which the user's own override."""
 _BITS = 256

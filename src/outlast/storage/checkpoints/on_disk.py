@@ -220,7 +220,7 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Return the directory in which `generation` writes the checkpoint of `step` before the commit."""
+    """Return the directory where `generation` writes the checkpoint of `step` before the commit."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
@@ -393,7 +393,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory in which to assemble the checkpoint of `step` before `place`; other processes wait.
+    """Yield a locked directory for assembling the checkpoint of `step` before `place`; other processes wait.
 
     The directory may hold files from a process that was killed.
     """

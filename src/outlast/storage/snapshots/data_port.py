@@ -66,7 +66,7 @@ _PROVE_S = 5.0
 
 
 class Port:
-    """The data port of an agent."""
+    """An agent's data port."""
 
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ

@@ -32,7 +32,7 @@ class View:
     id: int
     size: int
     at: At | None = None
-    """The snapshot to which the room's part belongs; None for an empty room."""
+    """The snapshot that the room's part belongs to; None for an empty room."""
     busy: bool = False
     replica: bool = False
     """True if the room holds another worker's part."""

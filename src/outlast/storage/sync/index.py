@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 CHECK_EVERY_S = 86_400.0
-"""Seconds after which the store is listed again, since other programs may write to it without a manifest."""
+"""The store is listed again after this many seconds, since other programs may write to it without a manifest."""
 GRANULARITY_NS = 2_000_000_000
 """Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
 may be written again without a new mtime, so it is read once more; git calls these files racy."""

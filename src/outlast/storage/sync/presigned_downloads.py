@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
 _MOST_FAILURES = 3
-"""Number of consecutive failures after which direct downloads are no longer tried."""
+"""Direct downloads are no longer tried after this many consecutive failures."""
 _END = b"\r\n\r\n"
 
 

@@ -34,9 +34,9 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 MANIFEST = ".outlast-manifest"
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""Seconds without growth after which a partial file counts as abandoned."""
+"""A partial file that has not grown for this many seconds counts as abandoned."""
 _HOPELESS = 3
-"""Number of consecutive failed requests after which the remaining files are skipped."""
+"""The remaining files are skipped after this many consecutive failed requests."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
@@ -210,7 +210,7 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """Return the paths at which the file and the object differ."""
+        """Return the paths where the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:

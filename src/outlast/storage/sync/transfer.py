@@ -55,7 +55,7 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file's stat before reading."""
     read: int
-    """Time at which the read began, nanoseconds since the epoch."""
+    """When the read began, in nanoseconds since the epoch."""
     steady: bool
 
 

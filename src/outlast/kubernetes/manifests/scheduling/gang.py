@@ -22,7 +22,7 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
+"""API groups that show which scheduler a cluster has; the first group that exists wins."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 

@@ -103,7 +103,7 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
 
 
 def admitted_count(workload: Mapping[str, Any]) -> int:
-    """Return the number of pods for which a Workload was admitted."""
+    """Return the number of pods that a Workload was admitted for."""
     requested = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 

@@ -1,1 +1,1 @@
-"""The rules by which the operator decides about a job, one module per situation."""
+"""The rules behind the operator's decisions, one module per situation."""

@@ -176,8 +176,8 @@ def _nnodes(pod: Pod) -> str | None:
 
 
 def _has_free_indices(rec: ReconcilePass) -> bool:
-    """Return whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed
-    is not free."""
+    """Return whether there are indices that a pod can be created for. The index of a pod that is terminating or has failed is not
+    free."""
     return (
         not _succeeded(rec)
         and len(rec.snapshot.name) <= names.MAX_LENGTH

@@ -18,7 +18,7 @@ whole status."""
 STATUS_BYTES = (10_000, 15)
 """Estimated size of a status in bytes: a base, mostly the ledger, and a share per worker."""
 MEASURE_S = 5.0
-"""Minimum time over which a rate is measured, in seconds."""
+"""Minimum time for measuring a rate, in seconds."""
 
 
 def _went_back(status: Status) -> bool:
