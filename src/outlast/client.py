@@ -460,7 +460,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that calls a function. Other keywords are arguments of the function."""
+    """Return the fields for a job that calls a function. Other keywords are arguments of the function."""
     from outlast import function_call
     from outlast.job import spec
 

@@ -146,7 +146,7 @@ def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
 
 
 class BatchSampler:
-    """The micro-batches of one rank, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
+    """One rank's micro-batches, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
 
     `samples` is the length of the dataset, and `batch` the number of samples in one optimizer step over all ranks. Each rank gets
     an equal share of every global batch, in micro-batches of at most `most` samples. The last batch of an epoch is filled up with

@@ -59,7 +59,7 @@ class Backend(Protocol):
     """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
 
     poll_s: float
-    """Poll interval for the status of a job, in seconds."""
+    """Poll interval for a job's status, in seconds."""
     notices: list[str]
     """Notes for the user about the most recently submitted or resumed job."""
 
@@ -91,7 +91,7 @@ class Backend(Protocol):
         """Return the status of every job, newest last."""
 
     def status(self, name: str) -> JobStatus:
-        """Return the current status of a job."""
+        """Return a job's current status."""
 
     def scale(self, name: str, replicas: int) -> None:
         """Change the number of workers. Training saves, and a new world forms."""
@@ -131,7 +131,7 @@ class Backend(Protocol):
 
     def output(self, name: str) -> Path | str:
         """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
-        another place, such as the URL of a store."""
+        another place, such as a store URL."""
 
     def events(self, name: str) -> Iterable[Event]:
         """Return the ledger of the job's run in chronological order; may be iterated more than once."""

@@ -19,7 +19,7 @@ GROUP = "outlast.dev"
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a worker, and of a training process that uses Outlast."""
+    """Exit codes for a worker, and for a training process that uses Outlast."""
 
     DONE = 0
     FAILED = 1
@@ -79,7 +79,7 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Reason for the final end of a job. Also the reason of its condition on Kubernetes, hence CamelCase."""
+    """Why a job has ended for good. Also its condition's reason on Kubernetes, hence CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
@@ -126,7 +126,7 @@ class Env:
     STATE = "OUTLAST_WORKER_STATE"
     """State directory of the worker: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
-    """Endpoint of the coordinator, as given to `--rdzv-endpoint`."""
+    """The coordinator's endpoint, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
     """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
     the run's name."""
@@ -328,7 +328,7 @@ SCHEMES = {
 """Schemes of `rendezvous.endpoint` by backend, each with its replacement in Env.RENDEZVOUS (see `rendezvous.transport`)."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
-"""DNS domain of a cluster."""
+"""A cluster's DNS domain."""
 
 LONGEST_HOST = 63
 """Maximum length of a host name, a label value and a Service name (RFC 1123)."""
@@ -337,7 +337,7 @@ MOST_WORKERS = 10_000
 
 
 def worker_name(job: str, index: int) -> str:
-    """Return the name of a worker's pod, and of its Lease."""
+    """Return the name that a worker's pod and Lease share."""
     return f"{job}-worker-{index}"
 
 
@@ -410,7 +410,7 @@ def checkpoint_name(step: int) -> str:
 
 
 STAYS = "stays up and does nothing more"
-"""Suffix of the last log line of a worker that has ended and waits to be deleted."""
+"""Suffix of the last log line from a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 _START_LINE = re.compile(r"outlast \| (attempt \d+ of )?generation \d+: ")
 

@@ -19,7 +19,7 @@ _RANK, _GPU = (*_MEMBER, "rank"), (*_MEMBER, "gpu")
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `source` is the process that measures and exposes it: the operator, or the agent of a worker."""
+    """One metric. `source` is the process that measures and exposes it: the operator, or a worker's agent."""
 
     name: str
     type: str

@@ -17,7 +17,7 @@ Window = Sequence[tuple[float, float]]
 WINDOWS = 3
 """Number of consecutive windows in which a slow rank must be above the limit: bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum share that a slow rank is above the others by. A rank slowed by a fifth sometimes measures less than that."""
+"""Minimum excess of a slow rank over the others, as a share. A rank slowed by a fifth sometimes measures less than that."""
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
@@ -31,7 +31,7 @@ def measured(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with the share by which its own time is above the median of the others': 0.25 for a quarter.
+    """Return the slow ranks, each with the share by which its own time exceeds the others' median: 0.25 for a quarter.
 
     `windows` are the latest ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
     limit in one of the windows. `work` is each rank's amount of work per step in any unit; a rank with more work than the others

@@ -18,7 +18,7 @@ from outlast.job.failure import Failure
 
 
 class State(enum.StrEnum):
-    """State of a job. The last three are final until the job is run again."""
+    """A job's state. The last three are final until the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
@@ -251,7 +251,7 @@ class JobStatus(_Model):
 
     @property
     def from_step(self) -> str:
-        """` from step 10`, if the job has a checkpoint to continue from; else empty."""
+        """` from step 10`, if the job has a checkpoint to continue from; otherwise empty."""
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property

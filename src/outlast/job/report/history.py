@@ -25,8 +25,8 @@ _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 
 
 class History:
-    """The events of a run, recorded in bounded memory while they are iterated over for the first time. Times are in seconds since
-    the epoch; steps are those of rank 0, which alone reports them."""
+    """A run's events, recorded in bounded memory while they are iterated over for the first time. Times are in seconds since the
+    epoch; steps are those of rank 0, which alone reports them."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest of those lost to training, then the longest others. The time between
-    two of them is one segment, of the bucket that most of it belongs to."""
+    """Return at most `most` segments: the longest of those lost to training, then the longest of the rest. The time between two
+    of them is one segment, of the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))

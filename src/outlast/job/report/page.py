@@ -93,12 +93,12 @@ def of(place: Backend, status: JobStatus) -> Run:
 
 
 def run(shown: Run) -> str:
-    """Return the page of a run as a file. Raises OutlastError if bokeh is missing."""
+    """Return a run's page as a file. Raises OutlastError if bokeh is missing."""
     return built(shown).html()
 
 
 def built(shown: Run) -> Page:
-    """Return the page of a run. Raises OutlastError if bokeh is missing."""
+    """Return a run's page. Raises OutlastError if bokeh is missing."""
     past = History(shown.events)
     account, (logged, broken) = shown.account(past), metrics(shown.metrics())
     unread = {"the ledger": getattr(shown.events, "broken", 0) + past.unusable, "metrics.jsonl": broken}

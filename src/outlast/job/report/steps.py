@@ -50,7 +50,7 @@ class Step:
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """True for the first step of a world, whose extra time is start-up."""
+    """True for a world's first step, whose extra time is start-up."""
     before: int = 0
     """Number of the step that precedes the first of these steps."""
     number: int = 0

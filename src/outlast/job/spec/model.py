@@ -185,7 +185,7 @@ class Checkpoint(Checked):
 
     @property
     def reserved(self) -> int:
-        """Number of bytes that the memory of a worker's pod grows by."""
+        """Number of bytes added to the memory of a worker's pod."""
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:

@@ -28,7 +28,7 @@ _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Which lines of a container's log to read."""
+    """Options that select which log lines of a container to read."""
 
     container: str = ""
     follow: bool = False
@@ -193,7 +193,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """Yield the lines of a container's log, without line ends. Raises Refused for a container that has not started."""
+        """Yield a container's log lines, without line ends. Raises Refused for a container that has not started."""
         options = options or LogOptions()
         subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S

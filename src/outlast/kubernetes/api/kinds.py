@@ -98,7 +98,7 @@ INSTALLED_BY = {
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:
-    """Return the kind of a document. Raises OutlastError for an unknown kind."""
+    """Return a document's kind. Raises OutlastError for an unknown kind."""
     identity = (document.get("apiVersion"), document.get("kind"))
     for kind in KINDS:
         if (kind.api_version, kind.kind) == identity:

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
 
 _IDLE_S = 30.0
-"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two renewals of a Lease."""
+"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two Lease renewals."""
 
 
 class _Login(NamedTuple):

@@ -95,8 +95,8 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
-    """Return how the worker ended in a pod that continues to run, as in a StatefulSet. The last line of the log shows whether the
-    pod stays; None if it does not."""
+    """Return how the worker ended in a pod that continues to run, as in a StatefulSet. The log's last line shows whether the pod
+    stays; None if it does not."""
     lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -207,7 +207,7 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe; otherwise empty. The kubelet's
-    event names the probe only for containers that are restarted. Without that event, the deletion or eviction of the pod counts
+    event names the probe only for containers that are restarted. If there is no such event, the pod's deletion or eviction counts
     as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":

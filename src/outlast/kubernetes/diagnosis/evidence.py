@@ -72,7 +72,7 @@ class Snapshot:
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()
-    """Running Deployments of replaced controllers, as `namespace/name`."""
+    """Replaced controllers' running Deployments, as `namespace/name`."""
     dry_run_error: ClusterError | None = None
     """The API server's refusal of a small worker; None if the API server would admit it."""
 

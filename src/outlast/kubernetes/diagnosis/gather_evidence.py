@@ -72,8 +72,7 @@ class _Reader:
 
 
 def job(cluster: api.Cluster, name: str) -> Snapshot:
-    """Return the snapshot of a job. Raises NotFound if the job has no objects, and ClusterError if the cluster cannot be
-    queried."""
+    """Return a job's snapshot. Raises NotFound if the job has no objects, and ClusterError if the cluster cannot be queried."""
     namespace_, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, namespace_)
     workloads = [each for kind in dropins.ELASTIC_JOBS for each in read(kind) if pod_status.name(each) == name]
@@ -192,7 +191,7 @@ def operator_namespace(binding: Document) -> str:
 
 
 def _operator(read: _Reader) -> Document | None:
-    """Return the operator's Deployment: in the namespace of its binding, else in any namespace where reading is allowed."""
+    """Return the operator's Deployment, from its binding's namespace or else from any namespace where reading is allowed."""
     namespace_ = operator_namespace(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     deployments = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not namespace_ else []
     return deployments[0] if deployments else read.one(kinds.DEPLOYMENT, OPERATOR, namespace_ or OPERATOR_NAMESPACE)

@@ -121,7 +121,7 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the first failing rank with its traceback, else the newest failures in the ledger."""
+    """Return the first failing rank with its traceback, or else the newest failures in the ledger."""
     if failure is not None:
         step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))

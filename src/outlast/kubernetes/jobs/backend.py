@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENT_POLL_S = 5.0
-"""Interval for polling agents, while logs are being followed, on whether they are done."""
+"""Poll interval for asking agents whether they are done, while logs are followed."""
 
 
 class KubernetesBackend:
@@ -72,7 +72,7 @@ class KubernetesBackend:
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """Return the status of a job; its agents are queried for their current step."""
+        """Return a job's status; its agents are queried for their current step."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
@@ -103,7 +103,7 @@ class KubernetesBackend:
         return spec.dump(spec.without_secrets(job)) if job else ""
 
     def pods(self, name: str) -> Sequence[Document]:
-        """Return the pods of a job's workers, sorted by index."""
+        """Return a job's worker pods, sorted by index."""
         self.workloads.existing(name)
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 

@@ -1,6 +1,6 @@
-"""The status of a job on a cluster, from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a function
-of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that status is
-then used, and the pods only add where the workers run."""
+"""A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a
+function of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that
+status is then used, and the pods only add where the workers run."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ RECONCILED_WITHIN_S = 15.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents and metrics of a job at one moment."""
+    """A job's documents and metrics at one moment."""
 
     name: str
     workload: Document
@@ -140,7 +140,7 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """Return the pod of each worker: the newest one that is not being deleted, else the newest."""
+    """Return each worker's pod: the newest one that is not being deleted, or else the newest."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 

@@ -82,7 +82,7 @@ def _existing_lines(
 
 @dataclass
 class Follower:
-    """Follows the logs of pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
+    """Follows pods' logs: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
     cluster: api.Cluster
     labels: str
@@ -191,7 +191,7 @@ class Follower:
         self._job_is_over.set()
 
     def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
-        """Start to read the log of a pod that has started; report why a pod is still waiting."""
+        """Start reading a pod's log once it has started; until then, report why it is waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):

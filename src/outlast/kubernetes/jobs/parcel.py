@@ -73,7 +73,7 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """Yield the code of a job, packed if it is on this machine and pods cannot see it there.
+    """Yield a job's code, packed if it is on this machine and pods cannot see it there.
 
     `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
     code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.

@@ -29,8 +29,8 @@ FILE_ANNOTATION = "outlast.dev/file"
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return the documents of a job for the operator. `run` identifies the submission (a digest of the file if None); `fresh`
-    starts a new run."""
+    """Return a job's documents for the operator. `run` identifies the submission (a digest of the file if None); `fresh` starts a
+    new run."""
     from outlast.kubernetes import manifests
 
     del source
@@ -102,8 +102,7 @@ class Submission:
                     self.workloads.adopt(each, result.new)
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
-        """Reopen the run of a job that has succeeded if the job now requests more steps or epochs, so that workers continue the
-        run."""
+        """Reopen a succeeded job's run if the job now requests more steps or epochs, so that workers continue the run."""
         from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store

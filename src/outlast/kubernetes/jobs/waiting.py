@@ -1,4 +1,4 @@
-"""Waiting for the end of a job in a cluster, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+"""Waits for a job in a cluster to end, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
     waiter.submit(lambda: backend.submission.apply(job, source=file))
@@ -150,8 +150,8 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """Return the response to a request, which is repeated while the API server is unavailable or does not serve the kind of a
-        job that existed before."""
+        """Return the response to a request, which is repeated while the API server is unavailable or does not serve a kind that
+        it served before."""
         since = self.now()
         unserved: float | None = None
 

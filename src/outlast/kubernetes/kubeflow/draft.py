@@ -105,7 +105,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate what the container starts. Files beside the document are the job's code; all others are in the image."""
+        """Translate what the container starts. Files next to the document are the job's code; all others are in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)

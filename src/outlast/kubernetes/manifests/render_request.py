@@ -12,7 +12,7 @@ from outlast.job import spec
 from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
-"""One Kubernetes document, with its keys in the order that they are written in."""
+"""One Kubernetes document, with its keys in output order."""
 OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
 """The operator's image, with Outlast but without torch."""
 

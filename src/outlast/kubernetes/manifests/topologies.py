@@ -1,4 +1,4 @@
-"""The topologies of a job on Kubernetes, each a function from a request to documents.
+"""A job's topologies on Kubernetes, each a function from a request to documents.
 
     elasticjob     the ElasticJob itself, for the operator
     job            one pod with all the GPUs, a `batch/v1` Job, no rendezvous
@@ -74,7 +74,7 @@ def single_pod_job(request: Request) -> list[Document]:
 
 
 def indexed_job(request: Request) -> list[Document]:
-    """Return the Indexed Job, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+    """Return the Indexed Job, its ConfigMap, its Service and claims, and a gang's PodGroup.
 
     A worker that fails is replaced by a worker with the same index. `backoffLimitPerIndex` is not used: it would end one index,
     and with it the world of all other workers.
@@ -114,7 +114,7 @@ def _partial_admission(fields: spec.Spec) -> dict[str, str]:
 
 
 def statefulset(request: Request) -> list[Document]:
-    """Return the StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+    """Return the StatefulSet, its ConfigMap, its Service and claims, and a gang's PodGroup.
 
     Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start
     at once: if they started in order, the first would wait for the others to form a world with it, and the others would not start

@@ -45,8 +45,8 @@ class Worker:
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """Return the PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot
-    be merged."""
+    """Return the PodTemplateSpec for a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
+    merged."""
     volumes, mounts = places.volumes(request)
     init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
     base: Document = {
@@ -72,7 +72,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return the pod of one worker, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
+    """Return one worker's pod, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))

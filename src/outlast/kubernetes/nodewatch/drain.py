@@ -51,7 +51,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return the name of a pod with its namespace: `namespace/name`."""
+    """Return a pod's name with its namespace: `namespace/name`."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 

@@ -1,4 +1,4 @@
-"""The operator's cache of the cluster: documents from the watches, and the responses to its own writes since then.
+"""The operator's cache of the cluster's state: documents from the watches, and the responses to its own writes since then.
 
 A watch lags: an object that we have just created is not in the watch yet, and a decision from the watch alone would create it
 twice. So the response to each of our writes is kept as well, and takes precedence until the watch has reached its resource
@@ -147,7 +147,7 @@ class KindCache:
             self.deleted_uids.add(uid)
 
     def newest(self, name: NamespacedName) -> _Entry | None:
-        """Return the newest known version of a document, or None if there is none."""
+        """Return a document's newest known version, or None if there is none."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
@@ -159,7 +159,7 @@ class KindCache:
         return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
-        """Return the documents of a job, sorted by name."""
+        """Return a job's documents, sorted by name."""
         found = [self.newest(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 

@@ -212,7 +212,7 @@ class Queue:
         return f"waits in the queue {self.name} to be admitted{because}"
 
     def missing_object(self) -> str:
-        """Return a sentence about a missing flavor or priority class, or else an empty string."""
+        """Return a sentence about a missing flavor or priority class, or an empty string."""
         for workload in self.admitted_slices:
             for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
@@ -341,7 +341,7 @@ def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:
-    """Return the name of the Workload whose quota a pod uses, or else an empty string."""
+    """Return the name of the Workload whose quota a pod uses, or an empty string."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 

@@ -113,7 +113,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence if another controller's finalizers keep a terminated pod; else empty."""
+        """A sentence if another controller's finalizers keep a terminated pod; otherwise empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -251,7 +251,7 @@ def take_snapshot(
     *,
     plain: PlainJob | None = None,
 ) -> JobSnapshot:
-    """Return the snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
+    """Return an existing job's snapshot; `plain` is for a job whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")
@@ -305,7 +305,7 @@ def _is_own_label(label: str) -> bool:
 
 
 def pods_of(cached: CachedJob) -> list[Pod]:
-    """Return the pods with the job's label, sorted by index, each with the state of its node."""
+    """Return the pods with the job's label, sorted by index, each with its node's state."""
     return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 

@@ -38,7 +38,7 @@ log = logging.getLogger(__name__)
 Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
 """(a job's objects, current time, cluster features) -> plan. Pure."""
 Orphans = Callable[[CachedJob, float], Plan]
-"""(remaining objects of a job that is gone, current time) -> plan with the pods to delete. Pure."""
+"""(a deleted job's remaining objects, current time) -> plan with the pods to delete. Pure."""
 
 MAX_BACKOFF_S = 60.0
 """Maximum pause before a failed reconcile pass is retried."""
@@ -47,7 +47,7 @@ STUCK_S = 300.0
 BUSY_PASSES = 30
 """A job is slowed down after this many consecutive passes with something to do; no change to a job needs that many."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""If the members of a job only report progress, the job is reconciled within this time, once for all of them."""
+"""If a job's members only report progress, the job is reconciled within this time, once for all of them."""
 STOP_TIMEOUT_S = 6.0
 """Timeout after SIGTERM for running reconcile passes; less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2

@@ -248,7 +248,7 @@ class ReconcilePass:
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """Return the generation of a pod's world; 0 if the pod is in none."""
+        """Return the generation of the world that a pod is in; 0 if it is in none."""
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:

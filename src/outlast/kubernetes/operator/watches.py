@@ -94,7 +94,7 @@ class Watches:
             thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
 
     def serves(self, group: str) -> bool:
-        """Return whether the cluster serves an API group of Kueue or of a gang scheduler."""
+        """Return whether the cluster serves this API group, which is Kueue's or a gang scheduler's."""
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:

@@ -44,7 +44,7 @@ def definition() -> Document:
 
 
 def processes(job: Document) -> int:
-    """Return the number of processes per worker, from torchrun's arguments and variables; else 1, torchrun's default."""
+    """Return the number of processes per worker, from torchrun's arguments and variables, or 1, torchrun's default."""
     container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     argument = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
@@ -112,7 +112,7 @@ def translate(job: Document) -> PlainJob:
 
 
 def unsupported(job: Document) -> Iterator[str]:
-    """Yield sentences about features of a job that the operator does not support."""
+    """Yield sentences about a job's features that the operator does not support."""
     fields, worker, name = job["spec"], torchrun_pod.worker(job), job["metadata"]["name"]
     if len(name) > names.MAX_LENGTH:
         problem = f"the job's name has {len(name)} characters, and labels hold at most {names.MAX_LENGTH}"

@@ -100,7 +100,7 @@ def selector(name: str) -> dict[str, str]:
 
 
 def etcd(job: Document) -> str:
-    """Return the rendezvous endpoint of a job that uses etcd: `etcd://host:port`; else an empty string."""
+    """Return a job's rendezvous endpoint, such as `etcd://host:port`, if it uses etcd; otherwise an empty string."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""
@@ -120,7 +120,7 @@ def service(job: Document) -> Document:
 
 
 def pod(job: Document, index: int) -> Document:
-    """Return the pod of a worker: the user's template with the worker's name, labels and variables for torchrun."""
+    """Return a worker's pod: the user's template with the worker's name, labels and variables for torchrun."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     template_metadata, spec = template.get("metadata") or {}, template["spec"]
     labels = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}

@@ -31,7 +31,7 @@ class Damaged(OutlastError):
 
 
 class DamagedHere(OutlastError):
-    """A local file of a checkpoint differs from COMMIT."""
+    """A checkpoint's local file differs from COMMIT."""
 
 
 @dataclass(frozen=True)

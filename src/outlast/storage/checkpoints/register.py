@@ -46,7 +46,7 @@ class Register(Protocol):
 
 
 def open_(store: Store, run: str) -> Register:
-    """Open the register of a run for writing, in the kind that the store supports."""
+    """Open a run's register for writing, in the kind that the store supports."""
     return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
@@ -62,7 +62,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """Return the places of a run that have a COMMIT, and thus all of their files."""
+    """Return a run's places that have a COMMIT, and thus all of their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")

@@ -1,4 +1,4 @@
-"""The client of a store; the only module that uses obstore.
+"""A store's client; the only module that uses obstore.
 
 Called by `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the command line. Transient errors are retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is True if a later attempt can succeed.
@@ -50,7 +50,7 @@ class Entry:
 
 @dataclass
 class _Root:
-    """Connection and settings of a bucket, shared by all places in it."""
+    """A bucket's connection and settings, shared by all places in it."""
 
     scheme: str
     bucket: str

@@ -24,7 +24,7 @@ may be written again without a new mtime, so it is read once more; git calls the
 
 
 class Stat(NamedTuple):
-    """Size and times of a file."""
+    """A file's size and times."""
 
     size: int
     mtime: int
@@ -32,7 +32,7 @@ class Stat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The state of a file when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
+    """A file's state when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
 
     size: int
     mtime: int
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
 
 class Object(NamedTuple):
-    """The state of an object when it was last written or listed."""
+    """An object's state when it was last written or listed."""
 
     size: int
     mtime: int
@@ -80,7 +80,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """Return the record of a file with this stat and checksum. `read` is the start time of the read."""
+    """Return the record for a file with this stat and checksum. `read` is the start time of the read."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -111,7 +111,7 @@ def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str
 
 
 def unknown(size: int, etag: str, modified: float) -> Object:
-    """Return the record of an object whose original file is unknown."""
+    """Return the record for an object whose original file is unknown."""
     return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 

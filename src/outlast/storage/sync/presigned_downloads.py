@@ -32,7 +32,7 @@ _END = b"\r\n\r\n"
 
 
 class Direct:
-    """The connections of one download, one per thread. `link` returns the URL of a key, or None."""
+    """One download's connections, one per thread. `link` returns a key's URL, or None."""
 
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link

@@ -36,7 +36,7 @@ class Job(NamedTuple, Generic[T]):
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """The result or the error of a job."""
+    """A job's result or error."""
 
     key: Any
     result: T | None

@@ -53,7 +53,7 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of a field: its own description instead of its model's, followed by its default."""
+    """Return a field's schema, with the field's own description instead of its model's, followed by its default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))

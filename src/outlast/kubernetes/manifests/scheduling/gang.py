@@ -1,4 +1,4 @@
-"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
+"""Gang scheduling for the workers: none, the coscheduling plugin, or Volcano.
 
 `of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
 if there is no cluster, `auto` means no gang. Kueue admits whole jobs by itself; see `labels.queue_label`.
@@ -56,7 +56,7 @@ def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False
 
 
 def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
-    """Return a sentence if the cluster lacks the gang's scheduler, or else an empty string."""
+    """Return a sentence if the cluster lacks the gang's scheduler, otherwise an empty string."""
     group = GROUPS.get(scheduler, "")
     if not group or group in groups:
         return ""

@@ -45,14 +45,14 @@ class Priority:
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
-    """Return Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
+    """Return Kueue's queue for an ElasticJob, from the job's label or else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """Return a job's priority by Kueue's rules: from the class named by its label, else the pods' class, else the cluster's
+    """Return a job's priority by Kueue's rules: from the class named by its label, or else the pods' class, or else the cluster's
     default. Returns an error message if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
@@ -93,7 +93,7 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """Return the name of a job's Workload; it is unique to the job's UID."""
+    """Return a job's Workload name, which is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 

@@ -23,7 +23,7 @@ RETRYABLE = (130, 137, 138, 143)
 OVERDUE_S = 60.0
 """How long after a pod's grace period its node is presumed unreachable."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
-"""Reasons that containerd and the kubelet report for containers that did not survive a restart of their node."""
+"""Reasons that containerd and the kubelet report for containers that did not survive their node's restart."""
 _REMEMBERED = 10
 """Number of failures remembered to compute the backoff, which is at its maximum by then."""
 
