@@ -117,14 +117,14 @@ class Env:
     DATA = "OUTLAST_DATA"
     """Directory of the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
-    """Directory of the job's models, each in a subdirectory with its name."""
+    """Directory with the job's models, each in a subdirectory of its own name."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
     LEDGER = "OUTLAST_LEDGER"
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """State directory of the worker: progress, errors, world."""
+    """The worker's state directory: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """The coordinator's endpoint, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
@@ -196,7 +196,7 @@ class Env:
     ZONE = "OUTLAST_ZONE"
     """That node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
+    """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
     """Fencing token of this machine in the run's store. A process that finds another token there is a zombie."""
@@ -207,8 +207,7 @@ class Env:
 RESERVED_ENV = re.compile(
     r"^(OUTLAST_(?!ETCD_|CACHE_SIZE$)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: those of torchrun and of Outlast, except credentials for etcd and the size limit
-of the cache."""
+"""Names that a job file's `env` may not set: torchrun's and Outlast's own, except etcd credentials and the cache's size limit."""
 
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
@@ -268,7 +267,7 @@ class Annotation:
     REPORT = f"{GROUP}/report"
     """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
     FRESH = f"{GROUP}/fresh"
-    """On an ElasticJob that was submitted with --fresh: `true`."""
+    """`true` on an ElasticJob that was submitted with --fresh."""
     PROGRESS = f"{GROUP}/progress"
     """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
     `snapshot` and `every` are absent while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
@@ -279,7 +278,7 @@ class Annotation:
     LEAVING_REASON = f"{GROUP}/leaving-reason"
     """The reason as one sentence, together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
-    """On a node that the node watcher has cordoned: `true`. A node that was already cordoned does not get this annotation, and
+    """`true` on a node that the node watcher has cordoned. A node that was already cordoned does not get this annotation, and
     stays cordoned."""
 
 

@@ -65,7 +65,7 @@ Event = dict[str, Any]
 TOGETHER_S = 1.0
 """Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
 _PIECE = 64 << 10
-"""Bytes per read of a source."""
+"""Number of bytes read from a source at a time."""
 _UNSORTED = 1024
 """Maximum distance, in events, between an event's position in its file and its position by time. Arbitrary: threads
 write a few events at once."""

@@ -153,7 +153,7 @@ class StoreStatus(_Model):
     pushed: float | None = None
     """Last time that the upload was complete, in seconds since the epoch; None before that."""
     since: float | None = None
-    """Time of the first of the current upload failures; None while uploads succeed."""
+    """When uploads began to fail; None while they succeed."""
     error: str = ""
     """Why uploads fail."""
     backlog: int = 0

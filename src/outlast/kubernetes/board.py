@@ -99,7 +99,7 @@ class Board:
         """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
         lists its id."""
         self._resource_version = ""
-        """Version of our Lease after our last write."""
+        """Our Lease's version after our last write."""
         self._report: Report | None = None
         """The last report that was written, or that could not be written."""
         self._changed_at = 0.0

@@ -121,7 +121,8 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError (too few GPUs), and OSError."""
+        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError if there are too few GPUs, and
+        OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():

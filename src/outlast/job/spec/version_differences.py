@@ -1,4 +1,4 @@
-"""Differences between a job's two versions, and a check for versions that only extend the training. Pure."""
+"""Differences between two versions of a job, and a check for versions that only extend the training. Pure."""
 
 from __future__ import annotations
 

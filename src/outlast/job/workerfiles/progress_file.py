@@ -152,7 +152,7 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """The process's descriptor of this file, which a program started by execv does not inherit."""
+    """The process's descriptor for this file, which a program started by execv does not inherit."""
     looks: int
     """Number of heartbeats. While this number does not grow, the process cannot run Python."""
     moves: int

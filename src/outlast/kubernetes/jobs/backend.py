@@ -148,7 +148,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, merged by time; if there are no pods, the logs in the store."""
+        """Yield the workers' log lines, merged by time; if there are no pods, yield the logs in the store."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pod_status.index(pod) == worker

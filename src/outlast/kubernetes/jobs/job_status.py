@@ -127,8 +127,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Return the events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries
-    and, unless they are among these, the submission and the end."""
+    """Return a run's events that the cluster has recorded in addition to its ledger: the operator's ledger entries and, unless
+    they are among these, the submission and the end."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:

@@ -137,7 +137,7 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts
+        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread queues
         its last line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()

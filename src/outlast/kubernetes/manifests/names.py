@@ -48,8 +48,8 @@ class Names:
 
     @property
     def service(self) -> str:
-        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects by the
-        job."""
+        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects pods
+        by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:

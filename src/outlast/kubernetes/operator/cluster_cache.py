@@ -81,11 +81,11 @@ class KindCache:
     """Whether the watch has ever delivered everything."""
     connected_at: float = 0.0
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    """Responses to our own writes, as long as the watch has not reached their versions."""
+    """Responses to our own writes, until the watch reaches their versions."""
     deleted_uids: set[str] = field(default_factory=set)
     """Uids of objects that we have deleted but that the watch still shows."""
     unconfirmed: set[NamespacedName] | None = None
-    """While a new watch lists all objects: the names from the previous watch that the new one has not delivered yet."""
+    """While a new watch lists all objects, the names from the previous watch that it has not delivered yet."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:

@@ -104,7 +104,7 @@ class Progress:
     committed_at: float = 0.0
     """When the commit of that step was first reported."""
     rate: float | None = None
-    """Steps per second of the current world."""
+    """The current world's rate, in steps per second."""
     time: float = 0.0
     """When the progress was written, in whole seconds, as the status stores it."""
     mark: tuple[int, float] | None = None
@@ -138,13 +138,13 @@ class Status:
     world: World | None = None
     called: Call | None = None
     result: Result | None = None
-    """Set once there will be no further world."""
+    """Set once no further world will form."""
     counted: tuple[int, int] = (0, 0)
-    """The newest start of processes (generation, attempt) whose failure is already counted."""
+    """The newest process start, as (generation, attempt), whose failure is already counted."""
     handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end is already counted; the pods may still exist."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Container restarts by kubelets that are already counted, by pod uid; only for workers without an agent."""
+    """Container restarts that are already counted, by pod uid; only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()

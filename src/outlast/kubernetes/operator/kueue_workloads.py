@@ -49,7 +49,7 @@ class ClusterFeatures:
     groups: frozenset[str] = frozenset()
     """Served API groups of Kueue and of gang schedulers."""
     kueue: KueueObjects | None = None
-    """None until the watches of Kueue's objects are synced."""
+    """None until the watches on Kueue's objects are synced."""
 
 
 @dataclass(frozen=True)

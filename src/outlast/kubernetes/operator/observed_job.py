@@ -87,7 +87,8 @@ class Pod(Identified):
 
     @property
     def lingering(self) -> bool:
-        """Whether the worker has ended but the pod's phase does not show it: a sidecar still runs, or the sandbox is not gone."""
+        """Whether the worker has ended but the pod's phase does not show it yet: a sidecar still runs, or the sandbox is not
+        gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = pod_status.container_status(self.document)

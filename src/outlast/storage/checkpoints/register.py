@@ -177,7 +177,7 @@ class Named:
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. Commits proposals of the previous generation, which may have reported them as committed."""
+        """See `Register`. Commits the previous generation's proposals, which it may have reported as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest

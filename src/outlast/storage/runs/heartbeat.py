@@ -2,7 +2,7 @@
 
 `run.json` names the owner of a place, and stays when the owner dies. So a worker on another machine, namespace or cluster reads
 the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
-same `where` are one owner and never wait for each other. Times are by the store's clock.
+same `where` are one owner and never wait for each other. Times are measured by the store's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""Validity of a heartbeat in seconds; afterwards the owner counts as dead."""
+"""How long a heartbeat is valid, in seconds; after that, the owner counts as dead."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
 

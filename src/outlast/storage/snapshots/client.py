@@ -156,7 +156,7 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return for each size the id of the smallest suitable room, or 0.
+        """For each size, return the id of the smallest suitable room, or 0.
 
         A room is suitable if it is lent for a part at that index, is large enough, and holds no part of the snapshots `used`.
         """

@@ -128,7 +128,7 @@ class Server:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Query the store for its newest checkpoint in a thread. Returns a queue for the response to the rank."""
+        """In a thread, query the store for its newest checkpoint. Returns a queue for the response to the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
