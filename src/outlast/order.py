@@ -29,7 +29,8 @@ _ROUNDS = 8
 _AT_A_TIME = 4096
 """Number of a rank's positions that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, part of every key. Changing only the permutation would make runs repeat and skip samples."""
+"""The permutation's version, which is part of every key. Changing only the permutation would make runs repeat and skip
+samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:

@@ -28,7 +28,7 @@ class Accelerator:
     device: str = ""
     """Device type in torch; `torch.<device>` is its module."""
     backend: str = ""
-    """Backend of torch.distributed for collectives between such devices."""
+    """torch.distributed backend for collectives between such devices."""
     package: str = ""
     """Python package that adds the device to torch; empty if torch supports the device itself."""
     files: str = ""

@@ -32,7 +32,8 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """Convert Python's exit status of a process to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
+    """Convert a process's exit status, as Python gives it, to the exit code that a shell reports: `-9`, for signal 9, becomes
+    137."""
     return 128 - status if status < 0 else status
 
 
@@ -171,7 +172,7 @@ class Env:
     NETRC = "OUTLAST_NETRC"
     """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
-    """Size limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
+    """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
     """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset means any free one. On one machine, worker i serves on this port
     plus i."""
@@ -221,7 +222,7 @@ class Pod:
     TRAINER = "trainer"
     """Container that runs the agent."""
     CONTAINER = "worker"
-    """Container of other pods: datasets, Spark, checks. Also runs the agent in pods of earlier versions."""
+    """Container in other pods: datasets, Spark, checks. Also runs the agent in pods that earlier versions created."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
     """User and group id of the pod's processes."""

@@ -72,7 +72,7 @@ write a few events at once."""
 
 
 class Ledger:
-    """Appends events of one source to `<directory>/<source>.jsonl`. Threads may share it."""
+    """Appends one source's events to `<directory>/<source>.jsonl`. Threads may share it."""
 
     def __init__(self, directory: Path, source: str) -> None:
         self._path, self._source = directory / f"{source}.jsonl", source

@@ -309,7 +309,7 @@ class LocalBackend:
     # Evaluation
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
-        """Run the job's module with `--evaluate` in one process on this terminal."""
+        """Run the job's module with `--evaluate` in one process in this terminal."""
         from outlast.storage import store
         from outlast.storage.checkpoints import fetch_newest
 

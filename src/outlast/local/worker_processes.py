@@ -93,7 +93,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over the workers of an earlier launcher. `ended` detects workers that have died since."""
+        """Take over an earlier launcher's workers. `ended` detects workers that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -107,7 +107,7 @@ class WorkerPool:
         """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is over.
 
         On a machine with fewer cores than workers, the first worker starts alone. The others are forked from it once it has
-        `reported` to the launcher, which spares them the import of torch.
+        `reported` to the launcher, which spares them importing torch.
         """
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)

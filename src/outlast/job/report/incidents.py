@@ -117,7 +117,7 @@ def cause(kind: str, event: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Total cost of all incidents of some kinds, after recovery."""
+    """Total cost of all incidents of certain kinds, after recovery."""
 
     failures: int
     seconds: float

@@ -245,7 +245,7 @@ _MISSING = re.compile(
 
 
 def command_missing(message: str) -> str | None:
-    """Return the command that an image lacks, according to an error of runc, crun or gVisor. Empty if the message does not name
+    """Return the command that an image lacks, according to an error from runc, crun or gVisor. Empty if the message does not name
     the command; None if the message has another cause."""
     match = _MISSING.search(message)
     return next((name for name in (match["runc"], match["crun"], match["gvisor"]) if name), "") if match else None

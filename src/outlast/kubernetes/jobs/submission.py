@@ -38,7 +38,7 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner of the unfinished run in a store; returns a sentence about it."""
+    """Remove the owner from the unfinished run in a store; returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 

@@ -198,7 +198,7 @@ class Cache:
         self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache of another kind. By default, `unsynced` and `CachedJob.observed_since` ignore this kind."""
+        """Start an empty cache for another kind. By default, `unsynced` and `CachedJob.observed_since` ignore this kind."""
         with self._lock:
             self._kinds[kind] = KindCache(kind)
 

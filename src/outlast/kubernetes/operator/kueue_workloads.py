@@ -47,7 +47,7 @@ class ClusterFeatures:
     """Optional features of the cluster."""
 
     groups: frozenset[str] = frozenset()
-    """Served API groups of Kueue and of gang schedulers."""
+    """API groups of Kueue and gang schedulers that the cluster serves."""
     kueue: KueueObjects | None = None
     """None until the watches on Kueue's objects are synced."""
 

@@ -34,10 +34,10 @@ from outlast.kubernetes.operator.watches import Settings
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 100_000
-"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
-700, collections take a third of the time and free nothing."""
+"""Garbage collector threshold. A reconcile pass allocates many objects, none of them in cycles; with Python's default of 700,
+collections take a third of the time and free nothing."""
 MIN_LOST_S = 5.0
-"""Lower bound of --lost-after."""
+"""Lower bound for --lost-after."""
 
 
 def identity(env: Mapping[str, str]) -> str:

@@ -90,7 +90,7 @@ class Operator:
         """Why the last attempt to create a job's pods failed."""
         self._decision_lock = threading.Lock()
         """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
-        renewals of Leases would be read too late."""
+        Lease renewals would be read too late."""
         self._pass_started_at: dict[Key, float] = {}
         self._threads: list[threading.Thread] = []
 

@@ -34,7 +34,7 @@ __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "
 
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
-"""Images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
+"""Pattern for images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
 
 
 def definition() -> Document:
@@ -172,7 +172,7 @@ def _stored_status(job: Document) -> Document:
 
 
 def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
-    """Return the status in the format of the archived controller, with the operator's own status under `job`."""
+    """Return the status in the archived controller's format, with the operator's own status under `job`."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}

@@ -20,7 +20,7 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""Name of the COMMIT of a withdrawn checkpoint."""
+"""Name of a withdrawn checkpoint's COMMIT."""
 
 Progress = Callable[[int], None]
 """A callback that receives the number of bytes transferred since its last call. Many threads call it."""

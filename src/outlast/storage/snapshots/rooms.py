@@ -60,7 +60,7 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
     """Choose the room for a part of `size` bytes.
 
-    Replicas leave space for two snapshots of the worker itself; its own parts displace replicas.
+    Replicas leave space for two of the worker's own snapshots, whose parts displace replicas.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]

@@ -38,7 +38,7 @@ _ENCRYPTION = {
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments of an upload, each with obstore's environment variable for the same setting."""
+"""Arguments for an upload, each with obstore's environment variable for the same setting."""
 
 
 def part_size(size: int) -> int:

@@ -70,7 +70,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of both push and pull."""
+    """Options for both push and pull."""
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False

@@ -63,7 +63,7 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Return the node affinity: one of the terms of `required` must match, with all its expressions."""
+    """Return the node affinity: one of the terms in `required` must match, with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
