@@ -60,7 +60,7 @@ _TAKEN_UP_S = 30.0
 
 
 class Late(OutlastError, TimeoutError):
-    """Raised if a run does not reach the step, the state or its end within the timeout of `wait`."""
+    """Raised if a run does not reach the step, the state or its end within `wait`'s timeout."""
 
     exit_code = 124
 

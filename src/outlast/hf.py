@@ -172,7 +172,7 @@ class _Attachment:
         """Evaluation metric that ranks the job's best checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
+        """Set the micro-batch size and accumulation for this world. Raises OutlastError if it cannot share the batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -210,7 +210,8 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state once the Trainer has made model, optimizer and schedule; then do the step's remaining work."""
+        """Load the newest state once the Trainer has created the model, optimizer and schedule; then do the step's remaining
+        work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -365,7 +366,7 @@ class _Position:
         """The state at the end of the step, and this rank's values, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
-        """Number of entries of the Trainer's log in `_lines`, one JSON line each."""
+        """Number of the Trainer's log entries in `_lines`, one JSON line each."""
 
     @property
     def at_end(self) -> bool:

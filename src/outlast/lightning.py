@@ -227,7 +227,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state once Lightning has made optimizers and schedules, and has read any `ckpt_path`."""
+        """Load the newest state once Lightning has created the optimizers and schedules, and has read any `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -490,7 +490,7 @@ class _Position:
         self._saved, self._rank = state, own
 
     def put_callbacks(self) -> None:
-        """Load callbacks and data module, which may act before the first step."""
+        """Restore the callbacks and the data module, which may act before the first step."""
         trainer = self._trainer
         for each in trainer.callbacks:
             if each.state_key in self._saved["callbacks"]:
@@ -501,7 +501,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Load loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
+        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]

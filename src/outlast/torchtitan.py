@@ -93,7 +93,7 @@ class Loader(order.Loader, BaseDataLoader):
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
-    """Outlast's snapshots and checkpoints at the end of each step, beside torchtitan's own checkpoints.
+    """Outlast's snapshots and checkpoints at the end of each step, in addition to torchtitan's own checkpoints.
 
     Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint according to its options
     (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are still

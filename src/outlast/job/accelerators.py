@@ -32,7 +32,7 @@ class Accelerator:
     package: str = ""
     """Python package that adds the device to torch; empty if torch supports the device itself."""
     files: str = ""
-    """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
+    """Pattern for the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
     """Environment variable that lists the devices a process may use."""
     query: tuple[str, ...] = ()
@@ -118,5 +118,5 @@ vendors' data sheets."""
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak throughput of a GPU in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
+    """Return a GPU's peak throughput in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

@@ -36,7 +36,7 @@ class LogLine:
 
 
 def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. A further
+    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. Each further
     attempt begins with a `contract.start_line`. Raises NotFound."""
     last: dict[int, list[tuple[int, LogLine]]] = {}
     before: dict[int, list[tuple[int, LogLine]]] = {}
@@ -120,9 +120,9 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` limits the existing lines to the last ones of each worker; 0 returns only lines written from now on. `since_s`
-        skips lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling
-        `say`, and ends when the job does.
+        `tail` limits the existing lines to each worker's last ones; 0 returns only lines written from now on. `since_s` skips
+        lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling `say`, and
+        ends when the job does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:

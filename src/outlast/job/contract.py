@@ -116,7 +116,7 @@ class Env:
     ATTEMPT = "OUTLAST_ATTEMPT"
     """Number of times that the members of the world have restarted its processes without the coordinator."""
     DATA = "OUTLAST_DATA"
-    """Directory of the job's dataset, or the parent directory of several datasets."""
+    """Directory with the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
     """Directory with the job's models, each in a subdirectory of its own name."""
     OUTPUT = "OUTLAST_OUTPUT"
@@ -132,7 +132,7 @@ class Env:
     """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
     the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
-    """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
+    """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: that endpoint's path, or else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
     """PEM file of the certificate authorities that verify etcd's certificate; turns TLS on."""
     ETCD_CERT = "OUTLAST_ETCD_CERT"
@@ -163,7 +163,7 @@ class Env:
     JOB_FILE = "OUTLAST_JOB_FILE"
     """The job as submitted, with absolute paths."""
     CODE = "OUTLAST_CODE"
-    """Working directory of the command, where code from an archive or a store is unpacked."""
+    """The command's working directory, where code from an archive or a store is unpacked."""
     SHARED = "OUTLAST_SHARED"
     """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
@@ -186,7 +186,7 @@ class Env:
     ADDRESS = "OUTLAST_ADDRESS"
     """Address where other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
-    """Namespace of the pod, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
+    """The pod's namespace, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
     """`1` starts the run from the beginning, even if another run with its output has not ended."""
     POD = "OUTLAST_POD"
@@ -200,7 +200,7 @@ class Env:
     """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
-    """Fencing token of this machine in the run's store. A process that finds another token there is a zombie."""
+    """This machine's fencing token in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
     """The command that restarts the launcher when it cannot be reached, as a JSON list."""
 
@@ -257,7 +257,7 @@ class Label:
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
-    """Label of a Job that downloads a dataset instead of training."""
+    """Label on a Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
     """Prefix of labels named after arguments, such as `args.outlast.dev/batch: "128"`."""
 
@@ -316,7 +316,7 @@ OPERATOR = "outlast-operator"
 MANAGED_BY = f"{GROUP}/operator"
 """Value of a job's `managedBy` if the operator manages the job."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the name of the ElasticJob."""
+"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the ElasticJob's name."""
 ETCD = ("etcd://", "etcds://")
 """Schemes of the endpoint if agents elect a coordinator through etcd: without and with TLS."""
 Backend = Literal["auto", "etcd", "c10d"]
@@ -361,9 +361,9 @@ PARAMETERS = "parameters.json"
 TENSORBOARD = "tensorboard"
 """Directory of TensorBoard event files: Outlast's are in `metrics/`, a script's are beside that directory."""
 TRACKING = ".tracking"
-"""Directory of the process that forwards metrics, see `tracking.follower_handle`."""
+"""Directory for the process that forwards metrics; see `tracking.follower_handle`."""
 WORK = "work"
-"""The working directory of training processes, see `prepare.workdir`."""
+"""The training processes' working directory; see `prepare.workdir`."""
 WORKED = ".outlast-generation"
 """File in WORK with the generation whose rank 0 ran there last; written by `launch.training_process`."""
 OWNER = ".owner"
@@ -377,18 +377,18 @@ PROGRESS = "progress-{local_rank}.json"
 PULSE = "pulse-{local_rank}.json"
 """File with a process's heartbeat; see `workerfiles.progress_file.Pulse`."""
 ERROR = "error-{local_rank}.json"
-"""The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by
+"""A failed training process's error: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""File with the current world of this worker, written by its membership in the rendezvous."""
+"""File with this worker's current world, written by its membership in the rendezvous."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator requests a new
 rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket where the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
+"""Socket where the agent serves memory for snapshots; see `snapshots.server`; absent if the agent serves none."""
 
 
 def worker_log(index: int) -> str:
@@ -405,7 +405,7 @@ def ledger_source(env: Mapping[str, str]) -> str:
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`. Names sort by step."""
+    """Return the directory name for the checkpoint of `step`. Names sort by step."""
     return f"step-{step:08d}"
 
 

@@ -49,8 +49,8 @@ class Failure:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt, which identify the failed start of processes. Failures are counted in this order, one for
-        each start."""
+        """Generation and attempt, which identify the failed process start. Failures are counted in this order, one for each
+        start."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
@@ -61,7 +61,7 @@ class Failure:
 
 
 def category(failure: Mapping[str, Any]) -> str:
-    """Return one of `CATEGORIES` for the fields of a failure. There are few because each is a time series."""
+    """Return one of `CATEGORIES` for a failure's fields. There are few because each is a time series."""
     if reported := FailureCause(failure.get("cause") or ""):
         return str(reported)
     code = failure.get("code")

@@ -145,7 +145,7 @@ class Ledger:
 
 
 Source = Callable[[], Iterable[bytes]]
-"""Function that reads the events of one process from the beginning, piece by piece."""
+"""Function that reads one process's events from the beginning, piece by piece."""
 
 
 class Events:

@@ -1,8 +1,8 @@
 """A job's metrics for Prometheus: one table of names, types, labels and units, and the text that workers respond with.
 
 The operator and the agents expose what is in `TABLE` and nothing else. docs/reference/metrics.md shows it; the alerts and the
-dashboard (`kubernetes/manifests/installed/monitoring.yaml`) name nothing else. Names follow Prometheus' conventions: base units,
-and `_total` for counters. https://prometheus.io/docs/practices/naming/
+dashboard (`kubernetes/manifests/installed/monitoring.yaml`) refer to nothing else. Names follow Prometheus' conventions: base
+units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 
 from __future__ import annotations

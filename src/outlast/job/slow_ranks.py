@@ -1,4 +1,4 @@
-"""Finds slow ranks, whose own time per step (`training.own_time`) is above the others'. Pure.
+"""Finds slow ranks, whose own time per step (`training.own_time`) exceeds the others'. Pure.
 
 Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
 """
@@ -21,7 +21,7 @@ LIMIT = 0.15
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
-"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: sound machines differ, and busy ones vary."""
+"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones vary."""
 
 
 def measured(samples: Sequence[float]) -> tuple[float, float]:
@@ -53,7 +53,7 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the share by which a rank is above the others, and its standard error."""
+    """Return the share by which a rank exceeds the others, and its standard error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -72,7 +72,7 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank that is above the others by this share, or that no longer is if the share is 0."""
+    """Return a sentence about a rank that exceeds the others by this share, or no longer does if the share is 0."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

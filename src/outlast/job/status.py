@@ -95,7 +95,7 @@ class WorkerStatus(_Model):
     reason: str = ""
     """Why the worker waits, where the worker hangs, or how the worker ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank if its own time per step is above the others'; also among `warnings`."""
+    """A sentence about the worker's slowest rank if its own time per step exceeds the others'; also among `warnings`."""
     differs: str = ""
     """A sentence about one of the worker's ranks whose copy of the common state differs from the others'; also among
     `warnings`."""

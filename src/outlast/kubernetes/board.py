@@ -108,7 +108,7 @@ class Board:
         """The latest deadline for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client of `put`; no other thread uses it, so it may be closed when its login expires."""
+        """The client that `put` uses; no other thread uses it, so it may be closed when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:

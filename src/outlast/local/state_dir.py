@@ -1,4 +1,4 @@
-"""The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
+"""One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
 Every file is replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
 `wanted.json`, `shell.json` and `package`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's

@@ -1,8 +1,7 @@
-"""The worker processes of one job on this machine: how they are started, adopted, stopped and killed, and how their end is
-detected.
+"""One job's worker processes on this machine: how they are started, adopted, stopped and killed, and how their end is detected.
 
-The launcher decides the number of workers; this module starts and identifies them. A worker has the environment of a pod, sees
-only its own GPUs, and outlives the launcher.
+The launcher decides the number of workers; this module starts and identifies them. A worker has a pod's environment, sees only
+its own GPUs, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
+"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping a hang's stacks."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
 FIRST_S = 10.0
@@ -192,7 +191,7 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """Return the report of a worker's agent (`contract.WORKER`); empty before the first report."""
+        """Return the report from a worker's agent (`contract.WORKER`); empty before the first report."""
         report = files.mapping(self._state_dir.worker(worker.index) / contract.WORKER)
         return report if report.get("pid") == worker.pid else {}
 

@@ -51,7 +51,7 @@ class Row:
 
     run: Run
     speedup: float | None
-    """Time of the first run divided by the time of this run."""
+    """The first run's time divided by this run's time."""
     efficiency: float | None
     """The speed-up divided by the ratio of workers, 0 ... 1."""
 

@@ -33,7 +33,7 @@ class Goodput:
     """The account of one job's time, up to its end or to now."""
 
     start: float
-    """Time of the first event, seconds since the epoch."""
+    """Time of the first event, in seconds since the epoch."""
     end: float
     state: str | None
     """The final state in the ledger, e.g. `Succeeded`; None while the job runs."""

@@ -60,8 +60,8 @@ class Lost:
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
     """Return the loss so far when a world ends at the time `at`. All times are in microseconds.
 
-    `progress` is the end of the world's last step, or None if no step has ended; `fault` is the moment of the fault, if known;
-    `noticed` is the time of the first report of the fault.
+    `progress` is the end of the world's last step, or None if no step has ended; `fault` is when the fault happened, if known;
+    `noticed` is when it was first reported.
     """
     noticed = max(min(noticed, at), progress or 0)
     begun = noticed if progress is None else progress

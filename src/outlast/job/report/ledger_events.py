@@ -109,7 +109,7 @@ class Survey:
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """End of the last step of each attempt of each generation. Its world was intact up to this time, whatever was reported."""
+    """When the last step ended, by generation and attempt. The world was intact up to this time, whatever was reported."""
     blind: bool = True
     """True if the script does not report progress."""
 

@@ -83,7 +83,7 @@ class Run:
 
 
 def of(place: Backend, status: JobStatus) -> Run:
-    """Return the run of the job with this status, to report on."""
+    """Return the run to report on, for the job with this status."""
     name, ended = status.name, str(status.state) if status.state.final else ""
     read, file = functools.partial(place.metrics, name), functools.partial(place.job_file, name)
     logs = functools.partial(place.logs, name, tail=TAIL)
@@ -188,7 +188,7 @@ class Page:
         return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
     def html(self, **more: object) -> str:
-        """Return the page: a file, or with more fields a page of `outlast ui`."""
+        """Return the page as a file or, with more fields, as a page of `outlast ui`."""
         fields = {"title": self.title, "facts": self.facts, "sections": self.sections, "plots": self.packed, **more}
         return _rendered("live.html" if more else "page.html", self.library, fields)
 

@@ -118,7 +118,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """Draw the finite values of the metric over the steps, with a line at the start of each world."""
+    """Draw the metric's finite values over the steps, with a line at the start of each world."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")

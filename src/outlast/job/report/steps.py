@@ -33,7 +33,7 @@ class Bucket(enum.StrEnum):
     PODS = "pod start"
     """Time from the request for pods until the first pod runs: scheduling, images, volumes."""
     HANG = "hang"
-    """Time from the last step until the detection of a hang."""
+    """Time from the last step until a hang was detected."""
     IDLE = "idle"
     """The job was interrupted, or had no launcher and no workers."""
     SUSPENDED = "suspended"

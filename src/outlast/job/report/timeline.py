@@ -22,7 +22,7 @@ from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""Bucket of a stopped job by its state: suspended by its user, or queued again because its queue withdrew the quota."""
+"""Bucket for a stopped job, by its state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
 """Number of spans above which old spans are joined."""
 
@@ -185,7 +185,7 @@ class Timeline:
         return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
-        """Return whether an event of the launcher or an agent may be about a member of the current world."""
+        """Return whether an event from the launcher or an agent may be about a member of the current world."""
         generation, worker = event.get("generation"), event.get("worker")
         late = generation is not None and generation < self._generation
         return not late and (self._members is None or worker is None or worker in self._members)

@@ -320,7 +320,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """Return the target of a link. Raises OutlastError if the target is outside and `self.outside` is not set."""
+        """Return a link's target. Raises OutlastError if the target is outside and `self.outside` is not set."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)

@@ -1,4 +1,4 @@
-"""Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
+"""Validates a document and reports every mistake at once, each a sentence with its line, its value and the remedy.
 
 Unknown fields are checked first. If the intended field is clear, its value is validated, too, so that one misspelt name does not
 hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.

@@ -54,7 +54,7 @@ class Progress:
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
-    """Share by which the rank's own time is above the other ranks', if the rank is slow; else 0."""
+    """Share by which the rank's own time exceeds the other ranks', if the rank is slow; otherwise 0."""
     differs: int = 0
     """Step of the first snapshot in which the rank's bits were found to differ from other ranks' (`job.differing_ranks`); 0 if
     none."""
@@ -106,7 +106,7 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """Return a writable descriptor of the file, or of /dev/null if the file cannot be created."""
+    """Return a writable descriptor for the file, or of /dev/null if the file cannot be created."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)

@@ -34,7 +34,7 @@ class LogOptions:
     follow: bool = False
     since_s: float | None = None
     since: str = ""
-    """Only lines after this time, in the format of `timestamps`."""
+    """Read only lines after this time, given in the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
     """Whether to read the container's log from before its last restart."""
@@ -108,7 +108,7 @@ class Cluster(Api):
         namespace: str | None = None,
         subresource: str = "",
     ) -> Document:
-        """Change some fields, by a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
+        """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
         version of the document."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))

@@ -61,8 +61,8 @@ class Api:
         return Subject(verb, kind, shown_name, effective_namespace, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """Yield the pages of a list, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired`
-        if the list has expired; the earlier pages are then useless."""
+        """Yield a list's pages, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired` if
+        the list has expired; the earlier pages are then useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
@@ -80,7 +80,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, subject: Subject) -> Iterator[Document]:
-    """Yield the documents of a page, and add their kind, which the server omits in lists."""
+    """Yield a page's documents, and add their kind, which the server omits in lists."""
     with requests.parsing(content, subject):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

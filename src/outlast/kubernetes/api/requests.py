@@ -35,7 +35,7 @@ _MAX_MESSAGE = 2**20
 _CLOSE_S = 1.0
 """Seconds to wait until a websocket's reader sees the end."""
 _MAX_CLIENTS = 32
-"""Maximum number of HTTP clients per cluster. Each client takes some kilobytes, plus the connections of its threads."""
+"""Maximum number of HTTP clients per cluster. Each client takes a few kilobytes, plus the connections of its threads."""
 _ATTEMPTS = 4
 """Number of attempts for a request that had no effect or is idempotent."""
 LONGEST_PAUSE_S = 30.0
@@ -136,7 +136,7 @@ class Connection:
     def stream(
         self, subject: Subject, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
     ) -> Generator[Iterator[bytes], None, None]:
-        """Yield the lines of a response as they arrive, without line ends, until `stop` is set."""
+        """Yield a response's lines as they arrive, without line ends, until `stop` is set."""
         import httpx2
 
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)

@@ -101,7 +101,7 @@ class _Reported:
 
     def __init__(self) -> None:
         self._outlines: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """By uid: version, key (namespace and name) and JSON text. Parsed documents would take ten times the memory."""
+        """Version, key (namespace and name) and JSON text, by uid. Parsed documents would take ten times the memory."""
 
     def record(self, change: Change) -> None:
         if change.type == "deleted":

@@ -66,7 +66,7 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """Installed kinds, among the optional kinds that Outlast can use."""
+    """Those of the optional kinds Outlast can use that are installed."""
     missing_rights: tuple[Right, ...] = ()
     """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None
@@ -134,7 +134,7 @@ def event_time(event: Document) -> str:
 
 
 def event_text(event: Document) -> str:
-    """Format an event: `FailedScheduling (12 times): 0/3 nodes are available`."""
+    """Format an event, such as `FailedScheduling (12 times): 0/3 nodes are available`."""
     count = (event.get("series") or {}).get("count") or event.get("count") or 1
     often = f" ({count} times)" if count > 1 else ""
     return f"{event.get('reason')}{often}: {str(event.get('message', '')).strip()}"

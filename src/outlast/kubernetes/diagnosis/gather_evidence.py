@@ -40,7 +40,7 @@ _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLC
 
 
 class _Reader:
-    """Lists kinds in one namespace, and records in `forbidden` the kinds that are forbidden."""
+    """Lists kinds in one namespace, and records the forbidden ones in `forbidden`."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -214,8 +214,8 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:
-    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Causes of refusals are
-    quotas, LimitRanges, Pod Security, policies and webhooks."""
+    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Quotas, LimitRanges, Pod
+    Security, policies and webhooks can cause refusals."""
     try:
         cluster.apply(sample_pod.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

@@ -74,8 +74,8 @@ def documents(
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
-    """Return all documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand`
-    see `operator_deployment.files`."""
+    """Return all documents for an installation, in creation order. `watch` includes the node watcher; for `on_demand` see
+    `operator_deployment.files`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]

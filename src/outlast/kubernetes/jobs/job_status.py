@@ -21,7 +21,7 @@ Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 REPLICAS = "outlast.dev/replicas"
-"""Annotation of a suspended StatefulSet: the number of workers before the suspension."""
+"""Annotation on a suspended StatefulSet: the number of workers before the suspension."""
 
 RECONCILED_WITHIN_S = 15.0
 """Maximum time until an operator reconciles a new job: usually about a second, and this long if the leader has just failed."""
@@ -229,8 +229,8 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """Return the final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else
-    Succeeded, or None until all have ended."""
+    """Return a StatefulSet's final state: Failed if any worker failed, otherwise Succeeded, or None until all have ended. Its
+    pods stay after their workers end."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]

@@ -22,7 +22,7 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
-"""Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
+"""Maximum number of items (log lines, pod changes, messages) waiting to be handled."""
 _POLL_S = 1.0
 """Interval between checks of whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
@@ -174,7 +174,7 @@ class Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """Return all pods if the job is over, else None: the watch may not have reported some of them yet."""
+            """Return all pods if the job is over, otherwise None: the watch may not have reported some of them yet."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -206,7 +206,7 @@ class Follower:
 
 
 class _Reader:
-    """Reads the log of one pod to its end, across lost connections and restarts of the container."""
+    """Reads one pod's log to its end, across lost connections and container restarts."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
         self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
-        """Number of container restarts when we started to read this log."""
+        """Number of container restarts when we started reading this log."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
         """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation of a submitted workload: the value that the label `run` would have if the file were applied by itself."""
+"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied by itself."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
@@ -56,8 +56,8 @@ class Submission:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that
-        currently trains the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
+        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that is
+        currently training the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
         job."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
@@ -129,7 +129,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store that has the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -181,7 +181,7 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """Return a phrase about how the run of a failed job continues when it is submitted again."""
+        """Return a phrase about how a failed job's run continues when the job is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"

@@ -1,4 +1,4 @@
-"""Translation of a `TrainJob` or a `PyTorchJob` into a job file: by the table `fields.yaml`, and by rules for fields without a
+"""Translates a `TrainJob` or a `PyTorchJob` into a job file, using the table `fields.yaml`, and rules for fields that have no
 single counterpart."""
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def train_job(document: Document, draft: Draft) -> None:
-    """Translate a TrainJob; labels and annotations in its spec are added to those of its metadata. Raises InvalidJob."""
+    """Translate a TrainJob; labels and annotations in its spec are added to those in its metadata. Raises InvalidJob."""
     spec, metadata = document["spec"], document["metadata"]
     trainer = spec.get("trainer", {})
     runtime = spec.get("runtimeRef", {}).get("name", "")

@@ -38,7 +38,7 @@ def service(request: Request) -> Document:
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """Return a headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
+    """Return a headless Service for pods' rendezvous, including pods that are not ready; `target` is their port."""
     port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
     fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
     return kinds.SERVICE.document(meta, spec=fields)
@@ -98,9 +98,9 @@ def worker_account(job: str) -> str:
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights of one job's workers: to create and change their Leases, each by its name, and to read their job.
-    Rights to create objects by name work because the workers use server-side apply, which is authorized with the object's
-    name, unlike a POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
+    """Return the rights for one job's workers: to create and change their Leases, each by its name, and to read their job. Rights
+    to create objects by name work because the workers use server-side apply, which is authorized with the object's name, unlike a
+    POST. `bound_account` is the account of the workers' pods; it defaults to the account created here."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
     leases = {

@@ -41,7 +41,7 @@ class Request:
         return self.job.spec
 
     def image(self) -> str:
-        """Return the image of the job's pods. Raises InvalidJob if there is none."""
+        """Return the image for the job's pods. Raises InvalidJob if there is none."""
         if self.spec.image is None:
             raise invalid_job(self.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
         return self.spec.image

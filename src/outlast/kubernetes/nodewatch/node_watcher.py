@@ -1,4 +1,4 @@
-"""The watcher of one node polls for notices, marks the node, and evicts its pods."""
+"""The watcher for one node polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 

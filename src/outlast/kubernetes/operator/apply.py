@@ -26,7 +26,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a creation is retried while another object with the same name is being deleted."""
 EVENT_WINDOW_S = 600
-"""Repetitions of a message within this time are one Event with a count. The API server keeps Events for an hour."""
+"""Repetitions of a message within this time are counted in one Event. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
 """Event reason when a pod cannot be created, the same one that Kubernetes' own controllers use."""
 

@@ -154,7 +154,7 @@ class Status:
     uses_etcd: bool = False
     """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
-    """The last failure: a `failure.Failure` with the node and the tail of the log."""
+    """The last failure: a `failure.Failure` with the node and the log's tail."""
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None
@@ -192,8 +192,8 @@ MAX_LEDGER_EVENTS = 32
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always
-    kept; the oldest of the others are dropped."""
+    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
+    the oldest of the rest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
@@ -362,7 +362,7 @@ def with_condition(
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
-    """Return the reason of a condition, or an empty string if there is none of this type."""
+    """Return a condition's reason, or an empty string if there is none of this type."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
@@ -414,7 +414,7 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """Return a time rounded to milliseconds, so that it is read back as it was written."""
+    """Return a time rounded to milliseconds, so that it reads back as it was written."""
     return None if when is None else round(when, 3)
 
 

@@ -82,7 +82,7 @@ class Pod(Identified):
 
     @property
     def killed_by(self) -> float:
-        """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
+        """If the pod is being deleted, the latest time when its kubelet kills it; otherwise 0."""
         return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
@@ -186,7 +186,7 @@ class PlainJob:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
     job: Document
-    """The equivalent ElasticJob: number of workers and restarts, deadlines."""
+    """The equivalent ElasticJob, with the number of workers and restarts, and the deadlines."""
     nnodes: str
     """The --nnodes for torchrun, such as `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
     train together."""
@@ -235,7 +235,7 @@ class JobSnapshot(Identified):
 
     @property
     def generation(self) -> int:
-        """The job's `metadata.generation`, which grows with each change of the specification."""
+        """The job's `metadata.generation`, which grows with each change to the specification."""
         return int(self.document["metadata"].get("generation", 1))
 
     @property

@@ -95,7 +95,7 @@ class Operator:
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
+        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, otherwise 1."""
         self.address = probes.serve(self.health, self._exposition, host=self._settings.host, port=self._settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()

@@ -147,7 +147,7 @@ def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Return the seconds since a time, for a job that should be making progress; else None."""
+    """Return the seconds since a time, for a job that should be making progress; otherwise None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 

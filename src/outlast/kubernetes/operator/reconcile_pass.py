@@ -197,7 +197,7 @@ class ReconcilePass:
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
-        """Return the plan of this pass; it contains the status only if the status changes."""
+        """Return this pass's plan; it contains the status only if the status changes."""
         if self.handled_uids.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
             self.update(handled_pods=tuple(uid for uid in self.handled_uids if uid in existing))

@@ -35,7 +35,7 @@ _CONF = {
     "keep_alive_interval": 1,  # s; with the next line, a lost worker is detected after 5 s instead of 15
     "keep_alive_max_attempt": 5,
 }
-"""Options of torch's rendezvous. torch before 2.9 does not support the last two, and ignores them.
+"""Options for torch's rendezvous. torch before 2.9 does not support the last two, and ignores them.
 https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
 
 

@@ -334,7 +334,7 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that are not being read, and leftovers of dead writers.
+        """Remove expired checkpoints that are not being read, and leftovers from dead writers.
 
         Returns the removed checkpoints. With `dry_run`, nothing is removed. Raises StoreError.
         """

@@ -225,7 +225,8 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations, which may fill the disk.
+    """Remove unfinished checkpoints that dead attempts of `generation` and earlier generations left behind; they may fill the
+    disk.
 
     If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
     this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.

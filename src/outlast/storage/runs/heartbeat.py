@@ -34,7 +34,7 @@ class Beat:
 
     run: str
     where: str
-    """Location of the training, for people; the same for all workers of an owner."""
+    """Where training runs, for people; the same for all of an owner's workers."""
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
@@ -62,7 +62,7 @@ def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: boo
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
-    """Return the valid heartbeat of another owner of the run, and its age in seconds, or None."""
+    """Return another owner's valid heartbeat for the run, and its age in seconds, or None."""
     beat = last(place)
     if beat is None or beat.left or beat.run != run or beat.where == where:
         return None

@@ -1,4 +1,4 @@
-"""A run's output in a store: files excluded from the sync, and readers of logs, metrics and the ledger.
+"""A run's output in a store: files excluded from the sync, and readers for logs, metrics and the ledger.
 
 The command line reads them from the store when the machine that wrote them is gone.
 """

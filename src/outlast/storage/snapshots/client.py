@@ -301,7 +301,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """Return the client of this process, or None if snapshots are off.
+    """Return this process's client, or None if snapshots are off.
 
     Raises NotRestored if snapshots are on and the agent does not respond: only the agent can fetch the store's newest checkpoint,
     so training must not begin without the agent.

@@ -1,4 +1,4 @@
-"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`data_port`).
+"""The agent's side of snapshots: memory for its worker's ranks, and a port for other agents (`data_port`).
 
 Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes
 into it, and publishes it. The agent computes the checksums and writes the header, then sends the part to other agents. So a rank
@@ -44,7 +44,7 @@ from outlast.storage.snapshots.part_format import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
-"""A query of the store. Raises StoreError, OSError."""
+"""A query to the store. Raises StoreError, OSError."""
 _NEWEST_S = 3.0
 """Timeout for a rank's request `newest` in seconds: the query began earlier (`look`), and memory may have a newer state."""
 _FINISHERS = 8
@@ -66,7 +66,7 @@ class Publication:
 
 
 class Server:
-    """Serves the ranks of one worker and other agents, in threads.
+    """Serves one worker's ranks and other agents, in threads.
 
     `restore` fetches the store's newest checkpoint, and `newest` returns its (generation, step), or None.
     """

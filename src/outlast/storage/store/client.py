@@ -43,9 +43,9 @@ class Entry:
     """Name of the object, relative to the place's URL."""
     size: int
     etag: str
-    """Version of the content, for comparison only: stores compute it differently."""
+    """The content's version, for comparison only: stores compute it differently."""
     modified: float
-    """Time of the last change by the store's clock, seconds since the epoch."""
+    """Time of the last change by the store's clock, in seconds since the epoch."""
 
 
 @dataclass
@@ -355,7 +355,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside this place: on the server if possible, otherwise by a download and an upload."""
+        """Copy an object within this place: on the server if possible, otherwise by a download and an upload."""
         import obstore
 
         path, target = self._path(key), self._path(to)

@@ -157,7 +157,7 @@ class Upload:
             self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Copy another object of the bucket that is too large for one request, inside the store."""
+        """Within the store, copy another object in the bucket that is too large for one request."""
         note = self._begun({"size": size})
         try:
             etags = []

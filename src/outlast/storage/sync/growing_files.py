@@ -47,7 +47,7 @@ _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object with the bytes of a file from `start` to `end`."""
+    """An object with a file's bytes from `start` to `end`."""
 
     key: str
     number: int

@@ -153,7 +153,7 @@ def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Object], int]:
-    """Decode the objects and `clean_before` of a manifest. Raises ValueError."""
+    """Decode a manifest's objects and `clean_before`. Raises ValueError."""
     try:
         document = _document(zlib.decompress(data, 31))
         with _uncollected():

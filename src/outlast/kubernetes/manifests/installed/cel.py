@@ -38,7 +38,7 @@ TEXT_BOUNDS = {
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """Return a rule that a field of the specification, or of its section `within`, is immutable."""
+    """Return a rule that makes a field of the specification, or of its section `within`, immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -65,7 +65,7 @@ IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
 
 @functools.cache
 def rules() -> dict[str, list[Rule]]:
-    """Return the rules by the name of the model in `spec`: `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
+    """Return the rules by model name in `spec`, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
     text = resources.files(__package__).joinpath("cel.yaml").read_text()
     shared = str(list(accelerators.SHARED))
     between: dict[str, list[Rule]] = yaml.safe_load(text.replace("<own>", f"^({spec.OWN})$").replace("<shared>", shared))

@@ -94,8 +94,8 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller
-    unit: `500m`."""
+    """Return the schema for an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
+    `500m`."""
     if len(options) == 1:
         return _structural(options[0], definitions)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]

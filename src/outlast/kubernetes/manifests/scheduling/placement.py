@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Labels of spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+"""Labels on spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -32,7 +32,7 @@ _OLD_NAMES = {
 
 
 ON_DEMAND = "on-demand"
-"""Value of `scheduling.worker0` that keeps worker 0 off spot machines."""
+"""Value for `scheduling.worker0` that keeps worker 0 off spot machines."""
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
