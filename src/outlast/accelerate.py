@@ -44,10 +44,10 @@ def attach(
     """Continue this process's run from its newest state. Call this after `accelerator.prepare`.
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
-    than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared loader
-    of training samples, optional if only one is prepared. The order of samples is a function of `seed`. The last batch of an
-    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. `output` is the directory of checkpoints
-    outside of a job. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step in
+    than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared
+    training loader, optional if only one loader is prepared. The order of samples is a function of `seed`. The last batch of an
+    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. `output` is the checkpoint directory
+    outside a job. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step in
     every world. Raises OutlastError if training cannot continue exactly. A collective.
     """
     if problem := _unsupported(accelerator):
@@ -79,7 +79,7 @@ def _unsupported(accelerator: Any) -> str:
 
 
 def _training_loader(accelerator: Any, loader: Any) -> Any:
-    """Return the loader of training samples. Raises OutlastError if it is ambiguous or cannot be used."""
+    """Return the training loader. Raises OutlastError if it is ambiguous or cannot be used."""
     prepared = accelerator._dataloaders
     if loader is None and len(prepared) != 1:
         raise OutlastError(

@@ -60,7 +60,7 @@ _TAKEN_UP_S = 30.0
 
 
 class Late(OutlastError, TimeoutError):
-    """Raised if a run does not reach the step, the state or its end within the timeout of `wait`."""
+    """Raised if a run does not reach the step, the state or its end within `wait`'s timeout."""
 
     exit_code = 124
 
@@ -86,10 +86,10 @@ class Job:
         Job(module="package.train", workers=(2, 1, 4), checkpoint={"every": "1m"})
         Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
 
-    `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` is by default that of the script, module or
-    function. Relative paths start at the working directory; a script's code is that directory if the script is below it. Other
-    keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a function that cannot be
-    sent to workers.
+    `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` defaults to that of the script, module or
+    function. Relative paths are resolved against the working directory; a script's code is that directory if the script is below
+    it. Other keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a function that
+    cannot be sent to workers.
     """
 
     def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
@@ -155,8 +155,8 @@ class Job:
         """Start training on this machine, in the background, or continue the run of this name if it has not succeeded.
 
         With `fresh`, an unfinished run is cancelled, and training starts from the beginning. With `take_over`, this machine takes
-        the store's run over from another machine that trains it. `chaos` is a file with a fault schedule. Messages go to `say`.
-        Raises AlreadyRunning.
+        over the store's run from another machine that is training it. `chaos` is a file with a fault schedule. Messages go to
+        `say`. Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -240,8 +240,8 @@ class Run:
         """Wait until training reaches a step, a state (`until="Running"`) or a condition (`until=lambda status: len(status.world)
         == 1`); by default, its end. Returns the status.
 
-        `timeout` is a duration (`20m`) or a number of seconds; default: none. Raises Failed if the run fails, is cancelled or
-        stops first, and TimeoutError after the timeout. Neither affects the run.
+        `timeout` is a duration (`20m`) or a number of seconds; by default there is none. Raises Failed if the run fails, is
+        cancelled or stops first, and TimeoutError after the timeout. Neither affects the run.
         """
         from outlast.job.status import State
 
@@ -311,7 +311,7 @@ class Run:
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process`. Returns a sentence about it. Without `worker`, the seed selects one."""
+        """Inject a fault, such as `kill-process`. Returns a sentence about it. If no `worker` is given, the seed selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
@@ -351,7 +351,7 @@ class Run:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the wall time spent on steps whose result was kept, 0 ... 1; None before the first step."""
+        """Share of the wall time spent on steps whose results were kept, 0 ... 1; None before the first step."""
         return self.report().account.goodput
 
     @property
@@ -361,7 +361,7 @@ class Run:
 
     @property
     def output(self) -> Path | str:
-        """The place of checkpoints, logs and the ledger: a directory on this machine, or another place, such as a URL."""
+        """Where checkpoints, logs and the ledger are: a directory on this machine, or another place, such as a URL."""
         return self.place.output(self.name)
 
     @property
@@ -375,7 +375,7 @@ class Run:
         return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, the best, or that of `step`: tensors on the CPU, by their names.
+        """Return the weights in the newest checkpoint, the best one, or that of `step`, as CPU tensors by name.
 
         `key` is the name of the module in `resume`, if there are several. A checkpoint that is only in a store is downloaded.
         Raises NotFound, and OutlastError for an unknown key. Needs torch.
@@ -460,7 +460,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that calls a function. Other keywords are arguments of the function."""
+    """Return the fields for a job that calls a function. Other keywords are arguments of the function."""
     from outlast import function_call
     from outlast.job import spec
 

@@ -55,7 +55,7 @@ _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
 """Name prefixes of trainers that generate samples during training."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer that differ between ranks. In transformers 4, the sum of losses is not an attribute."""
+"""Attributes of the Trainer that differ between ranks. In transformers 4, the summed loss is not an attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
@@ -134,7 +134,7 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches for the Trainer, which skips as many as it has trained; these are empty."""
+    """An epoch's micro-batches for the Trainer. Those already trained on, which the Trainer skips, are empty."""
 
     stopped = False
     """True if training has ended, so no batch follows."""
@@ -163,7 +163,7 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty at the first start."""
+        """Directory with only the Trainer's own state, where the Trainer reads its position; empty at the first start."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         """The generators' states before the current evaluation."""
@@ -172,7 +172,7 @@ class _Attachment:
         """Evaluation metric that ranks the job's best checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set micro-batch and accumulation for this world. Raises OutlastError if it cannot share the batch."""
+        """Set the micro-batch size and accumulation for this world. Raises OutlastError if it cannot share the batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -196,7 +196,7 @@ class _Attachment:
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return the Trainer's loader of training samples, with our order and seeded samples."""
+        """Return the Trainer's training loader, with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -210,7 +210,8 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state once the Trainer has made model, optimizer and schedule; then do the step's remaining work."""
+        """Load the newest state once the Trainer has created the model, optimizer and schedule; then do the step's remaining
+        work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -365,7 +366,7 @@ class _Position:
         """The state at the end of the step, and this rank's values, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
-        """Number of entries of the Trainer's log in `_lines`, one JSON line each."""
+        """Number of the Trainer's log entries in `_lines`, one JSON line each."""
 
     @property
     def at_end(self) -> bool:

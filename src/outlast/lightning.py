@@ -139,7 +139,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need and this Lightning lacks, or defines with other parameters."""
+    """Return the first method or attribute that we need but this Lightning lacks, or defines with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -150,7 +150,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return the same for callbacks, some of which a module may add in `fit`."""
+    """Like `_problem`, but for callbacks, some of which a module may add in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -199,7 +199,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return the user's loader of training samples, with our order and seeded samples."""
+        """Return the user's training loader, with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -213,7 +213,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Validate after equally many optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
+        """Validate after the same number of optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -227,7 +227,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state once Lightning has made optimizers and schedules, and has read any `ckpt_path`."""
+        """Load the newest state once Lightning has created the optimizers and schedules, and has read any `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -490,7 +490,7 @@ class _Position:
         self._saved, self._rank = state, own
 
     def put_callbacks(self) -> None:
-        """Load callbacks and data module, which may act before the first step."""
+        """Restore the callbacks and the data module, which may act before the first step."""
         trainer = self._trainer
         for each in trainer.callbacks:
             if each.state_key in self._saved["callbacks"]:
@@ -501,7 +501,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Load loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
+        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]

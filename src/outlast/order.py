@@ -8,7 +8,7 @@ one rank, so that all ranks together see the same global batches in every world:
     sampler.seek(step)                                      # after a restart, with any number of ranks
 
 `permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
-shuffles the shards, takes them in windows of a few, and shuffles the samples of each window.
+shuffles the shards, takes them in windows of a few, and shuffles the samples within each window.
 """
 
 from __future__ import annotations
@@ -29,7 +29,8 @@ _ROUNDS = 8
 _AT_A_TIME = 4096
 """Number of a rank's positions that are permuted at a time."""
 VERSION = 1
-"""Version of the permutation, part of every key. Changing only the permutation would make runs repeat and skip samples."""
+"""The permutation's version, which is part of every key. Changing only the permutation would make runs repeat and skip
+samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -146,7 +147,7 @@ def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
 
 
 class BatchSampler:
-    """The micro-batches of one rank, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
+    """One rank's micro-batches, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
 
     `samples` is the length of the dataset, and `batch` the number of samples in one optimizer step over all ranks. Each rank gets
     an equal share of every global batch, in micro-batches of at most `most` samples. The last batch of an epoch is filled up with

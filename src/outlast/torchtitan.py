@@ -93,7 +93,7 @@ class Loader(order.Loader, BaseDataLoader):
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
-    """Outlast's snapshots and checkpoints at the end of each step, beside torchtitan's own checkpoints.
+    """Outlast's snapshots and checkpoints at the end of each step, in addition to torchtitan's own checkpoints.
 
     Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint according to its options
     (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are still
@@ -137,7 +137,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Record the metrics of steps. Validations neither affect training's random state nor count as hangs."""
+        """Record each step's metrics. Validations neither affect training's random state nor count as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:

@@ -16,23 +16,23 @@ class Accelerator:
     """One kind of accelerator."""
 
     resource: str
-    """Kubernetes resource that the device plugin offers, and the taint of nodes reserved for it."""
+    """Kubernetes resource that the device plugin offers, and the taint on nodes reserved for it."""
     name: str = ""
     """Short name in job files. If the name is empty, job files contain the resource."""
     about: str = ""
     """Meaning of the short name, if that is not obvious."""
     others: tuple[str, ...] = ()
-    """Patterns of other resources of the same devices, such as parts of a device."""
+    """Patterns for other resources that the same devices offer, such as parts of a device."""
     shared: tuple[str, ...] = ()
-    """Resources whose single unit has cores for several processes."""
+    """Resources of which one unit has cores for several processes."""
     device: str = ""
     """Device type in torch; `torch.<device>` is its module."""
     backend: str = ""
-    """Backend of torch.distributed for collectives between such devices."""
+    """torch.distributed backend for collectives between such devices."""
     package: str = ""
     """Python package that adds the device to torch; empty if torch supports the device itself."""
     files: str = ""
-    """Pattern of the device files in /dev. The part that `[0-9]*` matches names the device."""
+    """Pattern for the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
     """Environment variable that lists the devices a process may use."""
     query: tuple[str, ...] = ()
@@ -77,7 +77,7 @@ NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
 """Kubernetes resources by short name."""
 DEVICES = {row.device: row for row in TABLE if row.device}
-"""Rows by device type of torch."""
+"""Rows by torch's device type."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
 """Libraries for collectives. An error that names one of them comes from a collective; an error that names a device may be any
 error."""
@@ -91,7 +91,7 @@ def resource(name: str) -> str:
 
 
 def described() -> str:
-    """Return the list of short names for the reference of the job file."""
+    """Return the list of short names for the job file reference."""
     return ", ".join(f"`{row.name}`{f' ({row.about})' if row.about else ''}" for row in NAMED)
 
 
@@ -101,7 +101,7 @@ def is_accelerator(resource: str) -> bool:
 
 
 def taints(resource: str) -> list[str]:
-    """Return the taints of nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
+    """Return the taints on nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
     domain = f"{resource.partition('/')[0]}/"
     wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
     return list(dict.fromkeys([resource, *wholes]))
@@ -113,10 +113,10 @@ PEAKS = (
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70),
     ("A10", 125), ("V100", 125), ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
 )  # fmt: skip
-"""Peak throughput of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, for each part of a GPU's name. Source:
-the makers' data sheets."""
+"""Peak throughput of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, by words in a GPU's name. Source: the
+vendors' data sheets."""
 
 
 def peak_flops(name: str) -> float | None:
-    """Return the peak throughput of a GPU in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
+    """Return a GPU's peak throughput in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

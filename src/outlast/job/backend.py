@@ -36,7 +36,7 @@ class LogLine:
 
 
 def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. A further
+    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. Each further
     attempt begins with a `contract.start_line`. Raises NotFound."""
     last: dict[int, list[tuple[int, LogLine]]] = {}
     before: dict[int, list[tuple[int, LogLine]]] = {}
@@ -59,7 +59,7 @@ class Backend(Protocol):
     """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
 
     poll_s: float
-    """Poll interval for the status of a job, in seconds."""
+    """Poll interval for a job's status, in seconds."""
     notices: list[str]
     """Notes for the user about the most recently submitted or resumed job."""
 
@@ -88,10 +88,10 @@ class Backend(Protocol):
         a cluster, where controllers drive the job."""
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job, the newest last."""
+        """Return the status of every job, newest last."""
 
     def status(self, name: str) -> JobStatus:
-        """Return the current status of a job."""
+        """Return a job's current status."""
 
     def scale(self, name: str, replicas: int) -> None:
         """Change the number of workers. Training saves, and a new world forms."""
@@ -120,9 +120,9 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` limits the existing lines to the last ones of each worker; 0 returns only lines written from now on. `since_s`
-        skips lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling
-        `say`, and ends when the job does.
+        `tail` limits the existing lines to each worker's last ones; 0 returns only lines written from now on. `since_s` skips
+        lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling `say`, and
+        ends when the job does.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
@@ -131,10 +131,10 @@ class Backend(Protocol):
 
     def output(self, name: str) -> Path | str:
         """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
-        another place, such as the URL of a store."""
+        another place, such as a store URL."""
 
     def events(self, name: str) -> Iterable[Event]:
-        """Return the ledger of the job's run in order of time; may be iterated more than once."""
+        """Return the ledger of the job's run in chronological order; may be iterated more than once."""
 
     def metrics(self, name: str) -> Iterable[bytes]:
         """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have it."""

@@ -19,7 +19,7 @@ GROUP = "outlast.dev"
 
 
 class Exit(enum.IntEnum):
-    """Exit codes of a worker, and of a training process that uses Outlast."""
+    """Exit codes for a worker, and for a training process that uses Outlast."""
 
     DONE = 0
     FAILED = 1
@@ -32,7 +32,8 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """Convert Python's exit status of a process to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
+    """Convert a process's exit status, as Python gives it, to the exit code that a shell reports: `-9`, for signal 9, becomes
+    137."""
     return 128 - status if status < 0 else status
 
 
@@ -71,7 +72,7 @@ class FailureCause(enum.StrEnum):
     HANG = "hang"
     """The process was killed because it hung."""
     BITS = "bits"
-    """The rank had other bits than most others; the run goes back without its worker (decision 69)."""
+    """The rank's bits differed from most others'; the run goes back without its worker (decision 69)."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -79,7 +80,7 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Reason for the final end of a job. Also the reason of its condition on Kubernetes, hence CamelCase."""
+    """Why a job has ended for good. Also its condition's reason on Kubernetes, hence CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
@@ -115,23 +116,23 @@ class Env:
     ATTEMPT = "OUTLAST_ATTEMPT"
     """Number of times that the members of the world have restarted its processes without the coordinator."""
     DATA = "OUTLAST_DATA"
-    """Directory of the job's dataset, or the parent directory of several datasets."""
+    """Directory with the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
-    """Directory of the job's models, each in a subdirectory with its name."""
+    """Directory with the job's models, each in a subdirectory of its own name."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
     LEDGER = "OUTLAST_LEDGER"
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """State directory of the worker: progress, errors, world."""
+    """The worker's state directory: progress, errors, world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
-    """Endpoint of the coordinator, as given to `--rdzv-endpoint`."""
+    """The coordinator's endpoint, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key with which the workers of a run authenticate; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0,
-    else of the run's name."""
+    """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
+    the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
-    """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: the path of that endpoint, else `/outlast`."""
+    """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: that endpoint's path, or else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
     """PEM file of the certificate authorities that verify etcd's certificate; turns TLS on."""
     ETCD_CERT = "OUTLAST_ETCD_CERT"
@@ -140,7 +141,7 @@ class Env:
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """Interval between checkpoints: `300s` or `200 steps`."""
+    """Interval between checkpoints, such as `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
     """Number of best checkpoints to keep, `min` or `max` for the best value, and the metric: `2 min val_loss`. Absent if none are
@@ -150,9 +151,9 @@ class Env:
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
-    """`1`: the run goes back if a rank has other bits than most others."""
+    """`1` makes the run go back if a rank's bits differ from most others'."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """`1`: also write metrics to TensorBoard event files in the output."""
+    """`1` also writes metrics to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
     """URI of an MLflow server, or the path of its directory; `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
@@ -162,53 +163,52 @@ class Env:
     JOB_FILE = "OUTLAST_JOB_FILE"
     """The job as submitted, with absolute paths."""
     CODE = "OUTLAST_CODE"
-    """Working directory of the command, where code from an archive or a store is unpacked."""
+    """The command's working directory, where code from an archive or a store is unpacked."""
     SHARED = "OUTLAST_SHARED"
     """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
-    """Directory shared by all jobs of a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME,
-    else in ~/.cache."""
+    """Directory shared by all jobs on a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME, else in
+    ~/.cache."""
     NETRC = "OUTLAST_NETRC"
     """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
-    """Size limit of the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
+    """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset: any free one. On one machine, worker i serves on this port plus
-    i."""
+    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset means any free one. On one machine, worker i serves on this port
+    plus i."""
     PYTHON = "OUTLAST_PYTHON"
-    """Path of the Python in which training runs, unless it is the agent's."""
+    """Path of the Python that training runs in, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
     """URL of the job's output in a store; unset when the output is a directory."""
     STAY = "OUTLAST_STAY"
-    """`1`: after the end of its run, this worker idles and never trains that run again (StatefulSets restart containers that
+    """If `1`, this worker idles after the end of its run and never trains that run again (StatefulSets restart containers that
     exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address at which other workers reach this one; default: 127.0.0.1, for workers on one machine."""
+    """Address where other workers reach this one; default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
-    """Namespace of the pod, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
+    """The pod's namespace, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
-    """`1`: start the run from the beginning, although another run of its output has not ended."""
+    """`1` starts the run from the beginning, even if another run with its output has not ended."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
     """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
     nodes."""
     ZONE = "OUTLAST_ZONE"
-    """Failure domain of that node; empty if unknown. Replicas go to another zone if possible."""
+    """That node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """Uid of the pod, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
+    """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
-    """Fencing token of this machine in the run's store. A process that finds another token there is a zombie."""
+    """This machine's fencing token in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
-    """JSON list: the command that restarts the launcher when it cannot be reached."""
+    """The command that restarts the launcher when it cannot be reached, as a JSON list."""
 
 
 RESERVED_ENV = re.compile(
     r"^(OUTLAST_(?!ETCD_|CACHE_SIZE$)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: those of torchrun and of Outlast, except credentials for etcd and the size limit
-of the cache."""
+"""Names that a job file's `env` may not set: torchrun's and Outlast's own, except etcd credentials and the cache's size limit."""
 
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
@@ -222,7 +222,7 @@ class Pod:
     TRAINER = "trainer"
     """Container that runs the agent."""
     CONTAINER = "worker"
-    """Container of other pods: datasets, Spark, checks. Also runs the agent in pods of earlier versions."""
+    """Container in other pods: datasets, Spark, checks. Also runs the agent in pods that earlier versions created."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
     """User and group id of the pod's processes."""
@@ -235,10 +235,10 @@ class Pod:
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory of the job file, and of local files of the submitter that the job refers to."""
+    """Directory with the job file, and with the submitter's local files that the job refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     INJECTED = "/opt/outlast-agent"
-    """Directory of the agent that an init container has copied, in images without Outlast."""
+    """Directory to which an init container copies the agent, for images without Outlast."""
     SHIPPED = "/etc/outlast-code"
     """Directory of a code archive that is mounted from a ConfigMap."""
     PROBE_PORT = 8080
@@ -257,18 +257,18 @@ class Label:
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
-    """Label of a Job that downloads a dataset instead of training."""
+    """Label on a Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
-    """Prefix of the names of arguments: `args.outlast.dev/batch: "128"`."""
+    """Prefix of labels named after arguments, such as `args.outlast.dev/batch: "128"`."""
 
 
 class Annotation:
-    """Annotations by which agents, pods and the operator communicate."""
+    """Annotations that agents, pods and the operator communicate through."""
 
     REPORT = f"{GROUP}/report"
     """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
     FRESH = f"{GROUP}/fresh"
-    """On an ElasticJob that was submitted with --fresh: `true`."""
+    """`true` on an ElasticJob that was submitted with --fresh."""
     PROGRESS = f"{GROUP}/progress"
     """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
     `snapshot` and `every` are absent while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
@@ -279,7 +279,7 @@ class Annotation:
     LEAVING_REASON = f"{GROUP}/leaving-reason"
     """The reason as one sentence, together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
-    """On a node that the node watcher has cordoned: `true`. A node that was already cordoned does not get this annotation, and
+    """`true` on a node that the node watcher has cordoned. A node that was already cordoned does not get this annotation, and
     stays cordoned."""
 
 
@@ -298,11 +298,11 @@ class LeavingKind(enum.StrEnum):
 
 
 LEAVING = f"{GROUP}/leaving"
-"""Key of the taint on a node that is about to go away, effect NoSchedule. Its value is a `LeavingKind`."""
+"""Key of the taint on a node that is about to go away, with effect NoSchedule. Its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
-"""Seconds without a renewal of its Lease after which a member is considered dead."""
+"""A member is considered dead if it has not renewed its Lease for this many seconds."""
 RENEW_S = 10.0
 """Seconds between two renewals of a member's Lease."""
 MESH_LEASE_S = 100.0
@@ -316,7 +316,7 @@ OPERATOR = "outlast-operator"
 MANAGED_BY = f"{GROUP}/operator"
 """Value of a job's `managedBy` if the operator manages the job."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the name of the ElasticJob."""
+"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the ElasticJob's name."""
 ETCD = ("etcd://", "etcds://")
 """Schemes of the endpoint if agents elect a coordinator through etcd: without and with TLS."""
 Backend = Literal["auto", "etcd", "c10d"]
@@ -328,16 +328,16 @@ SCHEMES = {
 """Schemes of `rendezvous.endpoint` by backend, each with its replacement in Env.RENDEZVOUS (see `rendezvous.transport`)."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
-"""DNS domain of a cluster."""
+"""A cluster's DNS domain."""
 
 LONGEST_HOST = 63
 """Maximum length of a host name, a label value and a Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
-"""Maximum number of workers of one job."""
+"""Maximum number of workers in one job."""
 
 
 def worker_name(job: str, index: int) -> str:
-    """Return the name of a worker's pod, and of its Lease."""
+    """Return the name that a worker's pod and Lease share."""
     return f"{job}-worker-{index}"
 
 
@@ -361,9 +361,9 @@ PARAMETERS = "parameters.json"
 TENSORBOARD = "tensorboard"
 """Directory of TensorBoard event files: Outlast's are in `metrics/`, a script's are beside that directory."""
 TRACKING = ".tracking"
-"""Directory of the process that forwards metrics, see `tracking.follower_handle`."""
+"""Directory for the process that forwards metrics; see `tracking.follower_handle`."""
 WORK = "work"
-"""The working directory of training processes, see `prepare.workdir`."""
+"""The training processes' working directory; see `prepare.workdir`."""
 WORKED = ".outlast-generation"
 """File in WORK with the generation whose rank 0 ran there last; written by `launch.training_process`."""
 OWNER = ".owner"
@@ -373,22 +373,22 @@ COMMIT = "COMMIT"
 
 # Below a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
-"""See `workerfiles.progress_file`."""
+"""File with a process's progress; see `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
-"""See `workerfiles.progress_file.Pulse`."""
+"""File with a process's heartbeat; see `workerfiles.progress_file.Pulse`."""
 ERROR = "error-{local_rank}.json"
-"""The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by
+"""A failed training process's error: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""File with the current world of this worker, written by its membership in the rendezvous."""
+"""File with this worker's current world, written by its membership in the rendezvous."""
 NOTICE = "notice.json"
 """`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator requests a new
 rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket at which the agent serves memory for snapshots, see `snapshots.server`; absent if the agent serves none."""
+"""Socket where the agent serves memory for snapshots; see `snapshots.server`; absent if the agent serves none."""
 
 
 def worker_log(index: int) -> str:
@@ -397,19 +397,20 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return the name of a training process in the ledger, by worker: a rank may move to another worker, and its files do not."""
+    """Return a training process's name in the ledger, which contains its worker: a rank may move to another worker, but its files
+    do not."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name of the checkpoint of `step`. Names sort by step."""
+    """Return the directory name for the checkpoint of `step`. Names sort by step."""
     return f"step-{step:08d}"
 
 
 STAYS = "stays up and does nothing more"
-"""Suffix of the last log line of a worker that has ended and waits to be deleted."""
+"""Suffix of the last log line from a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 _START_LINE = re.compile(r"outlast \| (attempt \d+ of )?generation \d+: ")
 
@@ -419,7 +420,7 @@ ECHO = "outlast echo | "
 
 
 def start_line(generation: int, attempt: int, reason: str) -> str:
-    """Return the log line with which a worker's training processes start again: in a new world, or as another attempt of it."""
+    """Return the log line written when a worker's training processes start again, in a new world or for another attempt of it."""
     return f"outlast | {f'attempt {attempt} of ' if attempt else ''}generation {generation}: {reason}"
 
 

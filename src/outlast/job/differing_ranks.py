@@ -15,13 +15,13 @@ from outlast.job import slow_ranks
 FEWEST = 3
 """Minimum number of workers for telling which one is wrong."""
 WAYS_BACK = 3
-"""Number of ways back to about the same step after which a run ends."""
+"""A run ends instead of going back to about the same step this many times."""
 _KEYS = 20
 """Maximum number of tensor names that are recorded."""
 
 
 def share(local_rank: int, turn: int, local_ranks: int) -> int:
-    """Return the number of the share that a rank of a worker takes in the `turn`-th snapshot.
+    """Return which share a worker's rank takes in the `turn`-th snapshot.
 
     After as many snapshots as the worker has ranks, each rank has taken each share once.
     """

@@ -1,4 +1,4 @@
-"""A failure of training, as all processes exchange it. A plain dataclass: training processes have no pydantic."""
+"""A training failure, as exchanged between processes. A plain dataclass: training processes have no pydantic."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ class Failure:
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """The failed start of that generation's processes: 0 for the first, n for the nth restart by the members themselves."""
+    """Which start of that generation's processes failed: 0 for the first, n for the nth restart by the members themselves."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
@@ -49,19 +49,19 @@ class Failure:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt, which identify the failed start of processes. Failures are counted in this order, one for
-        each start."""
+        """Generation and attempt, which identify the failed process start. Failures are counted in this order, one for each
+        start."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """Return the failure as a document for a status: all fields with a value, except internal fields and the fields in
+        """Return the failure as a document for a status: all fields that have a value, except internal ones and those in
         `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 
 
 def category(failure: Mapping[str, Any]) -> str:
-    """Return one of `CATEGORIES` for the fields of a failure. There are few because each is a time series."""
+    """Return one of `CATEGORIES` for a failure's fields. There are few because each is a time series."""
     if reported := FailureCause(failure.get("cause") or ""):
         return str(reported)
     code = failure.get("code")

@@ -18,7 +18,7 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
                                                          world
     unheard      generation, workers, by, reason         agent: peers that are silent or refuse connections
     scaled       replicas                                launcher, on the user's request
-    resumed      code_digest?                            command line: an unfinished run goes on
+    resumed      code_digest?                            command line: an unfinished run continues
     finished     state, reason, step, code               launcher
     session      generation, rank, world_size, versions?    training: process group is up; versions: of libraries, rank 0
     restoring    generation                              training, rank 0
@@ -28,14 +28,14 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
     step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended, or it is the last of
                                                          `steps` steps that have; waited_s, copied_s: the seconds of their time
                                                          spent waiting for data, and copying the state into memory
-    slow         generation, step, rank, worker, node, own_s, reason    training, rank 0: a rank is slow, or is so no longer
+    slow         generation, step, rank, worker, node, own_s, reason    training, rank 0: a rank is slow, or no longer is
     differs      generation, step, rank | ranks, worker?, node?, tensors, copies, agreed, reason    training, rank 0: bits of what
                                                          every rank has differ from the other ranks' in a snapshot; agreed:
                                                          the step of the last one in which all were equal, 0: unknown
     snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on, a snapshot is made
                                                          every `every` steps
     saving       step                                    training, rank 0: a save begins, training stalls
-    staged       step, stall_s                           training, rank 0: training goes on
+    staged       step, stall_s                           training, rank 0: training continues
     committed    step, path, bytes, seconds              training, rank 0: the checkpoint exists
     save_failed  step, reason                            training, rank 0
     not_copied   step, reason                            training, rank 0: committed, but not on the disks of all workers
@@ -65,14 +65,14 @@ Event = dict[str, Any]
 TOGETHER_S = 1.0
 """Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
 _PIECE = 64 << 10
-"""Bytes per read of a source."""
+"""Number of bytes read from a source at a time."""
 _UNSORTED = 1024
 """Maximum distance, in events, between an event's position in its file and its position by time. Arbitrary: threads
 write a few events at once."""
 
 
 class Ledger:
-    """Appends events of one source to `<directory>/<source>.jsonl`. Threads may share it."""
+    """Appends one source's events to `<directory>/<source>.jsonl`. Threads may share it."""
 
     def __init__(self, directory: Path, source: str) -> None:
         self._path, self._source = directory / f"{source}.jsonl", source
@@ -145,11 +145,11 @@ class Ledger:
 
 
 Source = Callable[[], Iterable[bytes]]
-"""Function that reads the events of one process from the beginning, piece by piece."""
+"""Function that reads one process's events from the beginning, piece by piece."""
 
 
 class Events:
-    """The events of a ledger in the order of time. Each iteration reads the files again, in bounded memory, and skips a last line
+    """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory, and skips a last line
     torn by the death of its writer.
     """
 
@@ -218,8 +218,8 @@ def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Yield the events of source `number` in the order of time, each with its sort key. After a clock was set back, an event may
-    be out of order by more than `_UNSORTED` events. It then gets the time of the event before it."""
+    """Yield the events of source `number` in chronological order, each with its sort key. After a clock was set back, an event
+    may be out of order by more than `_UNSORTED` events. It then gets the time of the event before it."""
     waiting = deque[tuple[float, int, int, Event]]()
     last = float("-inf")
 

@@ -1,8 +1,8 @@
 """A job's metrics for Prometheus: one table of names, types, labels and units, and the text that workers respond with.
 
 The operator and the agents expose what is in `TABLE` and nothing else. docs/reference/metrics.md shows it; the alerts and the
-dashboard (`kubernetes/manifests/installed/monitoring.yaml`) name nothing else. Names follow Prometheus' conventions: base units,
-and `_total` for counters. https://prometheus.io/docs/practices/naming/
+dashboard (`kubernetes/manifests/installed/monitoring.yaml`) refer to nothing else. Names follow Prometheus' conventions: base
+units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _RANK, _GPU = (*_MEMBER, "rank"), (*_MEMBER, "gpu")
 
 @dataclass(frozen=True)
 class Metric:
-    """One metric. `source` is the process that measures and exposes it: the operator, or the agent of a worker."""
+    """One metric. `source` is the process that measures and exposes it: the operator, or a worker's agent."""
 
     name: str
     type: str
@@ -83,7 +83,7 @@ TABLE = _of(
 METRICS = {metric.name: metric for metric in TABLE}
 
 Value = float | tuple[float, int]
-"""A number; sum and count of a summary."""
+"""A number, or a summary's sum and count."""
 Sample = tuple[str, Mapping[str, object], Value]
 """Name without the prefix, labels besides the common ones, value."""
 

@@ -35,7 +35,7 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """Return a run's key, from a Secret or the launcher, else derived from the job. Empty under plain torchrun.
+    """Return a run's key, from a Secret or the launcher, or else derived from the job. Empty under plain torchrun.
 
     Pods that meet at worker 0 share one job file, which therefore serves as the secret. Other jobs may be changed while they run,
     so their key comes from the run's name.

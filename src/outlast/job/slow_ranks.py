@@ -1,4 +1,4 @@
-"""Finds slow ranks, whose own time per step (`training.own_time`) is above the others'. Pure.
+"""Finds slow ranks, whose own time per step (`training.own_time`) exceeds the others'. Pure.
 
 Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
 """
@@ -15,13 +15,13 @@ Window = Sequence[tuple[float, float]]
 """For each rank, the median of its own time per step in one window and the median's standard error, in seconds; 0 if unknown."""
 
 WINDOWS = 3
-"""Number of consecutive windows in which a slow rank is above the limit: bursts of other load are shorter."""
+"""Number of consecutive windows in which a slow rank must be above the limit: bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum share by which a slow rank is above the others. A rank slowed by a fifth sometimes measures less than that."""
+"""Minimum excess of a slow rank over the others, as a share. A rank slowed by a fifth sometimes measures less than that."""
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
-"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: sound machines differ, and busy ones vary."""
+"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones vary."""
 
 
 def measured(samples: Sequence[float]) -> tuple[float, float]:
@@ -31,7 +31,7 @@ def measured(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with the share by which its own time is above the median of the others': 0.25 for a quarter.
+    """Return the slow ranks, each with the share by which its own time exceeds the others' median: 0.25 for a quarter.
 
     `windows` are the latest ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
     limit in one of the windows. `work` is each rank's amount of work per step in any unit; a rank with more work than the others
@@ -53,7 +53,7 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the share by which a rank is above the others, and its standard error."""
+    """Return the share by which a rank exceeds the others, and its standard error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -72,7 +72,7 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank that is above the others by this share, or that no longer is if the share is 0."""
+    """Return a sentence about a rank that exceeds the others by this share, or no longer does if the share is 0."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

@@ -18,7 +18,7 @@ from outlast.job.failure import Failure
 
 
 class State(enum.StrEnum):
-    """State of a job. The last three are final until the job is run again."""
+    """A job's state. The last three are final until the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
@@ -58,7 +58,7 @@ class Ending:
     state: State
     reason: str
     code: int
-    """Exit code of the job. INTERRUPTED: workers are asked to save and leave; otherwise they end at once."""
+    """Exit code of the job. With INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
     end: End = End.UNKNOWN
 
 
@@ -95,9 +95,10 @@ class WorkerStatus(_Model):
     reason: str = ""
     """Why the worker waits, where the worker hangs, or how the worker ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank if its own time per step is above the others'; also among `warnings`."""
+    """A sentence about the worker's slowest rank if its own time per step exceeds the others'; also among `warnings`."""
     differs: str = ""
-    """A sentence about a rank of the worker whose bits of what every rank has differ from the others'; also among `warnings`."""
+    """A sentence about one of the worker's ranks whose copy of the common state differs from the others'; also among
+    `warnings`."""
 
     @property
     def suspicions(self) -> list[str]:
@@ -150,9 +151,9 @@ class StoreStatus(_Model):
     step: int = 0
     """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """Last time at which the upload was complete, in seconds since the epoch; None before that."""
+    """Last time that the upload was complete, in seconds since the epoch; None before that."""
     since: float | None = None
-    """Time of the first of the current upload failures; None while uploads succeed."""
+    """When uploads began to fail; None while they succeed."""
     error: str = ""
     """Why uploads fail."""
     backlog: int = 0
@@ -205,8 +206,8 @@ class JobStatus(_Model):
     """The epoch whose steps `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
-    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty: none yet.
-    `data`: the job downloads data and has no steps."""
+    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty if there is
+    none yet. With `data`, the job downloads data and has no steps."""
     rate: float | None = None
     """Recent rate, in steps per second."""
     restarts: int = 0
@@ -224,7 +225,7 @@ class JobStatus(_Model):
     """Problems that training survives, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
-    """Share of the wall time spent on steps whose result was kept, 0 ... 1."""
+    """Share of the wall time spent on steps whose results were kept, 0 ... 1."""
     lost: LostStatus | None = None
     """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
     output: str = ""
@@ -250,7 +251,7 @@ class JobStatus(_Model):
 
     @property
     def from_step(self) -> str:
-        """` from step 10`, if the job has a checkpoint to continue from; else empty."""
+        """` from step 10`, if the job has a checkpoint to continue from; otherwise empty."""
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property

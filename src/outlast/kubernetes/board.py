@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Seconds between two progress reports of rank 0's worker. Users see the steps that it reports."""
+"""Seconds between two progress reports from rank 0's worker. Users see the steps that it reports."""
 LONGEST_PAUSE_S = 1.0
 """Maximum seconds between two attempts to send a changed report, or to watch. For a plain renewal, the maximum is RENEW_S."""
 ANSWER_S = 10.0
@@ -55,7 +55,7 @@ def board(endpoint: str, member: Member) -> Board:
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the seconds between two renewals of a Lease in a job with this many workers; `mesh`: peers watch one another."""
+    """Return the seconds between two Lease renewals in a job with this many workers. With `mesh`, peers watch one another."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
@@ -70,7 +70,7 @@ class _Leaving:
 
 @dataclass(frozen=True)
 class _Rendezvous(Published):
-    """`.status.rendezvous` of an ElasticJob; see `operator.elasticjob_status`."""
+    """The field `.status.rendezvous` of an ElasticJob; see `operator.elasticjob_status`."""
 
     run: str = ""
     leaving: tuple[_Leaving, ...] = ()
@@ -99,16 +99,16 @@ class Board:
         """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
         lists its id."""
         self._resource_version = ""
-        """Version of our Lease after our last write."""
+        """Our Lease's version after our last write."""
         self._report: Report | None = None
-        """The report that was written last, or whose write failed."""
+        """The last report that was written, or that could not be written."""
         self._changed_at = 0.0
         self._away = False
         self._deadline: _Leaving | None = None
-        """The last deadline for this pod."""
+        """The latest deadline for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client of `put`; no other thread uses it, so it may be closed when its login expires."""
+        """The client that `put` uses; no other thread uses it, so it may be closed when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:

@@ -40,7 +40,7 @@ _NOTICE_DELAY_S = 1.0
 
 
 class LocalBackend:
-    """The backend of this machine. `state` is usually `.outlast` in the working directory.
+    """The backend for this machine. `state` is usually `.outlast` in the working directory.
 
     `start` launches a command that outlives this process, with an environment (`env`), and appends its output to a file.
     """
@@ -309,7 +309,7 @@ class LocalBackend:
     # Evaluation
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
-        """Run the job's module with `--evaluate` in one process on this terminal."""
+        """Run the job's module with `--evaluate` in one process in this terminal."""
         from outlast.storage import store
         from outlast.storage.checkpoints import fetch_newest
 

@@ -5,7 +5,7 @@
 A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers continue to train, start a new
 launcher if theirs is unreachable, and are adopted by the new launcher. The launcher writes its state to `launcher.json` before
 anything that depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`.
-The launcher coordinates one machine, see `rendezvous.coordinator`.
+The launcher coordinates one machine; see `rendezvous.coordinator`.
 """
 
 from __future__ import annotations
@@ -47,9 +47,9 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Seconds between two iterations of the loop if there are no events."""
 WAIT_NOTICE_S = 2.0
-"""Seconds of waiting after which the status explains the wait."""
+"""The status explains a wait that has lasted this many seconds."""
 EARLY_FAILURE_S = 60.0
-"""Seconds within which a script that fails before any step counts as failed at startup."""
+"""A script that fails within this many seconds, before any step, counts as failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
 """Timeout in seconds for uploading the files that the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
@@ -57,7 +57,7 @@ EXIT_TIMEOUT_S = 15.0
 
 
 class Launcher:
-    """The launcher of one job. `run` returns the launcher's exit code."""
+    """One job's launcher. `run` returns the launcher's exit code."""
 
     def __init__(self, state_dir: StateDir, clock: Awake | None = None) -> None:
         self.state_dir = state_dir
@@ -78,7 +78,7 @@ class Launcher:
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """Time of the run's submission or resumption, on this launcher's clock."""
         self.started: float | None = None
-        """Time at which the run's first world formed, on this launcher's clock."""
+        """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
         """Why workers failed to join the running world, by index."""
         self.formed_at = 0.0
@@ -213,7 +213,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing. Their peers, which do not hear them either, may train without them before."""
+        """Kill agents that do nothing. Their peers, which do not hear from them either, may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -305,7 +305,7 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the cause of the pending failures. Echoes without a step get that of the run."""
+        """Return what is known about the cause of the pending failures. An echo without a step gets the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)
@@ -358,7 +358,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Ask the workers to leave, but for those that hear of the end."""
+        """Announce the end, and ask workers to leave if it is an interruption or they do not learn of it themselves."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # its last state has the reason
@@ -477,7 +477,7 @@ def _acquire(lock: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run the launcher of one job; a second launcher of the same job exits at once."""
+    """Run one job's launcher; a second launcher for the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
     os_calls.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:

@@ -1,4 +1,4 @@
-"""The live status of a run: step, rate, checkpoints, uploads, goodput, and the state of each worker.
+"""A run's live status: step, rate, checkpoints, uploads, goodput, and each worker's state.
 
 This module fills in the `JobStatus` that the launcher writes to `status.json`. It makes no decisions.
 """
@@ -195,7 +195,7 @@ class LiveStatus:
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the status in the newest report of an uploader, which may run on any worker."""
+        """Return the status from the newest uploader's report; the uploader may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

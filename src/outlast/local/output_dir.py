@@ -1,4 +1,4 @@
-"""The output directory of a job on this machine: its location and owner, and archiving earlier files."""
+"""A job's output directory on this machine: its location and owner, and archiving earlier files."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""Seconds that the lock of an output may outlive the launcher that acquired it."""
+"""Seconds that an output's lock may outlive the launcher that acquired it."""
 
 
 def store_url(job: spec.Job) -> str:

@@ -35,7 +35,7 @@ _LEFT = {
     State.SUSPENDED: "was suspended",
 }
 _LOCAL_FIELDS = ("code", "data", "env", "environment")
-"""Fields that contain paths of local files, or that are missing in the output's job file."""
+"""Fields that contain local paths, or that are missing from the output's job file."""
 _SHELL_VARIABLES = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"

@@ -1,4 +1,4 @@
-"""The state directory of one job on this machine: its paths, and the files that the command line and the launcher share.
+"""One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
 Every file is replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
 `wanted.json`, `shell.json` and `package`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's
@@ -56,7 +56,7 @@ class StateDir:
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
-        """The run's key, with which its workers authenticate; readable by this user only."""
+        """The key that the run's workers authenticate with; readable by this user only."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 
@@ -134,7 +134,7 @@ class Request:
 
     replicas: int
     end: str = ""
-    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty: train to the end."""
+    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty to train to the end."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:

@@ -130,7 +130,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy from a code directory the files that pods would get."""
+    """Copy the files in a code directory that pods would get."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -230,7 +230,7 @@ def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> N
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """Return the newest generation of a resumed run. If the run had ended, discard its failures, restarts and end."""
+    """Return a resumed run's newest generation. If the run had ended, discard its failures, restarts and end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):

@@ -1,8 +1,7 @@
-"""The worker processes of one job on this machine: how they are started, adopted, stopped and killed, and how their end is
-detected.
+"""One job's worker processes on this machine: how they are started, adopted, stopped and killed, and how their end is detected.
 
-The launcher decides the number of workers; this module starts and identifies them. A worker has the environment of a pod, sees
-only its own GPUs, and outlives the launcher.
+The launcher decides the number of workers; this module starts and identifies them. A worker has a pod's environment, sees only
+its own GPUs, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping the stacks of a hang."""
+"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping a hang's stacks."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Pauses in seconds before restarting a worker that has joined no world since its last start."""
 FIRST_S = 10.0
-"""Maximum seconds that the other workers wait for the first, from which they are forked; arbitrary."""
+"""Maximum seconds that the other workers wait for the first, which forks them; arbitrary."""
 
 
 @dataclasses.dataclass
@@ -84,7 +83,7 @@ class WorkerPool:
         """Number of starts of each worker since its last world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """Deadline of the other workers' wait for the first one."""
+        """Time until which the other workers wait for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -93,7 +92,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over the workers of an earlier launcher. `ended` detects workers that have died since."""
+        """Take over an earlier launcher's workers. `ended` detects workers that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -107,7 +106,7 @@ class WorkerPool:
         """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is over.
 
         On a machine with fewer cores than workers, the first worker starts alone. The others are forked from it once it has
-        `reported` to the launcher, which spares them the import of torch.
+        `reported` to the launcher, which spares them importing torch.
         """
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
@@ -121,7 +120,8 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError (too few GPUs), and OSError."""
+        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError if there are too few GPUs, and
+        OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -191,7 +191,7 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """Return the report of a worker's agent (`contract.WORKER`); empty before the first report."""
+        """Return the report from a worker's agent (`contract.WORKER`); empty before the first report."""
         report = files.mapping(self._state_dir.worker(worker.index) / contract.WORKER)
         return report if report.get("pid") == worker.pid else {}
 
@@ -296,7 +296,7 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty without GPUs, or if the job
+    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty if there are none, or if the job
     requests none.
 
     As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if the

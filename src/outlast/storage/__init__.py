@@ -1,1 +1,1 @@
-"""Storage of training state in memory, on disks and in stores."""
+"""Stores training state in memory, on disks and in stores."""

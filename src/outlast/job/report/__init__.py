@@ -1,1 +1,1 @@
-"""The report of a run: where its time went, and several runs side by side."""
+"""A run's report: where its time went, and several runs side by side."""

@@ -29,16 +29,16 @@ class Run:
     name: str
     state: str
     workers: tuple[int, ...]
-    """Sizes of the run's worlds in the order of time, with consecutive repeats merged."""
+    """The run's world sizes in chronological order, with consecutive repeats merged."""
     time_s: float
     """Time from submission to the end, or to now."""
     training_s: float
-    """The part of `time_s` spent on steps whose result was kept."""
+    """The part of `time_s` spent on steps whose results were kept."""
     steps: int
     steps_per_s: float | None
     """Steps per second while the run trained, without the first step of each world."""
     goodput: float
-    """Share of the time spent on steps whose result was kept, 0 ... 1."""
+    """Share of the time spent on steps whose results were kept, 0 ... 1."""
     loss: float | None = None
     """The last value logged as `loss`."""
     throughput: tuple[str, float] | None = None
@@ -51,7 +51,7 @@ class Row:
 
     run: Run
     speedup: float | None
-    """Time of the first run divided by the time of this run."""
+    """The first run's time divided by this run's time."""
     efficiency: float | None
     """The speed-up divided by the ratio of workers, 0 ... 1."""
 

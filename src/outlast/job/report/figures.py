@@ -1,7 +1,7 @@
 """Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`.
 
 Bokeh does not render their text as markup. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces
-by those of a light or a dark page.
+with those of a light or a dark page.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ class Plots:
 
 
 def line(drawn: Any, series: Series, colour: str, **tips: str) -> None:
-    """Draw a series: its last values, and their range if a point stands for several ones."""
+    """Draw a series: its last values, and their range if a point stands for several."""
     thinned = series.per > 1
     range_ = {"low": _finite(series.low), "high": _finite(series.high)} if thinned else {}
     source = columns(x=np.array(series.x, float), last=_finite(series.last), **range_)
@@ -83,7 +83,7 @@ def line(drawn: Any, series: Series, colour: str, **tips: str) -> None:
 
 
 def workers(drawn: Any, steps: Sequence[float], sizes: Sequence[float]) -> None:
-    """Draw the sizes of the worlds behind a metric, with a separate axis."""
+    """Draw the world sizes behind a metric, on a separate axis."""
     drawn.extra_y_ranges = {"workers": Range1d(start=0, end=1.2 * max(sizes, default=1) or 1)}
     drawn.add_layout(LinearAxis(y_range_name="workers", axis_label="workers", ticker=BasicTicker(min_interval=1)), "right")
     drawn.step(steps, sizes, mode="after", y_range_name="workers", color=_LINE, line_width=2, alpha=0.8)

@@ -33,7 +33,7 @@ class Goodput:
     """The account of one job's time, up to its end or to now."""
 
     start: float
-    """Time of the first event, seconds since the epoch."""
+    """Time of the first event, in seconds since the epoch."""
     end: float
     state: str | None
     """The final state in the ledger, e.g. `Succeeded`; None while the job runs."""
@@ -59,7 +59,7 @@ class Goodput:
     """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
-    """The last reported interval of snapshots; None if never reported."""
+    """The last reported snapshot interval; None if never reported."""
 
     @property
     def wall_s(self) -> float:
@@ -73,7 +73,7 @@ class Goodput:
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time spent on steps whose result was kept, 0 ... 1. Suspended time does not count."""
+        """Share of the wall time spent on steps whose results were kept, 0 ... 1. Suspended time does not count."""
         us = self.microseconds
         return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
 
@@ -86,7 +86,7 @@ def buckets(events: Iterable[Event], now: float | None) -> Goodput:
     """Return the account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) while the
     job runs.
 
-    A sequence of events may have any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
+    A sequence of events may be in any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
     passes, which bounds memory. If `now` is None, for a job without a launcher, the account ends with the last event.
     """
     if isinstance(events, Sequence):
@@ -122,7 +122,7 @@ _Stretch = tuple[int, int, Bucket]
 
 
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
-    """Yield the spans, each with the final bucket of its owner.
+    """Yield the spans, each with its owner's final bucket.
 
     `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. By convention, the phases of
     a step are waiting for data, copying the state, warm-up and training, in this order.

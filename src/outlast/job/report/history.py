@@ -1,4 +1,4 @@
-"""The history of a run in its ledger, beside `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
+"""A run's history from its ledger, in addition to `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
 
 from __future__ import annotations
 
@@ -25,13 +25,13 @@ _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 
 
 class History:
-    """The events of a run, recorded in bounded memory while they are iterated over for the first time. Times are in seconds since
-    the epoch; steps are those of rank 0, which alone reports them."""
+    """A run's events, recorded in bounded memory while they are iterated over for the first time. Times are in seconds since the
+    epoch; steps are those of rank 0, which alone reports them."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
         self.worlds: list[tuple[float, float]] = []
-        """Start and number of workers of each world."""
+        """Each world's start and number of workers."""
         self.progress = Series(_FINE)
         """Step over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
@@ -59,7 +59,7 @@ class History:
             yield event
 
     def step_at(self, time: float) -> float:
-        """Return the last step that had ended at this time."""
+        """Return the last step that had ended by this time."""
         at = bisect.bisect_right(self.progress.x, time)
         return self.progress.last[at - 1] if at else 0.0
 
@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest of those lost to training, then the longest others. The time between
-    two of them is one segment, of the bucket that most of it belongs to."""
+    """Return at most `most` segments: the longest of those lost to training, then the longest of the rest. The time between two
+    of them is one segment, of the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))

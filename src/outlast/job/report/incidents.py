@@ -1,4 +1,4 @@
-"""Incidents of a run, and the training that each failure cost. Used by `report.timeline`.
+"""A run's incidents, and the training time that each failure cost. Used by `report.timeline`.
 
 The measure: seconds of training lost = detection + re-forming + restoring + repeated steps. The loss begins at the fault and ends
 with the next completed step; the time of an ordinary step is not lost.
@@ -25,7 +25,7 @@ class Lost:
     restoring_us: int = 0
     """Reading a snapshot or a checkpoint."""
     again_us: int = 0
-    """Time of the steps whose result was lost, and of the interrupted step."""
+    """Time of the steps whose results were lost, and of the interrupted step."""
     up_to: bool = False
     """True if the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
     an upper bound."""
@@ -60,8 +60,8 @@ class Lost:
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
     """Return the loss so far when a world ends at the time `at`. All times are in microseconds.
 
-    `progress` is the end of the world's last step, or None if no step has ended; `fault` is the moment of the fault, if known;
-    `noticed` is the time of the first report of the fault.
+    `progress` is the end of the world's last step, or None if no step has ended; `fault` is when the fault happened, if known;
+    `noticed` is when it was first reported.
     """
     noticed = max(min(noticed, at), progress or 0)
     begun = noticed if progress is None else progress
@@ -85,15 +85,15 @@ class Incident:
     """One sentence from the process that made the change or detected the problem."""
     worker: int | None = None
     generation: int = -1
-    """Generation of the world in which the incident happened, or which it ended."""
+    """Generation of the world that the incident happened in, or that it ended."""
     recovery_s: float | None = None
     """Seconds until the end of the next step, or until the next world for a script that reports no steps. None before that, or if
     training never stopped."""
     replayed: int = 0
-    """Number of steps whose result was lost."""
+    """Number of steps whose results were lost."""
     attempt: int = 0
-    """The start of that world's processes that the incident ended; above 0 if the members had repaired the world by themselves
-    before."""
+    """Which start of that world's processes the incident ended; above 0 if the members had already repaired the world by
+    themselves."""
     lost: Lost | None = None
     """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or the script reports
     no steps."""
@@ -117,7 +117,7 @@ def cause(kind: str, event: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Total cost of all incidents of some kinds, after recovery."""
+    """Total cost of all incidents of certain kinds, after recovery."""
 
     failures: int
     seconds: float
@@ -141,7 +141,7 @@ def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Tot
 
 
 def seconds_by_cause(incidents: Iterable[Incident]) -> dict[str, float]:
-    """Add up the training seconds that incidents have cost, after recovery, by their cause; every cause is there."""
+    """Add up the training seconds that incidents have cost, after recovery, by cause; every cause is included."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for incident in incidents:
         if incident.lost is not None and incident.recovery_s is not None:

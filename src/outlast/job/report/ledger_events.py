@@ -1,4 +1,4 @@
-"""Selection and order of a ledger's events for the account. Used by `report.timeline`."""
+"""Selects and orders a ledger's events for the account. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -72,7 +72,7 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events for the account in the order of time, without duplicates: equal events at the same instant count once.
+    """Yield the events for the account in chronological order, without duplicates: equal events at the same instant count once.
 
     An event that another machine's clock dates after `finished` happened before it, unless the job was resumed.
     """
@@ -109,7 +109,7 @@ class Survey:
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """End of the last step of each attempt of each generation. Its world was intact up to this time, whatever was reported."""
+    """When the last step ended, by generation and attempt. The world was intact up to this time, whatever was reported."""
     blind: bool = True
     """True if the script does not report progress."""
 

@@ -40,15 +40,15 @@ from outlast.job.status import JobStatus
 _INCIDENTS = 200
 """Maximum number of incidents on a page: those that cost most."""
 _ROWS = 60
-"""Maximum number of rows in a table of a series."""
+"""Maximum number of rows in a series' table."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
-"""Maximum number of periods in the timeline of the job, and in those of all workers."""
+"""Maximum number of periods in the job's timeline, and in those of all workers."""
 TAIL = 40
 """Number of lines shown from the end of a log."""
 _LOGS = 8
 """Maximum number of workers whose logs are shown."""
 _TALL, _ROW = 640, 22
-"""Height of a timeline of many workers, and of the rows of a small one; in pixels."""
+"""Height of a timeline with many workers, and of a row in a small one, in pixels."""
 _BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
 _WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
 _PARTS = ("detection", "reforming", "restoring", "again")
@@ -76,14 +76,14 @@ class Run:
     status: JobStatus | None = None
 
     def account(self, events: Iterable[Event]) -> Goodput:
-        """Return the account of the run with these events, up to its end or to now."""
+        """Return the run's account from these events, up to its end or to now."""
         now = time.time() if self.active or next(iter(self.events), None) is None else None
         found = goodput.buckets(events, now)
         return dataclasses.replace(found, state=found.state or self.ended or None)
 
 
 def of(place: Backend, status: JobStatus) -> Run:
-    """Return the run of the job with this status, to report on."""
+    """Return the run to report on, for the job with this status."""
     name, ended = status.name, str(status.state) if status.state.final else ""
     read, file = functools.partial(place.metrics, name), functools.partial(place.job_file, name)
     logs = functools.partial(place.logs, name, tail=TAIL)
@@ -93,12 +93,12 @@ def of(place: Backend, status: JobStatus) -> Run:
 
 
 def run(shown: Run) -> str:
-    """Return the page of a run as a file. Raises OutlastError if bokeh is missing."""
+    """Return a run's page as a file. Raises OutlastError if bokeh is missing."""
     return built(shown).html()
 
 
 def built(shown: Run) -> Page:
-    """Return the page of a run. Raises OutlastError if bokeh is missing."""
+    """Return a run's page. Raises OutlastError if bokeh is missing."""
     past = History(shown.events)
     account, (logged, broken) = shown.account(past), metrics(shown.metrics())
     unread = {"the ledger": getattr(shown.events, "broken", 0) + past.unusable, "metrics.jsonl": broken}
@@ -184,11 +184,11 @@ class Page:
 
     @functools.cached_property
     def packed(self) -> str:
-        """The plots."""
+        """Return the plots, packed for `page.js`."""
         return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
     def html(self, **more: object) -> str:
-        """Return the page: a file, or with more fields a page of `outlast ui`."""
+        """Return the page as a file or, with more fields, as a page of `outlast ui`."""
         fields = {"title": self.title, "facts": self.facts, "sections": self.sections, "plots": self.packed, **more}
         return _rendered("live.html" if more else "page.html", self.library, fields)
 
@@ -320,7 +320,7 @@ def _incidents(page: Page, account: Goodput) -> None:
         seconds = f"{'up to ' if lost['up_to'] else ''}{lost['seconds']:.2f}", *(f"{lost[f'{part}_s']:.2f}" for part in _PARTS)
         rows.append((number, printed.at(each["time"] - account.start), each["text"], *seconds, each["replayed"], lost["source"]))
     table = _many(len(rows), "incident"), headings, rows
-    if not any(map(any, parts.values())):  # training has not stopped, or not gone on
+    if not any(map(any, parts.values())):  # training has not stopped, or has not continued
         return page.add("Incidents", table=table) if rows else None
     drawn = page.plots.plot("lost", "incident", label="seconds lost")
     source = page.columns(incident=[number for number, _ in found], text=[each["text"] for _, each in found], **parts)
@@ -344,7 +344,7 @@ def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
 
 
 def _times(page: Page, past: History, account: Goodput) -> None:
-    """Show how long steps and saves took in the course of the run."""
+    """Show how long steps and saves took over the course of the run."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
         used = {what: each for what, each in series.items() if each.count}

@@ -41,7 +41,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return the values of a metric in the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
+    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
     line."""
     found = []
     for line in lines:
@@ -118,7 +118,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """Draw the finite values of the metric over the steps, with a line at the start of each world."""
+    """Draw the metric's finite values over the steps, with a line at the start of each world."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")

@@ -1,6 +1,4 @@
-"""Plots of a comparison of runs: the time of each run, and the measured and ideal speed-ups. The only module that imports
-matplotlib.
-"""
+"""Plots a comparison of runs: each run's time, and the measured and ideal speed-ups. The only module that imports matplotlib."""
 
 from __future__ import annotations
 

@@ -37,11 +37,11 @@ _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_
 """Fields of an incident that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
-"""Call with which a script without a session reports its steps."""
+"""Call that a script without a session uses to report its steps."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""Number of latest incidents listed in the terminal."""
+"""Number of incidents listed in the terminal, the latest ones."""
 
 _Line = list[tuple[str, str]]
 """Fragments of text with their style."""
@@ -200,7 +200,7 @@ def _total(goodput: Goodput) -> str:
 
 def _cost(incident: Incident, steps: bool) -> str:
     """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
-    only the time."""
+    return only the time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost
@@ -242,7 +242,7 @@ def _incidents(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def at(seconds: float) -> str:
-    """Format a moment of the run: `0:42`, `1:02:03`, `50:00:00`."""
+    """Format a moment in the run, such as `0:42`, `1:02:03` or `50:00:00`."""
     minutes, second = divmod(round(seconds), 60)
     hours, minute = divmod(minutes, 60)
     return f"{hours}:{minute:02d}:{second:02d}" if hours else f"{minute}:{second:02d}"

@@ -1,4 +1,5 @@
-"""Series of a run in bounded memory: in a long one, each bucket of neighbours keeps its least, largest and last value. Pure."""
+"""A run's series in bounded memory: in a long one, each bucket of neighbouring values keeps the smallest, largest and last.
+Pure."""
 
 from __future__ import annotations
 
@@ -8,7 +9,7 @@ from collections.abc import Iterable
 from pydantic_core import from_json
 
 BUCKETS = 400
-"""Minimum number of buckets of a long series; at most twice as many are kept. About one per pixel of a plot."""
+"""Minimum number of buckets in a long series; at most twice as many are kept. About one per pixel of a plot."""
 METRICS = 24
 """Maximum number of metrics that are kept."""
 

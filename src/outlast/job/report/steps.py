@@ -13,13 +13,13 @@ class Bucket(enum.StrEnum):
     """The use of a span of time."""
 
     TRAINING = "training"
-    """Steps whose result was kept. Goodput is the share of this time in all time that is not suspended."""
+    """Steps whose results were kept. Goodput is the share of this time in all time that is not suspended."""
     REPLAYED = "replayed"
-    """Steps whose result was lost: rolled back by a restore, or cut short by a failure."""
+    """Steps whose results were lost: rolled back by a restore, or cut short by a failure."""
     DATA = "data stall"
-    """Waiting for data during steps whose result was kept."""
+    """Waiting for data during steps whose results were kept."""
     SNAPSHOT = "snapshot stall"
-    """Copying the state into memory during steps whose result was kept."""
+    """Copying the state into memory during steps whose results were kept."""
     CHECKPOINT = "checkpoint"
     """Training stalled for a save. A save in the background takes no time here."""
     RENDEZVOUS = "rendezvous"
@@ -33,7 +33,7 @@ class Bucket(enum.StrEnum):
     PODS = "pod start"
     """Time from the request for pods until the first pod runs: scheduling, images, volumes."""
     HANG = "hang"
-    """Time from the last step until the detection of a hang."""
+    """Time from the last step until a hang was detected."""
     IDLE = "idle"
     """The job was interrupted, or had no launcher and no workers."""
     SUSPENDED = "suspended"
@@ -50,11 +50,11 @@ class Step:
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
-    """True for the first step of a world, whose extra time is start-up."""
+    """True for a world's first step, whose extra time is start-up."""
     before: int = 0
     """Number of the step that precedes the first of these steps."""
     number: int = 0
-    """Number of the last step whose result is kept."""
+    """Number of the last step whose results are kept."""
     count: int = 0
     """Number of kept steps; 0 while the step runs."""
     life: int = 0
@@ -64,7 +64,7 @@ class Step:
     copied_us: int = 0
     """The part of `us` spent copying the state into memory."""
     kept_us: int = -1
-    """The part of `us` for the kept steps, if later steps were rolled back; -1: all of it."""
+    """The part of `us` for the kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0
     """Number of spans that the step owns."""
 

@@ -1,8 +1,8 @@
 """A job's timeline: the ledger's events, folded in order into spans of time, each with an owner.
 
-Called by `report.goodput` only. Events arrive in the order of time, each once (`ledger_events`), with the fields listed in
-`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock.
-In every case, each instant between the first event and the end has one owner.
+Called by `report.goodput` only. Events arrive in chronological order, each once (`ledger_events`), with the fields listed in
+`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock. In
+every case, each instant between the first event and the end has one owner.
 
 A step owns the time from the end of the previous step to its end. This time is training if the step is kept, except for time
 spent waiting for data. It is replayed if a restore rolls the step back or a failure cuts it short. All other time has the bucket
@@ -22,7 +22,7 @@ from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""Bucket of a stopped job by its state: suspended by its user, or queued again because its queue withdrew the quota."""
+"""Bucket for a stopped job, by its state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
 """Number of spans above which old spans are joined."""
 
@@ -185,7 +185,7 @@ class Timeline:
         return bool(generation == self._generation)
 
     def _concerns(self, event: Event) -> bool:
-        """Return whether an event of the launcher or an agent may be about a member of the current world."""
+        """Return whether an event from the launcher or an agent may be about a member of the current world."""
         generation, worker = event.get("generation"), event.get("worker")
         late = generation is not None and generation < self._generation
         return not late and (self._members is None or worker is None or worker in self._members)

@@ -1,1 +1,1 @@
-"""A directory of code, and its archives: packing the same tree yields the same bytes."""
+"""A code directory, and its archives: packing the same tree yields the same bytes."""

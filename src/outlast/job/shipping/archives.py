@@ -1,4 +1,4 @@
-"""Archives of code: packed at submission, and unpacked with limits for code where it runs."""
+"""Code archives: packed at submission, and unpacked, within limits, where the code runs."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ MAX_ENTRIES = 100_000
 
 
 def extract(archive: Path, into: Path, *, name: str) -> None:
-    """Unpack an archive of code into an empty directory (see `unpack.extract`)."""
+    """Unpack a code archive into an empty directory (see `unpack.extract`)."""
     unpack.extract(archive, into, name=name, limits=unpack.Limits("code", entries=MAX_ENTRIES, size=MAX_BYTES))
 
 
@@ -39,8 +39,8 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Return the root of the code in an unpacked archive: the tree, or its only directory if only this contains the script or
-    module `runs`."""
+    """Return the code's root in an unpacked archive: the tree, or its only directory if only this contains the script or module
+    `runs`."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

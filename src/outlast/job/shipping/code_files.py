@@ -1,4 +1,4 @@
-"""The files in a directory of code, and an archive of them.
+"""The files in a code directory, and an archive of them.
 
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
@@ -78,15 +78,15 @@ _TRIES = 3
 
 @dataclass(frozen=True)
 class Entry:
-    """A file or link in a directory of code."""
+    """A file or link in a code directory."""
 
     name: str
     """Path below the directory, with slashes."""
     kind: Literal["file", "link"]
     size: int = 0
-    """Size of a file."""
+    """The size, for a file."""
     target: str = ""
-    """Target of a link."""
+    """The target, for a link."""
 
 
 class TooLarge(Exception):
@@ -98,7 +98,7 @@ class _Changed(Exception):
 
 
 NameCallback = Callable[[str], object]
-"""Callback that receives the name of a file, directory or link below the directory of code."""
+"""Callback that receives the name of a file, directory or link below the code directory."""
 
 
 def _nothing(_: str) -> None:
@@ -113,7 +113,7 @@ def listed(
     ignored: NameCallback = _nothing,
     outside: NameCallback | None = None,
 ) -> list[Entry]:
-    """Return the files and links of a directory of code, sorted by name. A run on this machine and pods get the same list.
+    """Return the files and links in a code directory, sorted by name. A run on this machine and pods get the same list.
 
     `but` lists paths below `root` that are not code. `withheld` receives the names left out as probable credentials, `ignored`
     the names left out by an ignore file. A link that leads outside is an error, since pods would not have its target; with
@@ -150,7 +150,7 @@ def digest(root: Path, entries: Iterable[Entry]) -> str:
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Return the paths in a directory of code that are not code: `but`, the job's data, models and output, and the log of this
+    """Return the paths in a code directory that are not code: `but`, the job's data, models and output, and the log of this
     command.
 
     The script counts as code even if it is in `but`, as it is when the user runs it without a job file.
@@ -160,7 +160,7 @@ def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[
 
 
 def _redirected() -> Iterator[Path]:
-    """Yield the files to which this command's output is redirected: `outlast run train.py > run.log`."""
+    """Yield the files that this command's output is redirected to, as in `outlast run train.py > run.log`."""
     for number in (1, 2):
         with contextlib.suppress(OSError):
             yield Path(f"/proc/self/fd/{number}").resolve(strict=True)
@@ -215,7 +215,7 @@ def pack(
     withheld: NameCallback = _nothing,
     reading: NameCallback = _nothing,
 ) -> list[Entry]:
-    """Pack a directory of code into a new `.tar.gz`, and return its entries.
+    """Pack a code directory into a new `.tar.gz`, and return its entries.
 
     `reading` receives the name of each file before the file is read; `withheld` is as in `listed`. Raises OutlastError as
     `listed` does, or for a file that keeps changing, and TooLarge if the archive exceeds `room` bytes.
@@ -286,7 +286,7 @@ class _Bounded(io.FileIO):
 
 @dataclass(frozen=True)
 class _Walk:
-    """One walk through a directory of code."""
+    """One walk through a code directory."""
 
     top: Path
     but: Collection[Path]
@@ -320,7 +320,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """Return the target of a link. Raises OutlastError if the target is outside and `self.outside` is not set."""
+        """Return a link's target. Raises OutlastError if the target is outside and `self.outside` is not set."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)

@@ -52,7 +52,7 @@ class Layer:
 
 
 def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
-    """Return whether an entry is ignored. `layers` are the rules of its parent directories, the outermost first."""
+    """Return whether an entry is ignored. `layers` are the rules of its parent directories, outermost first."""
     name = path.rpartition("/")[2]
     for layer in reversed(layers):
         below = path[len(layer.directory) + 1 :]
@@ -91,7 +91,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 
 def _expression(text: str, *, path: bool) -> str:
-    """Translate a pattern of git's wildmatch to a regular expression. As in git, an invalid pattern matches nothing."""
+    """Translate a git wildmatch pattern to a regular expression. As in git, an invalid pattern matches nothing."""
     regex, at = "", 0
     while at < len(text):
         letter = text[at]
@@ -146,7 +146,7 @@ def _class(text: str, at: int) -> tuple[str, int]:
 
 
 def _letter(text: str, at: int) -> tuple[str, int]:
-    """Return the character at index `at` of a class, without its backslash, and the index after it."""
+    """Return the character at index `at` in a class, without its backslash, and the index after it."""
     if text[at] == "\\" and at + 1 < len(text):
         at += 1
     return text[at], at + 1

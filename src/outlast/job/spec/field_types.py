@@ -76,13 +76,13 @@ class Pattern:
 
 
 def label(longest: int) -> Pattern:
-    """Return the pattern of a DNS label that begins with a letter."""
+    """Return the pattern for a DNS label that begins with a letter."""
     sentence = f"must be lower-case letters, digits and dashes, from a letter on, at most {longest} characters"
     return Pattern(r"[a-z]([-a-z0-9]*[a-z0-9])?", sentence, longest)
 
 
 def object_name(longest: int) -> Pattern:
-    """Return the pattern of a Kubernetes object's name (an RFC 1123 subdomain), which also matches empty text."""
+    """Return the pattern for a Kubernetes object's name (an RFC 1123 subdomain), which also matches empty text."""
     part = "[a-z0-9]([-a-z0-9]*[a-z0-9])?"
     sentence = f"must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {longest} characters"
     return Pattern(rf"{part}(\.{part})*|", sentence, longest)

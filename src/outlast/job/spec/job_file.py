@@ -86,13 +86,13 @@ def anchor(job: Job, directory: Path) -> Job:
 
 def code_of(script: Path) -> Path:
     """Return the directory whose files a script gets if there is no job file: the working directory if the script is below it,
-    since it must find the same files as with python, else its own. `script` is absolute."""
+    since it must find the same files as with python, otherwise the script's own. `script` is absolute."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
 
 def absent(spec: Spec) -> Iterator[str]:
-    """Yield sentences about missing or wrong local files of a job that `load` has read."""
+    """Yield sentences about a loaded job's local files that are missing or wrong."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
         yield sentence
 
@@ -105,7 +105,7 @@ def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
 
 
 def text(path: Path) -> str:
-    """Return the text of a job file; `-` is standard input. Raises NotFound or another OutlastError."""
+    """Return a job file's text; `-` is standard input. Raises NotFound or another OutlastError."""
     if str(path) == "-":
         return sys.stdin.read()
     if path.suffix == ".py":

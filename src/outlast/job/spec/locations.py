@@ -7,9 +7,9 @@ from pathlib import Path
 STORES = ("s3", "gs", "az", "file", "memory")
 """URL schemes for data, code and outputs, besides plain paths."""
 WEB = ("http", "https")
-"""URL schemes of single files, which can also be data and models if they have a checksum."""
+"""URL schemes for single files, which can also be data and models if they have a checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
-"""File name extensions of archives of code."""
+"""File name extensions of code archives."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 
@@ -20,7 +20,7 @@ def pinned(code: str) -> tuple[str, str]:
 
 
 def archive(place: str) -> bool:
-    """Return whether a place has the name of an archive."""
+    """Return whether a place has an archive's name."""
     return place.lower().endswith(ARCHIVES)
 
 

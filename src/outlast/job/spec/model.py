@@ -23,7 +23,7 @@ OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/
 """Directories of a pod that must not be mount points, since programs need their files. Valid RE2."""
 
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
-"""Values of `tracking.mlflow`: a URI, the name of a profile of Databricks, or an absolute path. Valid RE2."""
+"""Values of `tracking.mlflow`: a URI, the name of a Databricks profile, or an absolute path. Valid RE2."""
 
 MOST_REPLICAS = 3
 """Maximum number of replicas of a rank's part of a snapshot."""
@@ -185,11 +185,11 @@ class Checkpoint(Checked):
 
     @property
     def reserved(self) -> int:
-        """Number of bytes by which the memory of a worker's pod grows."""
+        """Number of bytes added to the memory of a worker's pod."""
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables of the workers; `checkpoints.Retention.parse` reads the retention."""
+        """Return the fields as environment variables for workers; `checkpoints.Retention.parse` reads the retention."""
         best = f"{self.best} {self.mode} {self.by}".strip()
         return {
             contract.Env.CHECKPOINT_EVERY: str(self.every),

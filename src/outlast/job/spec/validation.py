@@ -1,4 +1,4 @@
-"""Validation of a document: every mistake at once, each a sentence with its line, its value and the remedy.
+"""Validates a document and reports every mistake at once, each a sentence with its line, its value and the remedy.
 
 Unknown fields are checked first. If the intended field is clear, its value is validated, too, so that one misspelt name does not
 hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound="Checked")
 
 
 class Broken(ValueError):
-    """Violated rules between the fields of a model, as pairs (place below the model, sentence)."""
+    """Violated rules that involve several fields of a model, as pairs (place below the model, sentence)."""
 
     def __init__(self, rules: list[tuple[Place, str]]) -> None:
         self.rules = rules
@@ -29,7 +29,8 @@ class Broken(ValueError):
 
 
 class Checked(BaseModel):
-    """A frozen part of a document with rules between its fields. Attributes are snake_case, names in the document camelCase."""
+    """A frozen part of a document with rules that involve several of its fields. Attributes are snake_case, names in the document
+    camelCase."""
 
     model_config = ConfigDict(
         frozen=True,
@@ -48,7 +49,7 @@ class Checked(BaseModel):
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        """Return violated rules between the values of fields, as pairs (place below this part, sentence)."""
+        """Return violated rules that involve several fields' values, as pairs (place below this part, sentence)."""
         return iter(())
 
     @model_validator(mode="after")

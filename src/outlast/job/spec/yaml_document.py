@@ -36,7 +36,7 @@ class Document:
     """Line and description of each mistake in a readable document, such as a repeated key."""
 
     def line(self, place: Place) -> int | None:
-        """Return the line of a value, or of the nearest enclosing value if it is missing in the document."""
+        """Return a value's line, or that of the nearest enclosing value if it is missing from the document."""
         for end in range(len(place), -1, -1):
             if place[:end] in self.lines:
                 return self.lines[place[:end]]

@@ -1,1 +1,1 @@
-"""Files through which a worker's agent and its training processes communicate."""
+"""Files that a worker's agent and its training processes communicate through."""

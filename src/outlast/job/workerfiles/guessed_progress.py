@@ -144,7 +144,7 @@ _PATTERNS = tuple(
         rf"^{_RANK}{_EPOCH}(?:/\d+)?\s*[━╸╺]+\s*{_NUMBER}/{_NUMBER}\s",
     )
 )
-"""`Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`, and
+"""Patterns for `Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`, and
 rich's `Epoch 2/9 ━━━━ 120/2000 0:00:12`, as Lightning draws it."""
 _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")

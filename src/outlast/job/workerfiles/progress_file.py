@@ -54,14 +54,15 @@ class Progress:
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
-    """Share by which the rank's own time is above the other ranks', if the rank is slow; else 0."""
+    """Share by which the rank's own time exceeds the other ranks', if the rank is slow; otherwise 0."""
     differs: int = 0
-    """Step of the first snapshot in which its bits were found to differ from other ranks' (`job.differing_ranks`); 0 if none."""
+    """Step of the first snapshot in which the rank's bits were found to differ from other ranks' (`job.differing_ranks`); 0 if
+    none."""
     warning: str = ""
     """A problem that training survives, such as a failed save."""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since the boot (proc(5)), because pids are reused; 0 if unknown."""
+    """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
     attempt: int = 0
     """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
@@ -105,7 +106,7 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """Return a writable descriptor of the file, or of /dev/null if the file cannot be created."""
+    """Return a writable descriptor for the file, or of /dev/null if the file cannot be created."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)
@@ -121,8 +122,8 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """Return the state letter and the start time of a process, in clock ticks since the boot (proc(5)); `("", 0)` if the process
-    does not exist."""
+    """Return a process's state letter and its start time in clock ticks since boot (proc(5)); `("", 0)` if the process does not
+    exist."""
     fields = _stat(pid)
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
@@ -151,7 +152,7 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """The process's descriptor of this file, which a program started by execv does not inherit."""
+    """The process's descriptor for this file, which a program started by execv does not inherit."""
     looks: int
     """Number of heartbeats. While this number does not grow, the process cannot run Python."""
     moves: int

@@ -1,4 +1,4 @@
-"""The division of an interrupted worker's remaining time. Pure.
+"""Divides an interrupted worker's remaining time. Pure.
 
 The agent divides this time between training and the last upload (`for_training`), and training checks whether another save fits
 (`too_late_to_save`). Estimates are the durations of the last save and the last upload, with an assumption for the first upload.

@@ -3,8 +3,8 @@
     cluster = api.connect()
     for pod in cluster.list_(kinds.POD, labels="outlast.dev/job=train"): ...
 
-`client` has the requests, `paths` their paths and pages, `watch` watches, `streams` commands in pods, `login` the connection to a
-cluster, `error_mapping` the errors, `kinds` the kinds of documents, and `pod_status` the functions that read pods. `pod_status`,
+`client` sends requests, `paths` has their paths and pages, `watch` watches, `streams` runs commands in pods, `login` connects to
+a cluster, `error_mapping` maps errors, `kinds` lists the kinds of documents, and `pod_status` reads pods. `pod_status`,
 `document_parsing` and `kinds` are pure.
 """
 

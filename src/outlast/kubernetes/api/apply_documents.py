@@ -23,7 +23,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome for one document. In a dry run, the outcome of a real run."""
+    """The outcome for one document; in a dry run, the outcome that a real run would have."""
 
     old: Document | None
     """The object before the change; None if it did not exist."""

@@ -28,16 +28,16 @@ _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Which lines of a container's log to read."""
+    """Options that select which log lines of a container to read."""
 
     container: str = ""
     follow: bool = False
     since_s: float | None = None
     since: str = ""
-    """Only lines after this time, in the format of `timestamps`."""
+    """Read only lines after this time, given in the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
-    """Whether to read the log of the container before its last restart."""
+    """Whether to read the container's log from before its last restart."""
     timestamps: bool = False
     """Whether each line begins with its time."""
 
@@ -108,7 +108,7 @@ class Cluster(Api):
         namespace: str | None = None,
         subresource: str = "",
     ) -> Document:
-        """Change some fields, by a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
+        """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
         version of the document."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))
@@ -180,8 +180,8 @@ class Cluster(Api):
 
         No state is missed permanently. If the server no longer has the changes since the last connection, the watch lists
         everything again, and reports documents that have vanished as deleted. While the server is down, the watch retries with
-        growing pauses. Raises refusals, and Unanswered if the server is down before the first list is complete. Documents are
-        parsed one at a time.
+        growing pauses. Raises the server's refusals, and Unanswered if the server is down before the first list is complete.
+        Documents are parsed one at a time.
 
         `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
         when the connection is lost.
@@ -193,7 +193,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """Yield the lines of a container's log, without line ends. Raises Refused for a container that has not started."""
+        """Yield a container's log lines, without line ends. Raises Refused for a container that has not started."""
         options = options or LogOptions()
         subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S
@@ -238,7 +238,7 @@ class Cluster(Api):
         request = Request(Subject("get", server=self.server), "GET", "version", repeat=True)
         date = self.connection.answer(request).headers.get("date", "")
         try:
-            return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # whole seconds, cut off
+            return email.utils.parsedate_to_datetime(date).timestamp() + 0.5  # the header has whole seconds, rounded down
         except ValueError as error:
             raise Refused(
                 f"the API server sends no time (Date: {date!r}); a proxy in front of it may remove that header"

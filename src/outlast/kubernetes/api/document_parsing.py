@@ -23,7 +23,7 @@ UNREADABLE = "unreadable"
 MAX_DEPTH = 100
 """Maximum nesting depth of a value. A PodSpec has 12 levels."""
 MAX_BYTES = 128 * 1024
-"""Maximum size of a job's spec in bytes of JSON."""
+"""Maximum size of a job's spec as JSON, in bytes."""
 _METADATA_FACTOR = 3
 """Maximum size of metadata, as a multiple of the document's maximum size: Kubernetes accepts 256 KiB of annotations."""
 _MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
@@ -80,7 +80,7 @@ def document(text: bytes, kind: Kind | None = None) -> Document:
 
 
 def event(text: bytes, kind: Kind) -> tuple[str, Document]:
-    """Return the type and the object of an event, from a line of a watch. Raises ValueError."""
+    """Parse a line from a watch into an event's type and object. Raises ValueError."""
     parts: dict[str, Any] = {}
     if _is_small(len(text), kind):
         parts = document(text)
@@ -93,8 +93,8 @@ def event(text: bytes, kind: Kind) -> tuple[str, Document]:
 
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
-    """Return the metadata and the documents of a list. The iterator parses each document when it reaches it. Raises ValueError,
-    even during iteration."""
+    """Return a list's metadata and documents. The iterator parses each document when it reaches it. Raises ValueError, even
+    during iteration."""
     meta: Document = {}
     items: _Span | None = None
     for key, span in _members(text, _skip_space(text, 0)):

@@ -1,4 +1,4 @@
-"""Registry of drop-ins: foreign kinds of jobs that the operator runs in place of their own controller.
+"""Registry of drop-ins: other projects' kinds of jobs, which the operator runs in place of their own controllers.
 
 Each package that adds a kind has one entry.
 
@@ -21,7 +21,7 @@ Document = Mapping[str, Any]
 
 
 class Functions(Protocol):
-    """The functions of a drop-in's `registration` module."""
+    """The functions in a drop-in's `registration` module."""
 
     def sizes(self, job: Document, /) -> tuple[int, int, int]:
         """Return the minimum, desired and maximum number of workers."""
@@ -33,13 +33,13 @@ class Functions(Protocol):
         """Return `Succeeded` or `Failed`, or None if the job has not ended."""
 
     def scale_patch(self, replicas: int, /) -> dict[str, Any]:
-        """Return the merge patch of a job's spec that sets the number of workers."""
+        """Return the merge patch for a job's spec that sets the number of workers."""
 
     def is_replaced_controller(self, deployment: Document, /) -> bool:
         """Return whether this Deployment is the controller that the operator replaces."""
 
     def definition(self) -> dict[str, Any]:
-        """Return the CustomResourceDefinition of this kind of job."""
+        """Return the CustomResourceDefinition for this kind of job."""
 
     def reconcile(self, limits: Any, cached: Any, now: float, features: Any, /) -> Any:
         """Return the plan for one job; see `operator.reconciler_by_kind`."""
@@ -58,7 +58,7 @@ class DropIn:
 
     @property
     def functions(self) -> Functions:
-        """The functions of the drop-in. Its package is imported on first use."""
+        """The drop-in's functions. Its package is imported on first use."""
         return cast(Functions, importlib.import_module(self.module))
 
 
@@ -74,7 +74,7 @@ DROP_INS: list[DropIn] = [
 
 KINDS = tuple(each.kind for each in DROP_INS)
 ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
-"""Kinds of jobs that the operator runs. A workload of such a kind has the name of its job, and free-form fields."""
+"""Kinds of jobs that the operator runs. A workload of such a kind has its job's name, and free-form fields."""
 
 
 def has(workload: Document) -> bool:

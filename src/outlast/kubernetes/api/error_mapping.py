@@ -1,4 +1,4 @@
-"""Maps error responses of an API server to Outlast's errors, each with a remedy.
+"""Maps an API server's error responses to Outlast's errors, each with a remedy.
 
 No other module does this. Pure; tests/kubernetes/test_kube.py checks it with responses of real servers.
 """
@@ -16,7 +16,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotSe
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
 _MAX_LENGTH = 600
-"""Maximum number of characters of a server's message in an error, since some messages quote whole documents."""
+"""Maximum length, in characters, of a server's message within an error, since some messages quote whole documents."""
 _PARTICIPLES = {
     "get": "read",
     "list": "listed",
@@ -40,10 +40,10 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 @dataclass(frozen=True)
 class Subject:
-    """The subject of a request, for its error messages."""
+    """A request's subject, for its error messages."""
 
     verb: str
-    """get, list, watch, create, apply, patch, update or delete; for a pod also log, exec or proxy."""
+    """One of get, list, watch, create, apply, patch, update and delete; for a pod, also log, exec and proxy."""
     kind: Kind | None = None
     name: str = ""
     namespace: str = ""
@@ -136,8 +136,8 @@ def _refused(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _cause(message: str) -> str:
-    """Return the cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`. The message of
-    a CEL rule is returned as it is."""
+    """Return the cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`. A CEL rule's
+    message is returned unchanged."""
     rest = message.removeprefix("Invalid value: ")
     if len(message) < 120 or rest == message:
         return message

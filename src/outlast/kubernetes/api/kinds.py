@@ -94,11 +94,11 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""Instructions for installing the kinds of an API group."""
+"""Instructions for installing an API group's kinds."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:
-    """Return the kind of a document. Raises OutlastError for an unknown kind."""
+    """Return a document's kind. Raises OutlastError for an unknown kind."""
     identity = (document.get("apiVersion"), document.get("kind"))
     for kind in KINDS:
         if (kind.api_version, kind.kind) == identity:

@@ -1,8 +1,8 @@
 """Finds and reads the kubeconfig as kubectl does.
 
-The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the account of the pod in which this process runs. `$KUBECONFIG`
-may list several files. They are merged, and the first file that sets a value wins. This module only reads files and sends no
-requests.
+The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the service account of the pod that this process runs in.
+`$KUBECONFIG` may list several files. They are merged, and the first file that sets a value wins. This module only reads files and
+sends no requests.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from urllib.parse import quote
 from outlast.base.errors import NoCluster
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Directory with the token of a pod's account."""
+"""Directory with the token for a pod's service account."""
 _PATHS = {
     "clusters": ("cluster", ("certificate-authority",)),
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
     "contexts": ("context", ()),
 }
-"""Sections of a kubeconfig. Each has the key of an entry's value, and the fields of that value with paths relative to the file's
-directory."""
+"""Sections of a kubeconfig, each with the key under which an entry keeps its value, and those of the value's fields that are
+paths relative to the file's directory."""
 
 
 def files(environ: Mapping[str, str]) -> list[Path]:
@@ -40,7 +40,7 @@ def files(environ: Mapping[str, str]) -> list[Path]:
 
 
 def in_pod(environ: Mapping[str, str]) -> bool:
-    """Return whether this process runs in a pod with an account."""
+    """Return whether this process runs in a pod with a service account."""
     return "KUBERNETES_SERVICE_HOST" in environ and (ACCOUNT / "token").is_file()
 
 
@@ -94,7 +94,7 @@ def context_name(config: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonation_headers(config: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """Return the HTTP headers by which a context's user impersonates another; empty if there is none.
+    """Return the HTTP headers that make a context's user impersonate another; empty if there are none.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

@@ -1,7 +1,7 @@
-"""Connects to a cluster with the kubeconfig or the account of this pod.
+"""Connects to a cluster with a kubeconfig or this pod's service account.
 
-lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for a pod's account: its
-compiled parts need one version of Python, and torchrun with our handler may run in another, the image's own.
+lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for a service account: its
+compiled parts are built for one version of Python, while torchrun with our handler may run in another, the image's own.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
 
 _IDLE_S = 30.0
-"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two renewals of a Lease."""
+"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two Lease renewals."""
 
 
 class _Login(NamedTuple):
@@ -39,10 +39,10 @@ def not_installed(error: ImportError) -> NoCluster:
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
-    """Return the cluster of a kubeconfig context (default: the current one), or the cluster in which this pod runs.
+    """Return the cluster of a kubeconfig context (default: the current one), or the cluster that this pod runs in.
 
-    With `prefer_pod`, a pod that has an account uses it and ignores `$KUBECONFIG`, which may be meant for the training script.
-    Sends no request to the server. Raises NoCluster.
+    With `prefer_pod`, a pod that has a service account uses it and ignores `$KUBECONFIG`, which may be meant for the training
+    script. Sends no request to the server. Raises NoCluster.
     """
     paths = [] if prefer_pod and kubeconfig.in_pod(os.environ) else kubeconfig.files(os.environ)
     try:
@@ -66,7 +66,7 @@ def connect(context: str | None = None, namespace: str | None = None, *, prefer_
 
 
 def _from_kubeconfig(paths: list[Any], context: str | None) -> _Login:
-    """Return the login of a context, with its proxy and its impersonation headers. Raises NoCluster, ValueError."""
+    """Return a context's login, with its proxy and its impersonation headers. Raises NoCluster, ValueError."""
     from lightkube.config.client_adapter import ConnectionParams
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
@@ -87,7 +87,7 @@ def _from_kubeconfig(paths: list[Any], context: str | None) -> _Login:
 
 
 def _from_pod(context: str | None) -> _Login:
-    """Return the login of this pod's account. Raises NoCluster if there is no such account.
+    """Return the login for this pod's service account. Raises NoCluster if there is none.
 
     https://kubernetes.io/docs/tasks/run-application/access-api-from-pod/
     """
@@ -106,7 +106,7 @@ def _from_pod(context: str | None) -> _Login:
 
 
 def _authorized(request: httpx2.Request) -> httpx2.Request:
-    """Add the token of this pod's account, which the kubelet renews every hour."""
+    """Add the token for this pod's service account, which the kubelet renews every hour."""
     try:
         request.headers["Authorization"] = f"Bearer {(kubeconfig.ACCOUNT / 'token').read_text().strip()}"
     except OSError as error:

@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identified:
-    """A document in the cluster, with the name and uid by which others refer to it."""
+    """A document in the cluster, with the name and uid that others refer to it by."""
 
     document: Mapping[str, Any]
 
@@ -31,8 +31,8 @@ def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Return whether an earlier object of the same group, kind and name owns the document. Kubernetes will collect this document
-    as garbage."""
+    """Return whether an earlier object of the same group, kind and name owns the document. Kubernetes will garbage-collect the
+    document."""
     identity = (_group(owner), owner["kind"], owner["metadata"]["name"])
     references = document["metadata"].get("ownerReferences") or ()
     return not owned_by(document, owner) and any((_group(each), each["kind"], each["name"]) == identity for each in references)

@@ -1,4 +1,4 @@
-"""The address of an API server, and the common parts of requests, watches and streams: paths and pages of documents."""
+"""An API server's address, and what requests, watches and streams share: paths and pages of documents."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE, _PAGE_OF_JOBS = 100, 20
-"""Number of documents per page, and of jobs, each of which may be 1 MiB in size: an API server needs minutes for 500 of those,
-and a page must fit into the operator's memory."""
+"""Number of documents per page, fewer for jobs, which may be 1 MiB each: an API server needs minutes for 500 of those, and a page
+must fit into the operator's memory."""
 
 
 @dataclass(frozen=True)
@@ -46,7 +46,7 @@ class Api:
 
     @property
     def warnings(self) -> list[str]:
-        """The server's warnings, without repetitions."""
+        """The server's warnings, without duplicates."""
         return self.connection.warnings
 
     def address(
@@ -61,8 +61,8 @@ class Api:
         return Subject(verb, kind, shown_name, effective_namespace, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """Yield the pages of a list, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired`
-        if the list has expired; the earlier pages are then useless."""
+        """Yield a list's pages, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired` if
+        the list has expired; the earlier pages are then useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
@@ -80,7 +80,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, subject: Subject) -> Iterator[Document]:
-    """Yield the documents of a page, and add their kind, which the server omits in lists."""
+    """Yield a page's documents, and add their kind, which the server omits in lists."""
     with requests.parsing(content, subject):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

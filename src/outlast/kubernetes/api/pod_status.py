@@ -35,7 +35,7 @@ _DISRUPTIONS = {
     "DeletionByPodGC": "was lost with its node",
     "TerminationByKubelet": "was ended by its node: shutdown, preemption or lack of resources",
 }
-"""Phrases for the reasons of the condition DisruptionTarget.
+"""Phrases for the DisruptionTarget condition's reasons.
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions"""
 _ORDINARY = {"ContainerCreating", "PodInitializing"}
 
@@ -58,7 +58,7 @@ class End:
 
 
 def name(document: Document) -> str:
-    """Return the name of a document; empty if it has none."""
+    """Return a document's name; empty if it has none."""
     return str((document.get("metadata") or {}).get("name", ""))
 
 
@@ -107,7 +107,7 @@ def finished(pod: Document) -> bool:
 
 
 def conditions(document: Document, kind: str = "") -> Iterator[Document]:
-    """Yield the conditions in the status of a pod, a Job or a node. With `kind`, yield only conditions of this type."""
+    """Yield the conditions in a pod's, Job's or node's status. With `kind`, yield only conditions of this type."""
     for each in (document.get("status") or {}).get("conditions") or ():
         if not kind or each.get("type") == kind:
             yield each
@@ -124,7 +124,7 @@ def bound_at(pod: Document) -> float:
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """Return the condition DisruptionTarget: the cluster terminates the pod, and the pod is not at fault."""
+    """Return the condition DisruptionTarget, which means that the cluster terminates the pod and the pod is not at fault."""
     return condition(pod, "DisruptionTarget")
 
 
@@ -153,8 +153,8 @@ def statuses(pod: Document) -> Iterator[Document]:
 
 
 def container_status(pod: Document) -> Document:
-    """Return the status of the worker's container, else of the first failed container, else of the first container; else an empty
-    dict."""
+    """Return the status of the worker's container, or else of the first failed container, or else of the first container; an
+    empty dict if there is none."""
     statuses_ = (pod.get("status") or {}).get("containerStatuses") or ()
     named = [each for each in statuses_ if each["name"] in CONTAINERS]
     failed = [each for each in statuses_ if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
@@ -162,7 +162,7 @@ def container_status(pod: Document) -> Document:
 
 
 def container(pod: Document) -> Document:
-    """Return the specification of the worker's container, else of the first container."""
+    """Return the specification of the worker's container, or else of the first container."""
     containers = pod["spec"].get("containers") or ()
     return next((each for each in containers if each.get("name") in CONTAINERS), containers[0] if containers else {})
 
@@ -186,12 +186,12 @@ def waiting_states(pod: Document) -> Iterator[tuple[str, str]]:
 
 
 def terminated(status: Document) -> dict[str, Any]:
-    """Return the container's termination: the current one, else the one before its last restart, else an empty dict."""
+    """Return the container's termination: the current one, or else the one before its last restart, or else an empty dict."""
     return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
 
 
 def termination(pod: Document) -> dict[str, Any] | None:
-    """Return the termination of the pod's first failed container, else of its worker's container, else None."""
+    """Return how the pod's first failed container, or else its worker's container, terminated; None if neither has."""
     terminations = [
         {**termination_, "container": each.get("name")}
         for each in statuses(pod)
@@ -245,7 +245,7 @@ _MISSING = re.compile(
 
 
 def command_missing(message: str) -> str | None:
-    """Return the command that an image lacks, according to an error of runc, crun or gVisor. Empty if the message does not name
+    """Return the command that an image lacks, according to an error from runc, crun or gVisor. Empty if the message does not name
     the command; None if the message has another cause."""
     match = _MISSING.search(message)
     return next((name for name in (match["runc"], match["crun"], match["gvisor"]) if name), "") if match else None

@@ -33,9 +33,9 @@ READ_S = 65.0
 _MAX_MESSAGE = 2**20
 """Maximum size of a websocket message in bytes. A kubelet sends messages of 32 KiB."""
 _CLOSE_S = 1.0
-"""Seconds to wait until the reader of a websocket sees its end."""
+"""Seconds to wait until a websocket's reader sees the end."""
 _MAX_CLIENTS = 32
-"""Maximum number of HTTP clients per cluster. Each client takes some kilobytes, plus the connections of its threads."""
+"""Maximum number of HTTP clients per cluster. Each client takes a few kilobytes, plus the connections of its threads."""
 _ATTEMPTS = 4
 """Number of attempts for a request that had no effect or is idempotent."""
 LONGEST_PAUSE_S = 30.0
@@ -95,11 +95,11 @@ class Connection:
     """Creates an HTTP client for one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
-    """Warnings from the server, without repetitions: about a policy that will be enforced, or a version that will be removed."""
+    """Warnings from the server, without duplicates: about a policy that will be enforced, or a version that will be removed."""
 
     def answer(self, request: Request) -> httpx2.Response:
-        """Send a request and return the server's response. Raises refusals. A request that the server has not accepted is retried
-        a few times; a request that it may have accepted is retried only with `repeat`."""
+        """Send a request and return the server's response. Raises the server's refusals. A request that the server has not
+        accepted is retried a few times; a request that it may have accepted is retried only with `repeat`."""
         import httpx2
 
         timeout = httpx2.USE_CLIENT_DEFAULT if request.timeout_s is None else httpx2.Timeout(request.timeout_s)
@@ -136,7 +136,7 @@ class Connection:
     def stream(
         self, subject: Subject, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
     ) -> Generator[Iterator[bytes], None, None]:
-        """Yield the lines of a response as they arrive, without line ends, until `stop` is set."""
+        """Yield a response's lines as they arrive, without line ends, until `stop` is set."""
         import httpx2
 
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)

@@ -52,7 +52,7 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
 
 
 def _messages(connection: WebSocketSession, subject: Subject) -> Iterator[bytes]:
-    """Yield the messages of a websocket until it is closed. Raises Unanswered if the connection is lost."""
+    """Yield a websocket's messages until it is closed. Raises Unanswered if the connection is lost."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:

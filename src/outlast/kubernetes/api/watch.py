@@ -20,16 +20,16 @@ _WATCH_S = 140
 `_SILENCE_S`: the server sends no bookmarks for a kind that has not changed since its start, so only the end of the connection
 shows that the server is alive."""
 _SILENCE_S = 150.0
-"""Timeout in seconds for a connection with no event, bookmark or end."""
+"""Timeout in seconds for a connection that brings no event or bookmark and does not end."""
 _STABLE_S = 30.0
 """A connection that the server ends after this many seconds is not a failure, even if it had no events."""
 _LONGEST_PAUSE_S = 1.0
-"""Maximum seconds between two attempts to connect: workers must soon hear of a new world."""
+"""Maximum seconds between two attempts to connect: workers must hear of a new world soon."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """One change of a document."""
+    """One change to a document."""
 
     type: Literal["added", "modified", "deleted"]
     document: Document
@@ -101,7 +101,7 @@ class _Reported:
 
     def __init__(self) -> None:
         self._outlines: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """By uid: version, key (namespace and name) and JSON text. Parsed documents would take ten times the memory."""
+        """Version, key (namespace and name) and JSON text, by uid. Parsed documents would take ten times the memory."""
 
     def record(self, change: Change) -> None:
         if change.type == "deleted":

@@ -9,8 +9,8 @@
     machine.checks(), inspection_pods.checks(...)    the same for this machine, and from inside temporary pods
 
 A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
-that prevent the creation, the scheduling and the start of pods, and finally causes that stop training. messages.yaml explains
-Kubernetes' messages.
+that keep pods from being created, scheduled or started, and finally causes that stop training. messages.yaml explains Kubernetes'
+messages.
 """
 
 from __future__ import annotations

@@ -75,8 +75,8 @@ _KIND_NAMES = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def missing(message: str) -> tuple[str, str, str] | None:
-    """Return the kind, name and key of a missing Secret or ConfigMap in a kubelet's message. The key is empty if the whole object
-    is missing. None if the message has another cause."""
+    """Return the kind, name and key of a missing Secret or ConfigMap that a kubelet's message names. The key is empty if the
+    whole object is missing. None if the message has another cause."""
     if (match := _MISSING.search(message)) is None:
         return None
     return (match["kind"] or match["of"]).lower(), match["name"] or match["its"], match["key"] or ""

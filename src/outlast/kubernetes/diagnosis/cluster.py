@@ -19,13 +19,13 @@ from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
 MIN_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first version that accepts the rules of the CRD. From 1.34 on, all features that Outlast renders are
+"""Kubernetes 1.29 is the first version that accepts the CRD's rules. From 1.34 on, all features that Outlast renders are
 stable."""
 _WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 
 
 def minor(version: str) -> int:
-    """Return the minor version: 36 for `v1.36.2`. Raises ClusterError if `version` is not a version."""
+    """Return the minor version, such as 36 for `v1.36.2`. Raises ClusterError if `version` is not a version."""
     match = re.match(r"v?1\.(\d+)", version)
     if not match:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")

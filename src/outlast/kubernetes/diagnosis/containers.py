@@ -95,8 +95,8 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
-    """Return how the worker ended in a pod that continues to run, as in a StatefulSet. The last line of the log shows whether the
-    pod stays; None if it does not."""
+    """Return how the worker ended in a pod that continues to run, as in a StatefulSet. The log's last line shows whether the pod
+    stays; None if it does not."""
     lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -113,7 +113,7 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _is_failure(snapshot: Snapshot, pod: Document, termination: Document) -> bool:
-    """Return whether this termination is a failure from which the worker has not recovered. Requested ends are not failures.
+    """Return whether this termination is a failure that the worker has not recovered from. Requested ends are not failures.
     Failed starts, failed probes and evictions have separate findings."""
     code = termination.get("exitCode", 0)
     return (
@@ -207,7 +207,7 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe; otherwise empty. The kubelet's
-    event names the probe only for containers that are restarted. Without that event, the deletion or eviction of the pod counts
+    event names the probe only for containers that are restarted. If there is no such event, the pod's deletion or eviction counts
     as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":

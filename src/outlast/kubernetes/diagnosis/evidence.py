@@ -1,4 +1,4 @@
-"""The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
+"""The snapshot of a job or a namespace that the rules of `outlast why` and `outlast doctor` are based on.
 
 A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
 document or field may be missing, since a controller may be older. A forbidden list is empty, and its kind is in
@@ -42,7 +42,7 @@ class Snapshot:
     nodes: tuple[Document, ...] = ()
     storage_classes: tuple[Document, ...] = ()
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read (`jobs.batch`), with the reason."""
+    """Kinds that could not be read, such as `jobs.batch`, with the reason."""
 
     # For a job
 
@@ -66,13 +66,13 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """Installed kinds, among the optional kinds that Outlast can use."""
+    """Those of the optional kinds Outlast can use that are installed."""
     missing_rights: tuple[Right, ...] = ()
     """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()
-    """Running Deployments of replaced controllers: `namespace/name`."""
+    """Replaced controllers' running Deployments, as `namespace/name`."""
     dry_run_error: ClusterError | None = None
     """The API server's refusal of a small worker; None if the API server would admit it."""
 
@@ -81,7 +81,7 @@ class Snapshot:
         return str(self.workload.get("kind", ""))
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
-        """Return the events about a document, the newest last. With `reasons`, return only events with one of these reasons."""
+        """Return the events about a document, newest last. With `reasons`, return only events with one of these reasons."""
         meta = document.get("metadata", {})
         events = [
             event
@@ -98,7 +98,7 @@ class Snapshot:
         return [other for other in self.pods if pod_status.labelled_index(other) == index is not None]
 
     def unreconciled(self) -> bool:
-        """Return whether the workload is an ElasticJob on which no operator has acted."""
+        """Return whether the workload is an ElasticJob that no operator has acted on."""
         return self.kind == "ElasticJob" and not self.workload.get("status") and not self.pods
 
     def replicas(self) -> int:
@@ -106,7 +106,7 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""A function that yields the findings on a snapshot. Its second argument is the time in seconds since the epoch."""
+"""A function that yields the findings about a snapshot. Its second argument is the time in seconds since the epoch."""
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
@@ -134,7 +134,7 @@ def event_time(event: Document) -> str:
 
 
 def event_text(event: Document) -> str:
-    """Format an event: `FailedScheduling (12 times): 0/3 nodes are available`."""
+    """Format an event, such as `FailedScheduling (12 times): 0/3 nodes are available`."""
     count = (event.get("series") or {}).get("count") or event.get("count") or 1
     often = f" ({count} times)" if count > 1 else ""
     return f"{event.get('reason')}{often}: {str(event.get('message', '')).strip()}"

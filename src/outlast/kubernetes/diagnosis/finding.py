@@ -1,4 +1,4 @@
-"""Findings of `outlast why` and `outlast doctor`, and functions that format lists and quantities as text. Pure."""
+"""Findings from `outlast why` and `outlast doctor`, and functions that format lists and quantities as text. Pure."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
-    """`fail`: the finding keeps jobs from training; `warn`: it may do so, or has a cost; `pass`: no problem."""
+    """With `fail`, the finding keeps jobs from training; with `warn`, it may do so or has a cost; with `pass`, all is well."""
 
     @property
     def failed(self) -> bool:
@@ -86,5 +86,5 @@ def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
 
 
 def amount_text(resource: str, amount: float) -> str:
-    """Format an amount of a resource: `16 GiB` of memory, `4` of other resources."""
+    """Format an amount of a resource, such as `16 GiB` for memory or `4` for others."""
     return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

@@ -22,7 +22,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read: logs of failed pods first, then the newest logs."""
+"""Maximum number of logs to read: those of failed pods first, then the newest."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -40,7 +40,7 @@ _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLC
 
 
 class _Reader:
-    """Lists kinds in one namespace, and records in `forbidden` the kinds that are forbidden."""
+    """Lists kinds in one namespace, and records the forbidden ones in `forbidden`."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -72,8 +72,7 @@ class _Reader:
 
 
 def job(cluster: api.Cluster, name: str) -> Snapshot:
-    """Return the snapshot of a job. Raises NotFound if the job has no objects, and ClusterError if the cluster cannot be
-    queried."""
+    """Return a job's snapshot. Raises NotFound if the job has no objects, and ClusterError if the cluster cannot be queried."""
     namespace_, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, namespace_)
     workloads = [each for kind in dropins.ELASTIC_JOBS for each in read(kind) if pod_status.name(each) == name]
@@ -135,14 +134,14 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the names of objects that users have created, not Outlast."""
+    """Return the names of objects that users, not Outlast, have created."""
     return frozenset(
         pod_status.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast"
     )
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
-    """Return the last lines of the logs of pods whose worker runs or has ended, failed pods first."""
+    """Return the last log lines of pods whose worker runs or has ended, failed pods first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((pod_status.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
@@ -186,13 +185,13 @@ def namespace(cluster: api.Cluster) -> Snapshot:
 
 
 def operator_namespace(binding: Document) -> str:
-    """Return the namespace of the operator in a binding's subjects; empty if the binding has no operator."""
+    """Return the operator's namespace from a binding's subjects; empty if the binding names no operator."""
     operators = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(operators[0].get("namespace", "")) if operators else ""
 
 
 def _operator(read: _Reader) -> Document | None:
-    """Return the operator's Deployment: in the namespace of its binding, else in any namespace where reading is allowed."""
+    """Return the operator's Deployment, from its binding's namespace or else from any namespace where reading is allowed."""
     namespace_ = operator_namespace(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     deployments = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not namespace_ else []
     return deployments[0] if deployments else read.one(kinds.DEPLOYMENT, OPERATOR, namespace_ or OPERATOR_NAMESPACE)
@@ -215,8 +214,8 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:
-    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Causes of refusals are
-    quotas, LimitRanges, Pod Security, policies and webhooks."""
+    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Quotas, LimitRanges, Pod
+    Security, policies and webhooks can cause refusals."""
     try:
         cluster.apply(sample_pod.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

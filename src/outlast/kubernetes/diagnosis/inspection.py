@@ -4,7 +4,7 @@ pod.
     python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
 Each check prints a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. A pod receives
-the source of this file, so that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file
+this file's source, so that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file
 therefore imports only the standard library. Each check imports the packages that it tests.
 """
 
@@ -29,7 +29,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""Prefix of output lines with a check."""
+"""Prefix of output lines that contain a check's result."""
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
 """Duration of the bandwidth measurement in seconds."""
@@ -47,7 +47,7 @@ def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcom
 
 
 def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
-    """Yield a check that passes with the text that `check` returns, or has `failure_outcome` if `check` raises. An empty text
+    """Yield a check that passes with the text that `check` returns, or has `failure_outcome` if `check` raises. An empty string
     yields no check."""
     try:
         if what := check():
@@ -60,7 +60,7 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
 
 
 def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check Python, Outlast (whose version should be `expected`), torch and the command. `accelerators` as for `torch`."""
+    """Check Python, Outlast (whose version should be `expected`), torch and the command. `accelerators` is as in `torch`."""
     yield python()
     if injected := shutil.which("outlast") is None and importlib.util.find_spec("outlast") is None:
         yield "outlast", "pass", "not in the image; an init container brings it to each pod (inject in the job file)", ""

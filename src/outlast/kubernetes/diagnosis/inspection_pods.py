@@ -43,7 +43,7 @@ _FATAL_REASONS = (
 )
 _PORT = 29400
 _MEMORY = "2Gi"
-"""Memory limit of a pod. Importing torch takes a third of it."""
+"""A pod's memory limit. Importing torch takes a third of it."""
 DEVICES = [
     *{row.device: f"{row.device}:{row.package}:{row.files}" for row in reversed(accelerators.TABLE) if row.device}.values()
 ]

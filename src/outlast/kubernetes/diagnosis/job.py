@@ -48,7 +48,7 @@ def repeatedly_failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find workers of an ElasticJob that are temporarily excluded from worlds because their peers could not reach them."""
+    """Find an ElasticJob's workers that are temporarily excluded from worlds because their peers could not reach them."""
     status = snapshot.workload.get("status", {})
     left_s: dict[int, float] = {}
     count, nodes = 1, set[str]()
@@ -284,7 +284,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return the condition of a failed workload, or None. The workload's pods may still be terminating."""
+    """Return a failed workload's condition, or None. The workload's pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

@@ -121,7 +121,7 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the first failing rank with its traceback, else the newest failures in the ledger."""
+    """Return the first failing rank with its traceback, or else the newest failures in the ledger."""
     if failure is not None:
         step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
@@ -137,7 +137,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step is above the others', or whose weights differ from theirs, for any job."""
+    """Find ranks whose own time per step exceeds the others', or whose weights differ from theirs, for any kind of job."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

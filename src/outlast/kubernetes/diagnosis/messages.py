@@ -1,4 +1,4 @@
-"""Looks up messages of API servers, schedulers, queues, kubelets and container runtimes in messages.yaml. Pure."""
+"""Looks up messages from API servers, schedulers, queues, kubelets and container runtimes in messages.yaml. Pure."""
 
 from __future__ import annotations
 

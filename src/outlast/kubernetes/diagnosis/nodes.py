@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
-"""Default tolerations of workers, for nodes with accelerators and for spot nodes."""
+"""Workers' default tolerations, for nodes with accelerators and for spot nodes."""
 _LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 

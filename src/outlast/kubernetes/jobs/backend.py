@@ -1,5 +1,5 @@
 """The backend for a cluster: jobs of any topology, found by their labels. `job_documents` finds and deletes documents,
-`submission` applies them, `logs` reads pods, and `job_status`, which is pure, computes the status of a job."""
+`submission` applies them, `logs` reads pods, and `job_status`, which is pure, computes a job's status."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENT_POLL_S = 5.0
-"""Interval at which agents are asked whether they are done while logs are followed."""
+"""Poll interval for asking agents whether they are done, while logs are followed."""
 
 
 class KubernetesBackend:
@@ -56,8 +56,8 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs in the namespace, the newest last. Agents are not queried, so steps are as the operator has written
-        them."""
+        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are those that the operator last
+        wrote."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
@@ -72,7 +72,7 @@ class KubernetesBackend:
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """Return the status of a job; its agents are queried for their current step."""
+        """Return a job's status; its agents are queried for their current step."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
@@ -103,12 +103,12 @@ class KubernetesBackend:
         return spec.dump(spec.without_secrets(job)) if job else ""
 
     def pods(self, name: str) -> Sequence[Document]:
-        """Return the pods of a job's workers, sorted by index."""
+        """Return a job's worker pods, sorted by index."""
         self.workloads.existing(name)
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """Return the pod in which a worker runs. Raises NotFound."""
+        """Return the pod that a worker runs in. Raises NotFound."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
@@ -120,9 +120,9 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Return a function that reads files of the output in the pod of rank 0: (path, first byte) -> the content from that byte
-        on, empty if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no
-        open port. Raises NotFound."""
+        """Return a function that reads output files in rank 0's pod: (path, first byte) -> the content from that byte on, empty
+        if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no open port.
+        Raises NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -148,7 +148,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, merged by time; if there are no pods, the logs in the store."""
+        """Yield the workers' log lines, merged by time; if there are no pods, yield the logs in the store."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pod_status.index(pod) == worker
@@ -244,7 +244,7 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that needs only the job's name. To interrupt a job in a cluster is to suspend it."""
+        """Carry out a verb that needs only the job's name. Interrupting a job in a cluster suspends it."""
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:

@@ -1,4 +1,4 @@
-"""Downloading a dataset to a claim or a store, in a pod in a cluster."""
+"""Downloads a dataset to a claim or a store, in a pod on a cluster."""
 
 from __future__ import annotations
 

@@ -2,8 +2,8 @@
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-Standard library only, Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints rank and pid of
-the process; exits with 3 if there is no training process.
+Standard library only, Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints the process's rank
+and pid; exits with 3 if there is no training process.
 """
 
 import glob
@@ -17,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return the pids by rank, as the processes of an Outlast worker report them to their agent."""
+    """Return the pids by rank, as an Outlast worker's processes report them to their agent."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:

@@ -1,6 +1,6 @@
 """Fault injection for `outlast chaos`: applies `chaos.ACTIONS` to a worker's pod.
 
-Pods are deleted or evicted. Faults of training processes are injected by a program (`fault_in_pod`) that runs in the pod's
+Pods are deleted or evicted. Faults in training processes are injected by a program (`fault_in_pod`) that runs in the pod's
 container, whose image must have Python. Raises the cluster's errors: `Forbidden` names the missing right.
 """
 

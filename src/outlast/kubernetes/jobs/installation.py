@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout of a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
+"""Timeout for a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -74,8 +74,8 @@ def documents(
     watch: bool = False,
     on_demand: bool = False,
 ) -> list[Document]:
-    """Return all documents of an installation, in the order of creation. `watch` includes the node watcher; for `on_demand`
-    see `operator_deployment.files`."""
+    """Return all documents for an installation, in creation order. `watch` includes the node watcher; for `on_demand` see
+    `operator_deployment.files`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
@@ -152,7 +152,7 @@ def _still_deleting(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves the kind of a CustomResourceDefinition. Raises ClusterError on timeout."""
+    """Wait until the API server serves a CustomResourceDefinition's kind. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pod_status.condition(definition, "NamesAccepted", "False"):
@@ -279,7 +279,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
 
 
 def _is_installed(document: Document) -> bool:
-    """Return whether `ensure` created an object; objects of jobs have the same label, but also the label of their job."""
+    """Return whether `ensure` created an object; a job's objects have the same label, but also their job's label."""
     return ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
 
 

@@ -32,7 +32,7 @@ COMPANIONS = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.POD_GROUP, kinds.VOLCANO_GR
 """Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
-"""Label selector for workers, which excludes evaluations. Pods of a drop-in have the labels of their template."""
+"""Label selector for workers, which excludes evaluations. A drop-in's pods have their template's labels."""
 _AGENT_TIMEOUT_S = 3.0
 _MAX_CONCURRENT = 16
 
@@ -71,7 +71,7 @@ class Workloads:
         return workloads
 
     def of(self, name: str, of_kinds: Sequence[kinds.Kind] = KINDS) -> list[Document]:
-        """Return the workloads of a job, the newest first."""
+        """Return a job's workloads, newest first."""
         return sorted(self.list_(name, of_kinds), key=lambda each: each["metadata"]["creationTimestamp"], reverse=True)
 
     def existing(self, name: str) -> list[Document]:
@@ -93,7 +93,7 @@ class Workloads:
         return Absent(f"there is no namespace {namespace} in {context}; {instead}")
 
     def active(self, name: str) -> tuple[Document, kinds.Kind, str]:
-        """Return the current workload of a job. Raises OutlastError if the job has ended."""
+        """Return a job's current workload. Raises OutlastError if the job has ended."""
         workload = self.existing(name)[0]
         if (state := job_status.final_state(workload)) is not None:
             more = "goes on with it" if state is State.FAILED else "--fresh runs it again"
@@ -107,7 +107,7 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """Return the job file of a workload, as its pods read it, or None if we may not read it or it has another version."""
+        """Return a workload's job file as its pods read it, or None if we may not read it or it has another version."""
         from outlast.job import spec
 
         try:
@@ -129,11 +129,11 @@ class Workloads:
         return job_sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
-        """Return the status of a job; its agents are queried for their current step."""
+        """Return a job's status; its agents are queried for their current step."""
         return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), query_agents=True))
 
     def recorded(self, name: str) -> JobStatus:
-        """Return the status of a job according to its workload alone."""
+        """Return a job's status according to its workload alone."""
         return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
@@ -160,7 +160,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """Return agents' metrics by the names of their pods, and the error if access to some was denied."""
+        """Return the agents' metrics by pod name, and the error if access to some was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -190,7 +190,7 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
-        """Set the number of pods of a workload that has no field for suspension, and record the former number in an
+        """Set the number of pods for a workload that has no field for suspension, and record the former number in an
         annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
@@ -251,7 +251,7 @@ def workload_in(documents: Sequence[Document]) -> Document:
 
 
 def has_claim(workload: Document) -> bool:
-    """Return whether the pods of a workload have a claim, which may hold the output."""
+    """Return whether a workload's pods have a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
     volumes = workload_template.template(workload)["spec"].get("volumes") or ()

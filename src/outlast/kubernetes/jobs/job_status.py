@@ -1,6 +1,6 @@
-"""The status of a job on a cluster, from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a function
-of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that status is
-used then, and pods only add where the workers run."""
+"""A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a
+function of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that
+status is then used, and the pods only add where the workers run."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 REPLICAS = "outlast.dev/replicas"
-"""Annotation of a suspended StatefulSet: the number of workers before the suspension."""
+"""Annotation on a suspended StatefulSet: the number of workers before the suspension."""
 
 RECONCILED_WITHIN_S = 15.0
 """Maximum time until an operator reconciles a new job: usually about a second, and this long if the leader has just failed."""
@@ -29,7 +29,7 @@ RECONCILED_WITHIN_S = 15.0
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents and metrics of a job at one moment."""
+    """A job's documents and metrics at one moment."""
 
     name: str
     workload: Document
@@ -47,8 +47,8 @@ class Snapshot:
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Return the metrics of one agent, parsed from Prometheus' text format, without the prefix `outlast_`, as `name`, or as
-    `name/rank` for metrics of a rank."""
+    """Return one agent's metrics, parsed from Prometheus' text format. Names lack the prefix `outlast_`; per-rank metrics are
+    named `name/rank`."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
@@ -127,8 +127,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Return the events of a run that the cluster has recorded in addition to the run's ledger: the operator's ledger entries
-    and, unless they are among these, the submission and the end."""
+    """Return a run's events that the cluster has recorded in addition to its ledger: the operator's ledger entries and, unless
+    they are among these, the submission and the end."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
@@ -140,7 +140,7 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """Return the pod of each worker: the newest one that is not being deleted, else the newest."""
+    """Return each worker's pod: the newest one that is not being deleted, or else the newest."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
@@ -163,7 +163,7 @@ def is_suspended(workload: Document) -> bool:
 
 
 def final_state(workload: Document) -> State | None:
-    """Return the state in which a workload has ended, or None while it has not."""
+    """Return a workload's final state, or None while it has not ended."""
     if (drop_in := dropins.of(workload)) is not None:
         return State(end) if (end := drop_in.final_state(workload)) else None
     written = str((workload.get("status") or {}).get("state") or "")
@@ -229,8 +229,8 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """Return the final state of a StatefulSet, whose pods stay after their workers end: Failed if any worker failed, else
-    Succeeded, or None until all have ended."""
+    """Return a StatefulSet's final state: Failed if any worker failed, otherwise Succeeded, or None until all have ended. Its
+    pods stay after their workers end."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]

@@ -1,7 +1,7 @@
 """The logs of a job's pods: merged, or followed across restarts and new pods, with each line once.
 
-Used by `KubernetesBackend.logs`. Each line carries the time at which the node wrote it, so a reader that has lost its connection
-can continue: no line is lost as long as the node still has it, and none is repeated.
+Used by `KubernetesBackend.logs`. Each line carries the time when the node wrote it, so a reader that has lost its connection can
+continue: no line is lost as long as the node still has it, and none is repeated.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
-"""Maximum number of items (log lines, changes of pods, messages) that wait to be handled."""
+"""Maximum number of items (log lines, pod changes, messages) waiting to be handled."""
 _POLL_S = 1.0
-"""Interval between checks whether the job is over."""
+"""Interval between checks of whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339, the format in which nodes write times."""
+"""RFC 3339, the format that nodes use for times."""
 _QUIET_S = 30.0
 """After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
-its output. The phase of its pod does not show the end: its node may be lost, and no controller may delete the pod."""
+its output. Its pod's phase does not show the end: its node may be lost, and no controller may delete the pod."""
 _MAX_FOLLOW_S = 300.0
-"""Maximum time for which a worker is followed after the job has ended."""
+"""How long a worker is followed, at most, after the job has ended."""
 _PAUSE_S = 0.5
 """Pause before reconnecting to a log after its connection has ended."""
 
@@ -82,7 +82,7 @@ def _existing_lines(
 
 @dataclass
 class Follower:
-    """Follows the logs of pods: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
+    """Follows pods' logs: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
     cluster: api.Cluster
     labels: str
@@ -137,7 +137,7 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread puts
+        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread queues
         its last line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
@@ -174,7 +174,7 @@ class Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """Return all pods if the job is over, else None: the watch may not have reported some of them yet."""
+            """Return all pods if the job is over, otherwise None: the watch may not have reported some of them yet."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -191,7 +191,7 @@ class Follower:
         self._job_is_over.set()
 
     def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
-        """Start to read the log of a pod that has started; report why a pod is still waiting."""
+        """Start reading a pod's log once it has started; until then, report why it is waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):
@@ -206,7 +206,7 @@ class Follower:
 
 
 class _Reader:
-    """Reads the log of one pod to its end, across lost connections and restarts of the container."""
+    """Reads one pod's log to its end, across lost connections and container restarts."""
 
     def __init__(
         self,
@@ -224,7 +224,7 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
         self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
-        """Number of container restarts when we started to read this log."""
+        """Number of container restarts when we started reading this log."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
         """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that
@@ -264,7 +264,7 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Put the lines that have not been put into the queue yet."""
+        """Queue the lines that have not been queued yet."""
         skip, begin = self._lines_at_last, self._last
         if self._stop.is_set():
             return
@@ -298,13 +298,13 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as that a log no
-    longer exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as the one that a log
+    no longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Return a time in a form that can be compared with other times of the same node: Go omits trailing zeros of fractions."""
+    """Return a time in a form that can be compared with other times from the same node: Go omits trailing zeros in fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

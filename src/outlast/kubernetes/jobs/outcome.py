@@ -1,6 +1,6 @@
-"""The outcome of a job as named values: the outputs of a pipeline step that trains.
+"""A job's outcome as named values: the outputs of a pipeline step that trains.
 
-`outcome` is a pure function of the job's status and of the outputs from its store, which `read` fetches. Each unknown value has a
+`outcome` is a pure function of the job's status and the outputs from its store, which `read` fetches. Each unknown value has a
 reason.
 """
 
@@ -60,8 +60,8 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """Return the outputs of a job that has ended. `stored` has the outputs from its store (see `read`), or says why the store
-    cannot be read."""
+    """Return an ended job's outputs. `stored` has the outputs from its store (see `read`), or says why the store cannot be
+    read."""
     values_by_name: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,

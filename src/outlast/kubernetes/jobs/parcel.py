@@ -1,4 +1,4 @@
-"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store to which the job writes.
+"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
 `pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
 nothing.
@@ -37,7 +37,7 @@ CLIENT_APPLY_BYTES = 190 << 10
 """Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store to which jobs write: it has archives named by their SHA-256, shared by all jobs."""
+"""Directory in the store that jobs write to. It holds archives named by their SHA-256, shared by all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -45,11 +45,11 @@ class Parcel:
     """Code to be shipped to pods. Made by `pack`."""
 
     job: spec.Job
-    """The job, with the location that its code has in pods."""
+    """The job, with its code's location in pods."""
     code: bytes = b""
     """The archive for the ConfigMap (`manifests.render(..., code=)`); empty if no ConfigMap is used."""
     sentence: str = ""
-    """`code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty when nothing is shipped."""
+    """A sentence such as `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
     url: str = ""
     """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()
@@ -73,7 +73,7 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """Yield the code of a job, packed if it is on this machine and pods cannot see it there.
+    """Yield a job's code, packed if it is on this machine and pods cannot see it there.
 
     `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
     code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.

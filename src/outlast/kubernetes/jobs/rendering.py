@@ -1,4 +1,4 @@
-"""The documents of a job with its code, and the backend that applies them."""
+"""A job's documents and code, and the backend that applies them."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield the documents of a job in the order of application, and its code, which must be uploaded (`Parcel.upload`) before the
+    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded (`Parcel.upload`) before the
     documents are applied.
 
     `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap (default: as much as a

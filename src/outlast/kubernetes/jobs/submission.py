@@ -1,4 +1,4 @@
-"""Submitting a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
+"""Submits a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
 
 from __future__ import annotations
 
@@ -25,12 +25,12 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation of a submitted workload: the value that the label `run` would have if the file were applied by itself."""
+"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied by itself."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return the documents of a job for the operator. `run` identifies the submission (a digest of the file if None); `fresh`
-    starts a new run."""
+    """Return a job's documents for the operator. `run` identifies the submission (a digest of the file if None); `fresh` starts a
+    new run."""
     from outlast.kubernetes import manifests
 
     del source
@@ -38,7 +38,7 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner of the unfinished run in a store; returns a sentence about it."""
+    """Remove the owner from the unfinished run in a store; returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 
@@ -56,8 +56,8 @@ class Submission:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that
-        currently trains the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
+        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that is
+        currently training the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
         job."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
@@ -102,8 +102,7 @@ class Submission:
                     self.workloads.adopt(each, result.new)
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
-        """Reopen the run of a job that has succeeded if the job now requests more steps or epochs, so that workers continue the
-        run."""
+        """Reopen a succeeded job's run if the job now requests more steps or epochs, so that workers continue the run."""
         from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
@@ -130,7 +129,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store that has the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -144,7 +143,7 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, unless it exists already. Returns the Secret, if the job
+        """Create the Secret that workers use to authenticate each other, unless it exists already. Returns the Secret, if the job
         is to adopt it, and a sentence."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
@@ -165,7 +164,7 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return the state in which a workload has ended, or None if it has not. For a StatefulSet, the agents are queried."""
+        """Return a workload's final state, or None if it has not ended. For a StatefulSet, the agents are queried."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
@@ -182,7 +181,7 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """Return a phrase about how the run of a failed job continues when it is submitted again."""
+        """Return a phrase about how a failed job's run continues when the job is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"

@@ -1,4 +1,4 @@
-"""Waiting for the end of a job in a cluster, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+"""Waits for a job in a cluster to end, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
     waiter.submit(lambda: backend.submission.apply(job, source=file))
@@ -31,15 +31,15 @@ from outlast.kubernetes.jobs.job_documents import Workloads
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""Interval at which the job's status is requested."""
+"""Poll interval for the job's status."""
 PROGRESS_S = 60.0
 """Interval between progress reports; a change of state is reported immediately."""
 _SUBMIT_S = 600.0
-"""Maximum time for which to retry the submission while the API server is unavailable."""
+"""How long to retry the submission while the API server is unavailable."""
 _UNSERVED_S = 300.0
-"""Maximum time for which the job's kind is not served: an API server that has just started may not serve it yet."""
+"""How long the job's kind may be unserved: an API server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
-"""Maximum time for which to retry the cancellation: a pod has 30 s after SIGTERM."""
+"""How long to retry the cancellation: a pod has 30 s after SIGTERM."""
 
 ReadStep = Callable[[], tuple[api.Document | None, api.Document | None]]
 """Reads the step's pod and the Workflow that owns it; the arguments of `reason_to_continue`."""
@@ -150,8 +150,8 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """Return the response to a request, which is repeated while the API server is unavailable or does not serve the kind of a
-        job that existed before."""
+        """Return the response to a request, which is repeated while the API server is unavailable or does not serve a kind that
+        it served before."""
         since = self.now()
         unserved: float | None = None
 
@@ -245,7 +245,7 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """Return the pod in which this process runs, and the Workflow that owns it, if they exist and may be read. After a forced
+    """Return the pod that this process runs in, and the Workflow that owns it, if they exist and may be read. After a forced
     deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
     Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")

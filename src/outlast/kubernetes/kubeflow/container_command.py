@@ -1,4 +1,4 @@
-"""The command of a training container: which script, module or code torchrun or python runs, with which options. Pure.
+"""A training container's command: which script, module or code torchrun or python runs, and with which options. Pure.
 
 It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`,
 `python -c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
@@ -17,7 +17,7 @@ from outlast.job import contract
 HONOURED = ("nnodes", "nproc-per-node", "module", "m", "no-python")
 """The torchrun options that matter to a job whose workers find one another by themselves."""
 _FLAGS = ("standalone", "module", "m", "no-python", "run-path", "use-env", "virtual-local-rank")
-"""The torchrun options without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
+"""The torchrun options that take no value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
 _FUNCTION = re.compile(
     r"""(?P<before>.*?)read -r -d '' SCRIPT << EOM\n(?P<code>.*)\nEOM\n"""
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",

@@ -48,7 +48,7 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`; parts for which a job file has no field stay in its `template`.
+        """Translate a pod template with the container `trainer`; parts that a job file has no field for stay in its `template`.
         Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])
@@ -105,7 +105,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate what the container starts. Files beside the document are the job's code; all others are in the image."""
+        """Translate what the container starts. Files next to the document are the job's code; all others are in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)
@@ -133,7 +133,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range, else `replicas`, or fewer if `elastic`."""
+        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range, otherwise `replicas`, or fewer if
+        `elastic`."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

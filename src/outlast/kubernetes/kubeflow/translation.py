@@ -1,4 +1,4 @@
-"""Translation of a `TrainJob` or a `PyTorchJob` into a job file: by the table `fields.yaml`, and by rules for fields without a
+"""Translates a `TrainJob` or a `PyTorchJob` into a job file, using the table `fields.yaml`, and rules for fields that have no
 single counterpart."""
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
-    """Translate a Kubeflow document. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; nothing for
-    other documents.
+    """Translate a Kubeflow document. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; both are
+    empty for other documents.
 
     `directory` may hold the script, beside the document; `source` names the document in errors. Raises InvalidJob with every
     mistake, or with a field that cannot be honoured.
@@ -65,8 +65,8 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
-    """Copy and drop fields as the table says. Yields the place of, and a sentence about, each unknown field and mistyped
-    value."""
+    """Copy and drop fields as the table says. Yields the place of each unknown field and mistyped value, with a sentence about
+    it."""
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))
     if target.startswith("-> "):
@@ -101,7 +101,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def train_job(document: Document, draft: Draft) -> None:
-    """Translate a TrainJob; labels and annotations in its spec are added to those of its metadata. Raises InvalidJob."""
+    """Translate a TrainJob; labels and annotations in its spec are added to those in its metadata. Raises InvalidJob."""
     spec, metadata = document["spec"], document["metadata"]
     trainer = spec.get("trainer", {})
     runtime = spec.get("runtimeRef", {}).get("name", "")
@@ -183,7 +183,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
 
 
 def named_trainer(pod: Document, name: str) -> Document:
-    """Return a pod template, or a patch of one, with the container `name` renamed to that of Outlast's."""
+    """Return a pod template, or a patch of one, with the container `name` renamed to Outlast's name for it."""
     spec = pod.get("spec", {})
     given = spec.get("containers", ())
     containers = [{**each, "name": Pod.TRAINER} if each.get("name") == name else each for each in given]

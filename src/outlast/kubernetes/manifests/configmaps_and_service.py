@@ -38,14 +38,14 @@ def service(request: Request) -> Document:
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """Return a headless Service for the rendezvous of pods, including pods that are not ready; `target` is their port."""
+    """Return a headless Service for pods' rendezvous, including pods that are not ready; `target` is their port."""
     port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
     fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
     return kinds.SERVICE.document(meta, spec=fields)
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """Return the Secret with which the workers of a workload authenticate one another, or None for a single worker."""
+    """Return the Secret that a workload's workers use to authenticate one another, or None for a single worker."""
     if not (name := _secret_name(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -55,8 +55,7 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
-    """Return the name of the Secret to which the pods refer, or to which an ElasticJob's pods will refer, or an empty string
-    for a single worker."""
+    """Return the name of the Secret that the pods, or an ElasticJob's future pods, refer to; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     fields = workload["spec"]
@@ -73,7 +72,7 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
 
 
 def existing_claim(desired: Document, existing: Document) -> str:
-    """Return a sentence about a claim that exists. As the claim may hold data, it is used and never changed."""
+    """Return a sentence about an existing claim. As the claim may hold data, it is used and never changed."""
     requested, actual = _storage(desired), _storage(existing)
     differ = [
         f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]
@@ -99,9 +98,9 @@ def worker_account(job: str) -> str:
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights of one job's workers: to create and change their Leases, each by its name, and to read their job.
-    Rights to create objects by name work because the workers use server-side apply, which is authorized with the object's
-    name, unlike a POST. `bound_account` is the account of the workers' pods; default: the account that is created here."""
+    """Return the rights for one job's workers: to create and change their Leases, each by its name, and to read their job. Rights
+    to create objects by name work because the workers use server-side apply, which is authorized with the object's name, unlike a
+    POST. `bound_account` is the account of the workers' pods; it defaults to the account created here."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
     leases = {

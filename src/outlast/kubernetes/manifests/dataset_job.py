@@ -1,5 +1,5 @@
-"""A Job of one pod that downloads a dataset to a claim or a store. It has the labels of a job, so `outlast list`, `status`,
-`logs`, `why` and `cancel` work on it."""
+"""A one-pod Job that downloads a dataset to a claim or a store. It has a job's labels, so `outlast list`, `status`, `logs`, `why`
+and `cancel` work on it."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 _TTL_S = 86_400
-"""TTL of the Job after it ends, during which its log can be read."""
+"""How long the Job is kept after it ends, in seconds; its log can be read until then."""
 _RETRIES = 3
 """Maximum number of retries; each continues from the files on the claim."""
 
@@ -30,9 +30,9 @@ class Download:
     directory: str
     """The dataset's name as a directory name."""
     to: str = ""
-    """Directory on the claim, or URL of a place in a store. Default: `directory`, on the claim."""
+    """Directory on the claim, or URL in a store. Default: `directory`, on the claim."""
     claim: str = ""
-    """`NAME:/PATH`: the claim's name, and the path at which it is mounted."""
+    """The claim's name and its mount path, as `NAME:/PATH`."""
     image: str = OPERATOR_IMAGE
     """An image with Outlast; the default has no torch."""
     secrets: Sequence[str] = ()

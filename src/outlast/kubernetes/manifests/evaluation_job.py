@@ -1,4 +1,4 @@
-"""A Job of one pod that evaluates a job's model. The pod is a worker's pod with another command."""
+"""A one-pod Job that evaluates a job's model. The pod is a worker's pod with another command."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _TTL_S = 3600
-"""TTL of the Job after it ends, during which its log can be read."""
+"""How long the Job is kept after it ends, in seconds; its log can be read until then."""
 
 
 def _identifies_workload(label: str) -> bool:
@@ -23,8 +23,8 @@ def _identifies_workload(label: str) -> bool:
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """Return the Job that evaluates a model, made from the template of the workers' pods. `unique` distinguishes it from
-    other evaluations."""
+    """Return the Job that evaluates a model, made from the workers' pod template. `unique` distinguishes it from other
+    evaluations."""
     name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

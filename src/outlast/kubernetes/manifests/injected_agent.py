@@ -19,7 +19,7 @@ def program(request: Request) -> list[str]:
 
 
 def init_containers(request: Request) -> list[Document]:
-    """Return the init containers of a worker's pod. They write only to the volume."""
+    """Return the init containers for a worker's pod. They write only to the volume."""
     if not request.spec.injected():
         return []
     share = resources.share(request.job).container()  # those of the pod do not grow: the larger of both containers counts

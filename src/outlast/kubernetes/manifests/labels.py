@@ -1,4 +1,4 @@
-"""Labels of a job's objects: origin, job, run, and the settings of the training."""
+"""Labels on a job's objects: origin, job, run, and the training settings."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.render_request import Document, Request, inval
 
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
 """Label that keeps Istio from adding a proxy to pods that run to completion, in namespaces where Istio adds one, such as
-Kubeflow's. The proxy would outlive the training, so that a Job never completes, and would reject connections of other workers.
+Kubeflow's. The proxy would outlive the training, so that a Job never completes, and would reject connections from other workers.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -29,13 +29,12 @@ _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def selector(job: str) -> dict[str, str]:
-    """Return the selector of a job's workers, in all runs of the job. It never changes, since Kubernetes' selectors are
-    immutable."""
+    """Return the selector for a job's workers in all its runs. It never changes, since Kubernetes' selectors are immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
 def common(job: spec.Job) -> dict[str, str]:
-    """Return the labels of all objects of a job: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
+    """Return the labels for all of a job's objects: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
     return {
         **_user_labels(job),
         "app.kubernetes.io/name": "outlast",
@@ -65,7 +64,7 @@ def settings(args: Sequence[str]) -> dict[str, str]:
 
 
 def metadata(request: Request, name: str) -> Document:
-    """Return the metadata of a document of this job."""
+    """Return the metadata for one of this job's documents."""
     meta: Document = {"name": name}
     if request.job.metadata.namespace:
         meta["namespace"] = request.job.metadata.namespace
@@ -73,7 +72,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """Return the metadata of the owner of the pods, with the user's annotations, and Kueue's queue if there is one."""
+    """Return the metadata for the pods' owner, with the user's annotations, and Kueue's queue if there is one."""
     meta = metadata(request, name)
     meta["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **queue_label(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
@@ -82,8 +81,8 @@ def workload(request: Request, name: str, *, annotations: Mapping[str, str] | No
 
 
 def queue_label(fields: spec.Spec) -> dict[str, str]:
-    """Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; empty if the job has no queue or its queue
-    is Volcano's."""
+    """Return Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; empty if the job has no queue or
+    its queue is Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}

@@ -36,7 +36,7 @@ class Names:
 
     job: str
     digest: str = ""
-    """Digest of the objects; empty in the draft from which it is computed."""
+    """Digest of the objects; empty in the draft that it is computed from."""
 
     @property
     def config(self) -> str:
@@ -48,10 +48,10 @@ class Names:
 
     @property
     def service(self) -> str:
-        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects by the
-        job."""
+        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects pods
+        by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the owner of the pods. The longest host name of a pod is this name and `suffix`."""
+        """Return the name of the pods' owner. A pod's longest host name is this name plus `suffix`."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

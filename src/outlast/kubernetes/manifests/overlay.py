@@ -26,7 +26,7 @@ KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""Merge keys (`patchMergeKey` of the Kubernetes API), by the name of the list."""
+"""Merge keys (`patchMergeKey` in the Kubernetes API), by list name."""
 _UNIONS = ("volumes", "env")
 """Lists whose items are unions (`retainKeys`): a claim replaces an emptyDir, for example."""
 _DIRECTIVES = ("merge", "replace", "delete")

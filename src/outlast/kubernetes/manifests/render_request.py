@@ -12,7 +12,7 @@ from outlast.job import spec
 from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
-"""One Kubernetes document, with its keys in the order in which they are written."""
+"""One Kubernetes document, with its keys in output order."""
 OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
 """The operator's image, with Outlast but without torch."""
 
@@ -32,7 +32,7 @@ class Request:
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
-    """Image from which pods get the agent if theirs has no Outlast."""
+    """Image that pods get the agent from if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 
@@ -41,7 +41,7 @@ class Request:
         return self.job.spec
 
     def image(self) -> str:
-        """Return the image of the job's pods. Raises InvalidJob if there is none."""
+        """Return the image for the job's pods. Raises InvalidJob if there is none."""
         if self.spec.image is None:
             raise invalid_job(self.job, "image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1")
         return self.spec.image
@@ -60,7 +60,7 @@ class Request:
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request limited to `workers`, the number of pods to come, so that no worker waits for more."""
+        """Return the request limited to `workers`, the number of pods that will exist, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

@@ -37,13 +37,13 @@ def endpoint(request: Request, pod0: str, service: str) -> str:
 
 
 def single_worker_endpoint(request: Request) -> str:
-    """Return the endpoint of a job with one worker."""
+    """Return the endpoint for a job with one worker."""
     if request.spec.rendezvous.endpoint is not None:
         return endpoint(request, "", "")
     return f"c10d://localhost:{Pod.RENDEZVOUS_PORT}"
 
 
 def fqdn(pod: str, service: str) -> str:
-    """Return the full DNS name of a pod behind a headless Service, in the namespace to which it is applied.
+    """Return the full DNS name for a pod behind a headless Service, in the namespace that it is applied to.
     https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/"""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

@@ -21,7 +21,7 @@ HUGE_PAGES = {"hugepages-2Mi": "5120Mi"}
 
 @dataclass(frozen=True)
 class Share:
-    """The share of a machine that one worker has."""
+    """One worker's share of a machine."""
 
     requests: Quantities
     limits: Quantities
@@ -41,8 +41,8 @@ def accelerator(requested: spec.Resources) -> str:
 
 
 def share(job: spec.Job) -> Share:
-    """Return the share of each worker. Raises InvalidJob if shared memory leaves no other memory, if cores exceed their limit, or
-    if EFA is requested without memory or cores."""
+    """Return each worker's share. Raises InvalidJob if shared memory leaves no other memory, if cores exceed their limit, or if
+    EFA is requested without memory or cores."""
     requested, count = job.spec.resources, job.spec.processes()
     if requested.shared_memory and requested.memory and requested.shared_memory >= requested.memory:
         problem = f"{units.memory_text(requested.shared_memory)}), which counts as memory, leaves nothing of resources.memory"

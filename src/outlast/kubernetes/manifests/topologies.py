@@ -1,4 +1,4 @@
-"""The topologies of a job on Kubernetes, each a function from a request to documents.
+"""A job's topologies on Kubernetes, each a function from a request to documents.
 
     elasticjob     the ElasticJob itself, for the operator
     job            one pod with all the GPUs, a `batch/v1` Job, no rendezvous
@@ -6,7 +6,7 @@
     statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
 Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
-progress does not reset the budget for restarts, and `restarts.window` has no effect.
+progress does not reset the restart budget, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ def single_pod_job(request: Request) -> list[Document]:
 
 
 def indexed_job(request: Request) -> list[Document]:
-    """Return the Indexed Job, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+    """Return the Indexed Job, its ConfigMap, its Service and claims, and a gang's PodGroup.
 
     A worker that fails is replaced by a worker with the same index. `backoffLimitPerIndex` is not used: it would end one index,
     and with it the world of all other workers.
@@ -103,7 +103,7 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotation with which Kueue may admit only some workers, down to `min`:
+    """Return the annotation that allows Kueue to admit only some workers, down to `min`:
     https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}
@@ -114,7 +114,7 @@ def _partial_admission(fields: spec.Spec) -> dict[str, str]:
 
 
 def statefulset(request: Request) -> list[Document]:
-    """Return the StatefulSet, its ConfigMap, its Service and claims, and the PodGroup of a gang.
+    """Return the StatefulSet, its ConfigMap, its Service and claims, and a gang's PodGroup.
 
     Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start
     at once: if they started in order, the first would wait for the others to form a world with it, and the others would not start
@@ -179,9 +179,9 @@ def render(
     code: bytes = b"",
     fresh: bool = False,
 ) -> list[Document]:
-    """Return the objects of a job, in the order in which to apply them.
+    """Return a job's objects, in the order to apply them.
 
-    `run` is the id of this submission; default: a digest of the job, so that the same file is the same run. `files` are the
+    `run` is the id of this submission; it defaults to a digest of the job, so that the same file is the same run. `files` are the
     contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
     ignores checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError
     for an unknown topology.

@@ -1,4 +1,4 @@
-"""The environment of a worker's container. The order matters: a variable comes after the variables to which it refers by
+"""The environment of a worker's container. The order matters: a variable comes after the variables that it refers to by
 `$(NAME)`."""
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ from outlast.kubernetes.manifests import resources, volumes
 from outlast.kubernetes.manifests.render_request import Document, Request
 
 KEY = "key"
-"""Key in the Secret with which a job's workers authenticate one another."""
+"""Key in the Secret that a job's workers use to authenticate one another."""
 Source = str | dict[str, object]
 """A variable's value, or the source from which Kubernetes takes it: `{"fieldRef": ...}`."""
 

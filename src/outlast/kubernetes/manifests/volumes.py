@@ -79,7 +79,7 @@ def output_is_lost(job: spec.Job) -> bool:
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """Return the S3 URLs of a job whose pods have no S3 credentials, otherwise none."""
+    """Return a job's S3 URLs if its pods have no S3 credentials, otherwise none."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
@@ -91,7 +91,7 @@ def urls_without_credentials(fields: spec.Spec) -> list[str]:
 
 
 def output(fields: spec.Spec, name: str = "") -> str:
-    """Return the output directory in a pod: at the job's path if that is on a volume, else below `/out`."""
+    """Return the output directory in a pod: the job's path if that is on a volume, otherwise below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""
     root = path if path and _on_volume(fields, path) else Pod.OUTPUT
     return f"{root}/{name}" if name else root
@@ -119,7 +119,7 @@ def job_file(job: spec.Job) -> str:
 
 
 def volumes(request: Request) -> tuple[list[Document], list[Document]]:
-    """Return the volumes of a pod, and the mounts of its container, with one mount per path."""
+    """Return a pod's volumes and its container's mounts, with one mount per path."""
     by_path: dict[str, tuple[Document, Document]] = {}
     for place, name, source in _standard_volumes(request):
         by_path[place] = {"name": name, **source}, {"name": name, "mountPath": place}

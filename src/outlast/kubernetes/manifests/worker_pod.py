@@ -4,8 +4,8 @@ It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/co
 root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
 merged over it last.
 
-The agent answers the probes. A worker is alive while a step or a phase of its start makes progress, and ready while it is in a
-world. The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+The agent answers the probes. A worker is alive while a step or a startup phase makes progress, and ready while it is in a world.
+The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
 """
 
 from __future__ import annotations
@@ -45,8 +45,8 @@ class Worker:
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """Return the PodTemplateSpec of a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot
-    be merged."""
+    """Return the PodTemplateSpec for a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
+    merged."""
     volumes, mounts = places.volumes(request)
     init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
     base: Document = {
@@ -72,7 +72,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return the pod of one worker, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
+    """Return one worker's pod, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
@@ -89,8 +89,7 @@ def termination_grace_s(fields: spec.Spec) -> int:
 
 
 def failure_policy() -> Document:
-    """Return the rules by which a Job ignores interruptions, and fails at once on misconfiguration or when workers have given
-    up.
+    """Return the rules that make a Job ignore interruptions, and fail at once on misconfiguration or when workers have given up.
 
     143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
     `backoffLimit`.

@@ -17,7 +17,7 @@ from outlast.kubernetes.api import pod_status
 END_MARGIN_S = 2.0
 """Seconds between a pod's end and the deadline, for the kubelet to report the end."""
 WORKER_RESERVE_S = 30.0
-"""Seconds before the deadline at which the remaining workers are evicted."""
+"""How many seconds before the deadline the remaining workers are evicted."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return the name of a pod with its namespace: `namespace/name`."""
+    """Return a pod's name with its namespace: `namespace/name`."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 

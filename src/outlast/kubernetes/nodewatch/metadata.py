@@ -1,4 +1,4 @@
-"""Client for the metadata service of an AWS machine, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
+"""Client for an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """
@@ -17,7 +17,7 @@ _REMEDY = "see that the machine's metadata is switched on, and that the pod has 
 
 
 class MetadataAway(OutlastError):
-    """The metadata service returns no valid response; a retry may help."""
+    """The metadata service returned no valid response; a retry may help."""
 
 
 @dataclass

@@ -1,4 +1,4 @@
-"""The watcher of one node polls for notices, marks the node, and evicts its pods."""
+"""The watcher for one node polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
 """Seconds between two attempts to mark a node or to evict its pods."""
 EVICT_S = 5.0
-"""Timeout of an eviction in seconds, so that one hanging eviction does not delay the others."""
+"""Timeout for an eviction in seconds, so that one hanging eviction does not delay the others."""
 
 
 class Watcher:

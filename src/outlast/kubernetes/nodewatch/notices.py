@@ -20,11 +20,11 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 from outlast.kubernetes.api import pod_status
 
 SPOT_S = 120.0
-"""Seconds from an unreadable interruption notice to the assumed end of the machine."""
+"""Seconds from an unreadable interruption notice to the machine's assumed end."""
 MAINTENANCE_LEAD_S = 900.0
-"""Seconds before the start of maintenance at which the watcher acts. AWS announces maintenance days in advance."""
+"""How many seconds before the start of maintenance the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Seconds after the deadline until a running machine counts as having survived, for example a stop and a start."""
+"""A machine that still runs this many seconds after the deadline has survived, for example by a stop and a start."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -34,7 +34,7 @@ class Notice:
 
     kind: LeavingKind
     deadline: float | None
-    """Time at which AWS may take the machine; None if AWS sets no time."""
+    """When AWS may take the machine; None if AWS sets no time."""
     reason: str
 
 
@@ -82,7 +82,7 @@ def effective(current: Sequence[Notice], recorded: Notice | None, now: float) ->
 
 
 def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints and others' cordons
+    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints, and cordons by others,
     stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]

@@ -1,4 +1,4 @@
-"""Carrying out a plan in order; the process may be killed between any two writes.
+"""Carries out a plan in order. The process may be killed between any two writes.
 
 Every write states its precondition: for a status, the resource version it is based on; for a deletion, a uid; for a creation,
 that the name is free. If the precondition no longer holds, somebody else has changed the object: it is not overwritten, and the
@@ -26,9 +26,9 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before a creation is retried while another object with the same name is being deleted."""
 EVENT_WINDOW_S = 600
-"""Repetitions of a message within this time are one Event with a count. The API server keeps Events for an hour."""
+"""Repetitions of a message within this time are counted in one Event. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
-"""Reason of the Event when a pod cannot be created; Kubernetes' own controllers use the same."""
+"""Event reason when a pod cannot be created, the same one that Kubernetes' own controllers use."""
 
 
 @dataclass(frozen=True)
@@ -38,9 +38,9 @@ class Outcome:
     requeue_at: float | None
     """When to reconcile again even if nothing changes; seconds since the epoch."""
     stale_reason: str = ""
-    """A sentence about a changed job, or an object in the way, for which the rest of the plan was dropped; else empty."""
+    """A sentence about why the rest of the plan was dropped: the job changed, or an object was in the way. Else empty."""
     blocked_reason: str = ""
-    """A sentence about another object that has the name of a pod to be created and will not go away by itself; else empty."""
+    """A sentence about another object that occupies a new pod's name and will not go away by itself; else empty."""
 
 
 def carry_out(
@@ -54,10 +54,10 @@ def carry_out(
 ) -> Outcome:
     """Carry out a plan, unless the job has changed since the plan was made.
 
-    `parallel` makes the writes of one part of the plan, and `background` writes Events. `on_status_written` is called once the
-    status is written, even if a later write fails. Raises ClusterError when a write has failed, once no other write is in
-    flight; the next pass completes the work. Raises Refused or Forbidden, and writes an Event, when the API server rejects pods
-    or objects that pods need.
+    `parallel` runs the writes for one part of the plan, and `background` writes Events. `on_status_written` is called once the
+    status is written, even if a later write fails. Raises ClusterError if a write failed, once no other write is in flight; the
+    next pass completes the work. Raises Refused or Forbidden, and writes an Event, when the API server rejects pods or objects
+    that pods need.
     """
     execution = _Execution(cluster, job, now, parallel, background)
     try:
@@ -105,13 +105,14 @@ class _Execution:
         self.cluster, self.job, self.now, self._parallel, self._background = cluster, job, now, parallel, background
         self.namespace = job["metadata"].get("namespace")
         self._conflicts: list[str] = []
-        """Sentences about objects that do not belong to this job but have names that its objects need."""
+        """Sentences about foreign objects that occupy names needed by this job's objects."""
 
     def write_event(self, event: Event) -> None:
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Apply `prerequisites` and `apply`; returns a sentence if another object must go first. Raises Refused, Forbidden."""
+        """Apply `prerequisites` and `apply`; returns a sentence if another object must be gone first. Raises Refused,
+        Forbidden."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
@@ -165,9 +166,9 @@ class _Execution:
         return ""
 
     def _check_owner(self, document: Document, existing: Document) -> str | None:
-        """Return None if the existing object with a document's name belongs to the job. A sentence if the object belongs to an
-        earlier job of this name: it must be garbage-collected first. Any other object is left alone and reported; the result is
-        empty. Raises Refused if that is a Role or RoleBinding: pods must not get rights that somebody else has granted."""
+        """Return None if the existing object with a document's name belongs to the job, or a sentence if it belongs to an earlier
+        job of this name and must be garbage-collected first. Any other object is left alone and reported, and the result is
+        empty. Raises Refused if it is a Role or RoleBinding: pods must not get rights that somebody else granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -183,7 +184,7 @@ class _Execution:
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
         """Create a pod; returns the obstacle if another object has its name. If the pod already exists and belongs to the job but
-        lacks the label by which pods are watched, the label is added: a controller that we replace has created the pod, or
+        lacks the label that pods are watched by, the label is added: either a controller that we replace created the pod, or
         somebody changed the label."""
         if _create(self.cluster, pod):
             return None
@@ -210,7 +211,7 @@ class _Execution:
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """Another object that has the name of a pod to be created."""
+    """Another object that occupies a new pod's name."""
 
     sentence: str
     permanent: bool = False

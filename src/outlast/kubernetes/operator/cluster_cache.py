@@ -1,4 +1,4 @@
-"""The operator's cache of the cluster: documents from the watches, and the responses to its own writes since then.
+"""The operator's cache of the cluster's state: documents from the watches, and the responses to its own writes since then.
 
 A watch lags: an object that we have just created is not in the watch yet, and a decision from the watch alone would create it
 twice. So the response to each of our writes is kept as well, and takes precedence until the watch has reached its resource
@@ -28,7 +28,7 @@ Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 _NODE_ANNOTATIONS = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
 _REDUNDANT_ANNOTATIONS = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
-"""Annotations that repeat other documents."""
+"""Annotations that duplicate the content of other documents."""
 _WORKER_LEASE = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
 Urgency = Literal["now", "later"]
 """When a change is reconciled: immediately, or within seconds together with other changes."""
@@ -42,7 +42,7 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedJob:
-    """All objects of one job at one time. The documents are copies, except for the nodes, which must not be modified."""
+    """All of a job's objects at one point in time. The documents are copies, except for the nodes, which must not be modified."""
 
     job: Document | None
     pods: list[Document]
@@ -51,7 +51,7 @@ class CachedJob:
     observed_since: float
     """When the last of the watches was connected; the current time if one is not connected."""
     refusal: str = ""
-    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
+    """A sentence about why the last attempt to create the job's pods failed; else empty."""
     job_count: int = 1
 
 
@@ -81,15 +81,15 @@ class KindCache:
     """Whether the watch has ever delivered everything."""
     connected_at: float = 0.0
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    """Responses to our own writes, as long as the watch has not reached their versions."""
+    """Responses to our own writes, until the watch reaches their versions."""
     deleted_uids: set[str] = field(default_factory=set)
     """Uids of objects that we have deleted but that the watch still shows."""
     unconfirmed: set[NamespacedName] | None = None
-    """While a new watch lists all objects: the names from the previous watch that the new one has not delivered yet."""
+    """While a new watch lists all objects, the names from the previous watch that it has not delivered yet."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:
-        """Note that a new watch starts to list all objects."""
+        """Note that a new watch has started listing all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
@@ -147,7 +147,7 @@ class KindCache:
             self.deleted_uids.add(uid)
 
     def newest(self, name: NamespacedName) -> _Entry | None:
-        """Return the newest known version of a document, or None if there is none."""
+        """Return a document's newest known version, or None if there is none."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
@@ -159,7 +159,7 @@ class KindCache:
         return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
-        """Return the documents of a job, sorted by name."""
+        """Return a job's documents, sorted by name."""
         found = [self.newest(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
@@ -175,7 +175,7 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under the jobs to which it belongs now, and no longer under its former job."""
+        """Index a document under the jobs that it belongs to now, and no longer under its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)
@@ -198,15 +198,14 @@ class Cache:
         self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache of another kind. By default, `unsynced` ignores this kind, and so do all
-        `CachedJob.observed_since`."""
+        """Start an empty cache for another kind. By default, `unsynced` and `CachedJob.observed_since` ignore this kind."""
         with self._lock:
             self._kinds[kind] = KindCache(kind)
 
     # called by the watches
 
     def begin_listing(self, kind: Kind) -> None:
-        """Note that a watch of this kind starts, or starts from scratch because it could not be resumed."""
+        """Note that a watch for this kind is starting, or restarting from scratch because it could not be resumed."""
         with self._lock:
             self._kinds[kind].begin_listing()
 
@@ -222,8 +221,8 @@ class Cache:
             old = self._kinds[kind].watched.get(_name_of(document))
             urgency = self._kinds[kind].put(document)
             if old and kind not in self.jobs and old.job != _job_of(kind, document):
-                self._notify_job(_name_of(document)[0], old.job)  # it has lost this to another job
-            if kind == NODE:  # replaced, never changed: readers keep theirs
+                self._notify_job(_name_of(document)[0], old.job)  # the document now belongs to another job
+            if kind == NODE:  # replaced, never modified: readers may still hold the old one
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
                 self._notify(kind, document, urgency)
@@ -310,7 +309,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """Return a document without the fields that the operator does not read; the contents of a pod follow from its job."""
+    """Return only the fields of a document that the operator reads; a pod's contents follow from its job."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {
         name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
@@ -335,7 +334,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """Return a container reduced to its name and its memory limit, which the sentence about an OOMKilled container names."""
+    """Return only a container's name and memory limit, which the sentence about an OOMKilled container needs."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -357,7 +356,7 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
     """Return the parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a
-    step, and the goodput of the run."""
+    step, and the run's goodput."""
     try:
         progress_ = json.loads(progress or "{}")
         return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
@@ -366,8 +365,8 @@ def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """Return the name of the job to which a document belongs. For a Lease, the job is taken from the Lease's name, not from
-    its labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
+    """Return the name of the job that a document belongs to. For a Lease, the job is taken from the Lease's name, not from its
+    labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         match = _WORKER_LEASE.fullmatch(meta["name"])
@@ -376,8 +375,8 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 
 def _urgent_fields(kind: Kind, document: Document, body: bytes) -> bytes:
-    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with
-    each renewal and step; for a node, it is only taints, readiness, notices and deletion."""
+    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
+    renewal and step; for a node, only taints, readiness, notices and deletion count."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         report = (meta.get("annotations") or {}).get(Annotation.REPORT)

@@ -1,4 +1,4 @@
-"""The desired objects of a job: the pods of its workers, and the objects that the pods need. Pure."""
+"""A job's desired objects: its workers' pods, and the objects that those pods need. Pure."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count
 
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoid: Sequence[str]) -> Iterator[Document]:
-    """Yield the pods of these workers, which prefer nodes other than those to avoid."""
+    """Yield pods for these workers; they prefer nodes other than those in `avoid`."""
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return
@@ -75,7 +75,7 @@ def checkpoints_url(job: spec.Job) -> str:
 def _request(snapshot: JobSnapshot) -> Request:
     assert snapshot.job is not None
     job = snapshot.job
-    if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides all the same
+    if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides anyway
         job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
     fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
     image = snapshot.limits.agent_image
@@ -125,11 +125,11 @@ _LOOSE_SKEW = 1000
 
 
 def _prefer_other_nodes(pod: Document, nodes: Sequence[str]) -> None:
-    """Make a pod prefer other nodes. This is not a requirement, as the pod would stay pending if there were no other nodes."""
+    """Make a pod prefer other nodes, without requiring them: if there were none, the pod would stay pending."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
     preferred.append({"weight": 100, "preference": {"matchFields": fields}})
     for spread in pod.get("topologySpreadConstraints", ()):
-        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # would lead to the node whose worker is gone with equal weight
+        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # would pull with equal weight to the node whose worker is gone
             spread["maxSkew"] = _LOOSE_SKEW

@@ -1,4 +1,4 @@
-"""The operator keeps its state of a job in the job's `.status`; this module defines the fields, and reads and writes them.
+"""The operator keeps its state for a job in the job's `.status`; this module defines the fields, and reads and writes them.
 
     elasticjob_status.read(status)      -> Status
     elasticjob_status.write(Status, ...) -> the new status
@@ -35,7 +35,7 @@ class CountedFailure:
 
     record: Record
     node: str
-    """Node of the failed worker; empty if unknown."""
+    """The failed worker's node; empty if unknown."""
     cause: str = ""
     """Its `contract.FailureCause`."""
 
@@ -71,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline; for the worker's agent."""
+    """A worker that must leave by a deadline, published for its agent."""
 
     worker: int
     uid: str
@@ -82,13 +82,13 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Losses:
-    """Training seconds lost, by their cause (`report.incidents.CAUSES`), and the number of steps whose result was lost."""
+    """Training seconds lost, by cause (`report.incidents.CAUSES`), and the number of steps whose results were lost."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
 
     def grown(self, newer: Losses) -> Losses:
-        """Return the larger of each number: a counter must not fall, although a later computation may know better."""
+        """Return the larger value of each number: a counter must not fall, even if a later computation is more accurate."""
         causes = sorted({*self.seconds, *newer.seconds})
         seconds = {cause: max(self.seconds.get(cause, 0.0), newer.seconds.get(cause, 0.0)) for cause in causes}
         return Losses(seconds, max(self.steps, newer.steps))
@@ -104,9 +104,9 @@ class Progress:
     committed_at: float = 0.0
     """When the commit of that step was first reported."""
     rate: float | None = None
-    """Steps per second of the current world."""
+    """The current world's rate, in steps per second."""
     time: float = 0.0
-    """In whole seconds, as the status stores it."""
+    """When the progress was written, in whole seconds, as the status stores it."""
     mark: tuple[int, float] | None = None
     """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
@@ -114,10 +114,10 @@ class Progress:
     bytes: int = 0
     """Size of the newest checkpoint; 0 if unknown."""
     goodput: float | None = None
-    """Goodput that rank 0's worker computes from the run's ledger; after the end, from the whole ledger. None if it was not
-    reported."""
+    """Goodput that rank 0's worker computes from the run's ledger; once the run has ended, from the whole ledger. None if it was
+    not reported."""
     losses: Losses | None = None
-    """Losses computed with it; kept while nothing trains. None if they were never reported."""
+    """Losses, computed together with `goodput` but kept while nothing trains; None if they were never reported."""
 
 
 @dataclass(frozen=True)
@@ -128,7 +128,7 @@ class Result:
 
 @dataclass(frozen=True)
 class Status:
-    """The operator's state of a job, kept between reconcile passes; the defaults are those of a new job."""
+    """The operator's state for a job, kept between reconcile passes; the defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
@@ -138,13 +138,13 @@ class Status:
     world: World | None = None
     called: Call | None = None
     result: Result | None = None
-    """Set once there will be no further world."""
+    """Set once no further world will form."""
     counted: tuple[int, int] = (0, 0)
-    """The newest start of processes (generation, attempt) whose failure is already counted."""
+    """The newest process start, as (generation, attempt), whose failure is already counted."""
     handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end is already counted; the pods may still exist."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Container restarts by kubelets that are already counted, by pod uid; only for workers without an agent."""
+    """Container restarts that are already counted, by pod uid; only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -154,23 +154,23 @@ class Status:
     uses_etcd: bool = False
     """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
-    """The last failure: a `failure.Failure` with the node and the tail of the log."""
+    """The last failure: a `failure.Failure` with the node and the log's tail."""
     started: float | None = None
     """When the job was first reconciled."""
     resumed: float | None = None
-    """Time of the last resumption: deadlines start again then, as for a Kubernetes Job."""
+    """Time of the last resumption, when deadlines start over, as for a Kubernetes Job."""
     finished: float | None = None
     has_formed_world: bool = False
     """Whether there has been a world since the job was started or resumed."""
     observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
-    """The Kueue queue in which the job waits, or that has admitted it."""
+    """The Kueue queue that the job waits in, or that has admitted it."""
     gang: str = ""
-    """The gang scheduler of all the job's pods, even if another one is installed later; empty if there is none."""
+    """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """The decisions, as events of the run's ledger: the first one and the newest."""
+    """The operator's decisions as ledger events: the first one, and the newest ones."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -192,8 +192,8 @@ MAX_LEDGER_EVENTS = 32
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always
-    kept; the oldest of the others are dropped."""
+    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
+    the oldest of the rest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
@@ -238,7 +238,7 @@ def read(status: Mapping[str, Any]) -> Status:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An entry of `failures`."""
+    """An entry in `failures`."""
 
     time: float
     committedStep: int
@@ -253,7 +253,7 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Mark:
-    """`accounting.reported`."""
+    """The status field `accounting.reported`."""
 
     step: int
     time: float
@@ -261,7 +261,7 @@ class _Mark:
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """`snapshot`."""
+    """The status field `snapshot`."""
 
     step: int
     every: int = 0
@@ -349,8 +349,8 @@ def write(
 def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """Return the conditions after this one has become true: all others but `Created` become false. A condition that has never
-    been true stays absent."""
+    """Return the conditions once this one has become true: all others except `Created` become false. A condition that was never
+    true stays absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     by_type[type_] = {"type": type_, "status": "False", **by_type.get(type_, {}), "reason": reason, "message": message}
     for name, each in by_type.items():
@@ -362,7 +362,7 @@ def with_condition(
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
-    """Return the reason of a condition, or an empty string if there is none of this type."""
+    """Return a condition's reason, or an empty string if there is none of this type."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
@@ -414,7 +414,7 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """Return a time rounded to milliseconds, so that it is read back as it was written."""
+    """Return a time rounded to milliseconds, so that it reads back as it was written."""
     return None if when is None else round(when, 3)
 
 

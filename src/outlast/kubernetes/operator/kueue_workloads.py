@@ -33,7 +33,7 @@ class KueueObjects:
     """The Kueue objects that concern a job."""
 
     kind: Kind
-    """The kind of Workloads, in the version that the cluster serves."""
+    """The Workload kind, in the version that the cluster serves."""
     workloads: Sequence[Document] = ()
     """Workloads with the job's label."""
     flavors: Mapping[str, Document] = field(default_factory=dict)
@@ -47,9 +47,9 @@ class ClusterFeatures:
     """Optional features of the cluster."""
 
     groups: frozenset[str] = frozenset()
-    """Served API groups of Kueue and of gang schedulers."""
+    """API groups of Kueue and gang schedulers that the cluster serves."""
     kueue: KueueObjects | None = None
-    """None until the watches of Kueue's objects are synced."""
+    """None until the watches on Kueue's objects are synced."""
 
 
 @dataclass(frozen=True)
@@ -58,12 +58,12 @@ class WorkloadSlice(Identified):
 
     @property
     def requested(self) -> int:
-        """Number of workers for which the Workload requests quota."""
+        """Number of workers that the Workload requests quota for."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """Number of workers for which the Workload has quota, once admitted."""
+        """Number of workers that the Workload has quota for, once admitted."""
         return kueue.admitted_count(self.document) - self.reclaimable
 
     @property
@@ -118,8 +118,8 @@ class WorkloadSlice(Identified):
     # changed documents
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
-        """Return the Workload with these conditions (type, whether it is true, reason, message), and other fields of its
-        status, changed."""
+        """Return the Workload with its status changed: these conditions (type, whether it is true, reason, message), and other
+        fields."""
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
@@ -136,7 +136,7 @@ class WorkloadSlice(Identified):
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
     def with_quota_released(self, now: float) -> Document:
-        """Return the evicted Workload after its pods are gone: it gives its quota back, and Kueue may queue it again."""
+        """Return the evicted Workload with its quota released, once its pods are gone; Kueue may then queue it again."""
         evicted = self.condition("Evicted")
         assert evicted is not None, "only an evicted Workload releases its quota"
         reason, message = evicted["reason"], evicted.get("message", "")
@@ -155,7 +155,7 @@ class WorkloadSlice(Identified):
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def with_reclaimable(self, by: int, now: float) -> Document:
-        """Return the Workload with the quota of this many more workers marked as reclaimable."""
+        """Return the Workload with the quota for this many more workers marked as reclaimable."""
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
 
     def with_pods_ready(self, now: float) -> Document:
@@ -182,7 +182,7 @@ class Queue:
     job: Mapping[str, Any]
     objects: KueueObjects
     slices: tuple[WorkloadSlice, ...]
-    """Sorted by age, the oldest first."""
+    """Sorted by age, oldest first."""
 
     @property
     def admitted_slices(self) -> list[WorkloadSlice]:
@@ -212,7 +212,7 @@ class Queue:
         return f"waits in the queue {self.name} to be admitted{because}"
 
     def missing_object(self) -> str:
-        """Return a sentence about a missing flavor or priority class, or else an empty string."""
+        """Return a sentence about a missing flavor or priority class, or an empty string."""
         for workload in self.admitted_slices:
             for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
@@ -220,7 +220,7 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """Return the new pod assigned to a Workload with room, or None if none has room, or a flavor is missing."""
+        """Return the new pod, assigned to a Workload with room, or None if none has room or a flavor is missing."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
@@ -236,7 +236,7 @@ class Queue:
         make_workload: MakeWorkload,
         now: float,
     ) -> Changes:
-        """Compute the changes of the Workloads. `desired` is the number of workers in the job's specification, and `sizes` are
+        """Compute the changes to the Workloads. `desired` is the number of workers in the job's specification, and `sizes` are
         the allowed numbers. `pods` are all pods that still use resources."""
         live = [workload for workload in self.slices if not workload.is_finished]
         if not self.name or not desired:  # quota is given back when the pods of a suspended job have gone
@@ -309,8 +309,8 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return each Workload's free quota, in pods. Pods that name no Workload, as they were created before there was a queue,
-        also use up free quota."""
+        """Return each Workload's free quota, in pods. Pods that name no Workload because they predate the queue also use up free
+        quota."""
         free = {workload.name: workload.count for workload in self.admitted_slices}
         unassigned = 0
         for pod in pods:
@@ -341,7 +341,7 @@ def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:
-    """Return the name of the Workload whose quota a pod uses, or else an empty string."""
+    """Return the name of the Workload whose quota a pod uses, or an empty string."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 

@@ -24,15 +24,15 @@ DURATION_S = 15.0
 """Duration of the Lease after a renewal, in seconds."""
 RENEW_S = 5.0
 RENEW_DEADLINE_S = 10.0
-"""The leader stops acting this long after its last renewal: the rest of the duration is for requests in flight."""
+"""The leader stops acting this long after its last renewal; the rest of the duration is left for requests in flight."""
 
 ANSWER_OVERDUE_S = 5.0
 """If a response is overdue by this much, the API server was unavailable, even if no connection was lost."""
 
 
 def boottime() -> float:
-    """Return monotonic seconds, including suspended time, in which our Lease can expire. CLOCK_MONOTONIC stops then; see
-    clock_gettime(2)."""
+    """Return monotonic seconds that include time spent suspended, as our Lease can expire during it. CLOCK_MONOTONIC stops then;
+    see clock_gettime(2)."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -97,7 +97,7 @@ class Leadership:
         self._answering_since = 0.0
 
     def answered_for_s(self) -> float:
-        """Return for how many seconds the API server has responded without interruption. Watches do not show this: a hung server
+        """Return how long the API server has responded without interruption, in seconds. Watches do not show this: a hung server
         keeps its connections, and delivers old events afterwards."""
         now = self._clock()
         return 0.0 if self._answer_is_overdue(now) else now - self._answering_since
@@ -145,7 +145,7 @@ class Leadership:
         self._answered_at = answered_at
         action, self._observation, reason = next_action(lease, self.identity, self._observation, requested_at)
         if self._renewed_at is not None and action != "renew":
-            self._renewed_at = float("-inf")  # another has taken it over: we must not act any more, even if that one is gone
+            self._renewed_at = float("-inf")  # another operator took over: we must not act any more, even if it is gone now
             self._log_once(f"{reason}; this operator stops acting")
             return
         if action == "wait":

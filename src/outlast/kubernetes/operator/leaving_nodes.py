@@ -1,7 +1,7 @@
 """Nodes that are about to be terminated: which notices announce this, the deadline, and how long a pod there may take. Pure.
 
-The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no rights
-to nodes, on a pod. If there is no annotation, the notice's usual time counts, starting when the operator first saw the notice;
+The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no access
+to nodes, on a pod. If there is no annotation, the notice's usual period counts, starting when the operator first saw the notice;
 see docs/decisions/0045.
 """
 
@@ -37,7 +37,7 @@ _KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
 _GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # kubelets leave ordinary pods 15 of the 30 s
 _AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
 TAINTS: Mapping[str, NoticePeriod] = {
-    LEAVING: NoticePeriod(None, None, "docs/guide/spot.md"),  # its value says the kind
+    LEAVING: NoticePeriod(None, None, "docs/guide/spot.md"),  # its value is the kind
     "aws-node-termination-handler/spot-itn": NoticePeriod(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
     "aws-node-termination-handler/scheduled-maintenance": NoticePeriod(None, None, _HANDLER),
     "aws-node-termination-handler/asg-lifecycle-termination": NoticePeriod(None, None, _HANDLER),
@@ -61,7 +61,7 @@ CONDITIONS: Mapping[str, NoticePeriod] = {
 """Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
 leaving."""
 TAINTED_AT = "tainted"
-"""Key for the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
+"""Key for when, by the operator's clock, a watch first delivered a node with one of these notices."""
 RESERVED_S = 2.0
 """Time reserved for a deletion to reach the kubelet and for the pod to end."""
 
@@ -78,12 +78,12 @@ class Departure:
     """The reason annotated together with the deadline, if any."""
 
     def sentence(self, node: str) -> str:
-        """Return a sentence for the worker's log: the node that the worker must leave, and why."""
+        """Return a sentence for the worker's log about which node the worker must leave, and why."""
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period with which to delete a pod; None if the pod's own ends before the deadline. At least
-        1, since with 0 the deletion would not wait for the node."""
+        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. At least 1, since with 0
+        the deletion would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -111,7 +111,7 @@ def node_departure(node: Document | None) -> Departure | None:
 
 
 def _notices(node: Document) -> dict[str, LeavingKind]:
-    """Return the notices among a node's taints and conditions, with the kind that the value of our own taint names."""
+    """Return the notices among a node's taints and conditions, with the kind that our own taint's value names."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
     notices = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}

@@ -34,15 +34,15 @@ from outlast.kubernetes.operator.watches import Settings
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 100_000
-"""Threshold of the garbage collector. A reconcile pass allocates many objects, none of them in cycles; with Python's default of
-700, collections take a third of the time and free nothing."""
+"""Garbage collector threshold. A reconcile pass allocates many objects, none of them in cycles; with Python's default of 700,
+collections take a third of the time and free nothing."""
 MIN_LOST_S = 5.0
-"""Lower bound of --lost-after."""
+"""Lower bound for --lost-after."""
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return the operator's identity in the leader election: the pod's name, which survives a container restart, or else this
-    process."""
+    """Return the operator's identity in the leader election: the pod's name, which survives a container restart, or else one for
+    this process."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
@@ -84,8 +84,8 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
 
 
 def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
-    """Return the image of this pod, which a kustomization may have chosen; if this is not a pod, return our releases' image.
-    Raises ClusterError."""
+    """Return this pod's image, which a kustomization may have set, or our release image if this is not a pod. Raises
+    ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
     pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
@@ -111,4 +111,4 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     code = operator.run(stop)
     cluster.close()
     logging.shutdown()
-    os._exit(code)  # at a normal exit Python joins executor threads, and would wait for a write that hangs
+    os._exit(code)  # on a normal exit Python joins executor threads, and would wait for a write that hangs

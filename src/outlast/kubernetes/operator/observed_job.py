@@ -1,4 +1,4 @@
-"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
+"""A snapshot of a job: the cached objects, parsed into the values that `decide` bases its decisions on. Pure."""
 
 from __future__ import annotations
 
@@ -32,29 +32,29 @@ from outlast.rendezvous.world import Member
 Document = Mapping[str, Any]
 
 RECEIVED_AT = "heard"
-"""Key for the time, by the operator's clock, at which a watch delivered a renewal of a Lease, or at which a node became unready.
-Clocks of other machines are not compared with ours."""
+"""Key for when, by the operator's clock, a watch delivered a Lease's renewal, or a node became unready. Other machines' clocks
+are not compared with ours."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation of a pod without an agent: its torchrun's --nnodes."""
+"""Annotation on a pod without an agent, with its torchrun's --nnodes."""
 MAX_LEASE_S = 600.0
-"""Upper bound in seconds for the duration of a Lease, whatever its worker wrote."""
+"""Upper bound for a Lease's duration in seconds, whatever its worker wrote."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Settings of the operator: its timeouts, in seconds, and its image."""
+    """The operator's timeouts, in seconds, and its image."""
 
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
     mass_silence_s: float = 300.0
-    """The same if most workers fall silent at once though their nodes are ready; see decision 17. It equals the time for which
+    """The same if most workers fall silent at once although their nodes are ready; see decision 17. It equals the time for which
     Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill a hung agent."""
     progress_s: float = 3.0
-    """Minimum interval between writes of the step if nothing else is written. The first step of a world is written at once."""
+    """Minimum interval between status writes that only update the step. The first step of a world is written at once."""
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is presumed lost and force-deleted."""
     agent_image: str = OPERATOR_IMAGE
-    """Our own image, from which pods get the agent if theirs has no Outlast."""
+    """Our own image. Pods get the agent from it if their own image lacks Outlast."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Pod(Identified):
     index: int
     node: str
     node_lost_at: float | None
-    """When the pod's node stopped answering. If the node does not exist: when the pod was bound to it."""
+    """When the pod's node stopped answering, or, if the node does not exist, when the pod was bound to it."""
     departure: Departure | None = None
     """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
 
@@ -72,7 +72,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation to which the pod may belong."""
+        """The first generation that the pod may belong to."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -82,12 +82,13 @@ class Pod(Identified):
 
     @property
     def killed_by(self) -> float:
-        """If the pod is being deleted, the latest time at which its kubelet kills it; else 0."""
+        """If the pod is being deleted, the latest time when its kubelet kills it; otherwise 0."""
         return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
-        """Whether the worker has ended but the pod's phase does not show it: a sidecar still runs, or the sandbox is not gone."""
+        """Whether the worker has ended but the pod's phase does not show it yet: a sidecar still runs, or the sandbox is not
+        gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = pod_status.container_status(self.document)
@@ -113,7 +114,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence if another controller's finalizers keep a terminated pod; else empty."""
+        """A sentence if another controller's finalizers keep a terminated pod; otherwise empty."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -133,10 +134,11 @@ class Pod(Identified):
 
 @dataclass(frozen=True)
 class LeaseProgress:
-    """A Lease's annotation `contract.Annotation.PROGRESS`, which `kubernetes.board` writes, with the same field names."""
+    """The content of a Lease's annotation `contract.Annotation.PROGRESS`, as `kubernetes.board` writes it, with the same field
+    names."""
 
     generation: int | None = None
-    """The generation in which `step` was completed, if reported."""
+    """The generation that completed `step`, if reported."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
@@ -157,7 +159,7 @@ class LeaseProgress:
 
     @property
     def losses(self) -> Losses:
-        """The run's losses, computed with its goodput; only known causes, since each is a time series."""
+        """The run's losses, computed with its goodput. Unknown causes are dropped, since each cause is a time series."""
         seconds = {cause: float(lost) for cause, lost in (self.lost or {}).items() if cause in CAUSES and lost > 0}
         return Losses(seconds, self.lostSteps or 0)
 
@@ -184,13 +186,13 @@ class PlainJob:
     """A job whose workers have no agent: their pods run plain torchrun."""
 
     job: Document
-    """The equivalent ElasticJob: number of workers and restarts, deadlines."""
+    """The equivalent ElasticJob, with the number of workers and restarts, and the deadlines."""
     nnodes: str
     """The --nnodes for torchrun, such as `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
     train together."""
     policy: str
-    """The failures after which workers are restarted: none with `Never`; with `ExitCode`, only if the pod was killed, lost or
-    never started."""
+    """Which failures lead to a restart: none with `Never`; with `ExitCode`, only those of a pod that was killed, lost or never
+    started."""
     service: Document
     """The Service through which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
@@ -198,7 +200,7 @@ class PlainJob:
 
 @dataclass(frozen=True)
 class JobSnapshot(Identified):
-    """A job and everything that belongs to it, at one time."""
+    """A job and everything that belongs to it, at one point in time."""
 
     job: spec.Job | None
     """None if the job cannot be parsed; `parse_error` has the reason."""
@@ -218,13 +220,13 @@ class JobSnapshot(Identified):
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refusal: str = ""
-    """A sentence about why the job's pods could not be created on the last attempt; else empty."""
+    """A sentence about why the last attempt to create the job's pods failed; else empty."""
     plain: PlainJob | None = None
     """Set if the workers have no agent."""
 
     @property
     def gang(self) -> gang.SchedulerName:
-        """The gang scheduler of the job's pods: chosen when the job is first reconciled, and kept from then on."""
+        """The gang scheduler for the job's pods, chosen when the job is first reconciled and kept from then on."""
         assert self.job is not None, "pods are only made for jobs that can be parsed"
         if self.status.started is None or self.job.spec.scheduling.gang != "auto":
             admitted = kueue.GROUP in self.features.groups and bool(kueue.queue_name(self.document))
@@ -233,7 +235,7 @@ class JobSnapshot(Identified):
 
     @property
     def generation(self) -> int:
-        """The job's `metadata.generation`, which grows with each change of the specification."""
+        """The job's `metadata.generation`, which grows with each change to the specification."""
         return int(self.document["metadata"].get("generation", 1))
 
     @property
@@ -250,7 +252,7 @@ def take_snapshot(
     *,
     plain: PlainJob | None = None,
 ) -> JobSnapshot:
-    """Return the snapshot of a job that exists; `plain` is for a job whose workers have no agent."""
+    """Return an existing job's snapshot; `plain` is for a job whose workers have no agent."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")
@@ -304,7 +306,7 @@ def _is_own_label(label: str) -> bool:
 
 
 def pods_of(cached: CachedJob) -> list[Pod]:
-    """Return the pods with the job's label, sorted by index, each with the state of its node."""
+    """Return the pods with the job's label, sorted by index, each with its node's state."""
     return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 
@@ -312,7 +314,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     name = str(pod["spec"].get("nodeName") or "")
     node = nodes.get(name)
     lost = None
-    if name and nodes:  # a node that has just joined is in its pods before the watch of nodes delivers it
+    if name and nodes:  # pods may name a new node before the node watch delivers it
         lost = pod_status.bound_at(pod) if node is None else _unready_since(node)
     return Pod(
         pod,

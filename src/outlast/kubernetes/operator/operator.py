@@ -36,18 +36,18 @@ from outlast.kubernetes.operator.writer import Background, NotLeader, Parallel, 
 log = logging.getLogger(__name__)
 
 Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
-"""(objects of a job, current time, features of the cluster) -> plan. Pure."""
+"""(a job's objects, current time, cluster features) -> plan. Pure."""
 Orphans = Callable[[CachedJob, float], Plan]
-"""(remaining objects of a job that is gone, current time) -> plan with the pods to delete. Pure."""
+"""(a deleted job's remaining objects, current time) -> plan with the pods to delete. Pure."""
 
 MAX_BACKOFF_S = 60.0
 """Maximum pause before a failed reconcile pass is retried."""
 STUCK_S = 300.0
-"""Timeout of a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
+"""Timeout for a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
-"""Number of consecutive passes with something to do after which a job is slowed down; no change to a job needs that many."""
+"""A job is slowed down after this many consecutive passes with something to do; no change to a job needs that many."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""If the members of a job only report progress, the job is reconciled within this time, once for all of them."""
+"""If a job's members only report progress, the job is reconciled within this time, once for all of them."""
 STOP_TIMEOUT_S = 6.0
 """Timeout after SIGTERM for running reconcile passes; less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2
@@ -73,7 +73,7 @@ class Operator:
         self._settings = settings
         self.metrics = Metrics()
         self.address = ""
-        """Address of the probes, once `run` has started."""
+        """Address on which the probes are served, once `run` has started."""
         self._clock = clock or Clock()
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._on_change)
@@ -87,15 +87,15 @@ class Operator:
         self._busy_passes: dict[Key, int] = {}
         """Number of consecutive passes that found something to do."""
         self._refusals: dict[Key, str] = {}
-        """Why the pods of a job could not be created on the last attempt."""
+        """Why the last attempt to create a job's pods failed."""
         self._decision_lock = threading.Lock()
         """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
-        renewals of Leases would be read too late."""
+        Lease renewals would be read too late."""
         self._pass_started_at: dict[Key, float] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, else 1."""
+        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, otherwise 1."""
         self.address = probes.serve(self.health, self._exposition, host=self._settings.host, port=self._settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
@@ -160,13 +160,13 @@ class Operator:
                 log.warning("%s", error, extra=_log_fields(key))
             except ClusterError as error:
                 self._retry_later(key, error)
-            except Exception as error:  # a bug that one job meets must not stop the others
+            except Exception as error:  # a bug that affects one job must not stop the others
                 self._retry_later(key, error, bug=True)
             finally:
                 self.queue.done(key)
 
     def reconcile(self, key: Key) -> None:
-        """Run one reconcile pass: decide about a job and carry out the plan. Raises ClusterError."""
+        """Run one reconcile pass: decide what to do about a job, and carry out the plan. Raises ClusterError."""
         with self._decision_lock:
             now = self._clock()
             cached = self.cache.job(key, now)

@@ -33,7 +33,7 @@ class Event:
 
     type: Literal["Normal", "Warning"]
     reason: str
-    """In CamelCase: `WorkerLost`."""
+    """In CamelCase, such as `WorkerLost`."""
     message: str
 
 
@@ -42,15 +42,14 @@ class Plan:
     """The actions for one job now; empty for a job in a steady state."""
 
     prerequisites: tuple[Document, ...] = ()
-    """Objects to create unless they exist. While an object of an earlier job of this name is in the way, nothing
-    else is done."""
+    """Objects to create unless they exist. While an earlier job of this name still has one in the way, nothing else is done."""
     apply: tuple[Document, ...] = ()
     """Objects to update by server-side apply."""
     status: Mapping[str, Any] | None = None
     """The whole new `.status`, if it changes; missing keys are removed."""
     deletes: tuple[Deletion, ...] = ()
     statuses: tuple[Document, ...] = ()
-    """Objects of other controllers (Kueue's Workloads) with a new status, written only if the resource version is unchanged."""
+    """Other controllers' objects (Kueue's Workloads) with a new status, written only if the resource version is unchanged."""
     creates: tuple[Document, ...] = ()
     """Pods to create."""
     remove: Deletion | None = None

@@ -25,7 +25,7 @@ _INTERRUPTIONS = {
     "NodeLost": "node-lost",
     "NodeLeaving": "node-leaving",
 }
-"""Reasons of Events that report an interruption, with the value of the label `cause` for each."""
+"""Event reasons that report an interruption, each with its value for the label `cause`."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
 
@@ -41,21 +41,21 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed_at: float | None = None
-    """Time at which progress was last written."""
+    """When progress was last written."""
     committed_at: float | None = None
-    """Time at which the newest checkpoint was committed."""
+    """When the newest checkpoint was committed."""
     losses: elasticjob_status.Losses | None = None
 
 
 class Metrics:
-    """All metrics of one operator, in a separate registry. The metrics of existing jobs are computed at each scrape. Safe to
-    call from any thread."""
+    """One operator's metrics, in a separate registry. The metrics of existing jobs are computed at each scrape. Safe to call from
+    any thread."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
-        """The jobs that exist, by kind, namespace and name."""
+        """Existing jobs, by kind, namespace and name."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)
@@ -135,7 +135,7 @@ class Metrics:
 
 
 def _of(name: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return name, help and labels of a metric, as `prometheus_client` takes them."""
+    """Return a metric's name, help and labels, as `prometheus_client` takes them."""
     metric = METRICS[name]
     return metric.name, metric.help, metric.labels
 
@@ -147,7 +147,7 @@ def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Return the seconds since a time, for a job that should be making progress; else None."""
+    """Return the seconds since a time, for a job that should be making progress; otherwise None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 

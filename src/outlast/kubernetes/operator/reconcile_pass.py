@@ -1,4 +1,4 @@
-"""One reconcile pass over a job: the snapshot, and the status and plan as built so far, shared by the rules of `decide`. Pure."""
+"""One reconcile pass over a job: the snapshot, and the status and plan as built so far, shared by the rules in `decide`. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.rendezvous import restart_budget, world
 from outlast.rendezvous.world import MemberState
 
 UNREACHABLE = "Unheard"
-"""Reason of the condition while most workers are silent."""
+"""Condition reason while most workers are silent."""
 
 
 class ReconcilePass:
@@ -94,9 +94,10 @@ class ReconcilePass:
 
     @functools.cached_property
     def late_members(self) -> list[MemberReport]:
-        """The late workers, if most workers fell silent together though their nodes are ready. A worker is late if its Lease has
-        not been renewed for longer than any renewal takes. The path to the API server is then presumed broken, and no worker
-        dead. Workers return one by one, as each retries; until all have returned, the silent ones are still presumed alive."""
+        """The late workers, if most workers fell silent together although their nodes are ready. A worker is late if its Lease
+        has not been renewed for longer than any renewal takes. The path to the API server is then presumed broken, and no worker
+        is presumed dead. Workers return one by one, as each retries; until all have returned, the silent ones are still presumed
+        alive."""
         expected = [
             report for pod in self._alive_pods if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost_at is None
         ]
@@ -196,7 +197,7 @@ class ReconcilePass:
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
-        """Return the plan of this pass; it contains the status only if the status changes."""
+        """Return this pass's plan; it contains the status only if the status changes."""
         if self.handled_uids.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
             self.update(handled_pods=tuple(uid for uid in self.handled_uids if uid in existing))
@@ -247,11 +248,11 @@ class ReconcilePass:
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """Return the generation of a pod's world; 0 if the pod is in none."""
+        """Return the generation of the world that a pod is in; 0 if it is in none."""
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:
-        """Return the newest start of a generation's processes: the generation, and the newest attempt that its members have
+        """Return the newest process start in a generation: the generation, and the newest attempt that its members have
         reported."""
         return generation, self._attempts.get(generation, 0)
 

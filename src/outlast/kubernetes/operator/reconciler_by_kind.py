@@ -17,7 +17,7 @@ from outlast.kubernetes.operator.plan import Plan
 from outlast.kubernetes.operator.rules import job_end
 
 WRITES_PER_S = 100
-"""Upper bound of status writes per second for progress, over all jobs."""
+"""Maximum number of status writes per second for progress, across all jobs."""
 
 
 def elastic_job(limits: Limits, cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:

@@ -35,19 +35,19 @@ _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 @dataclass(frozen=True)
 class Settings:
-    """Settings of the operator."""
+    """The operator's settings."""
 
     namespace: str | None = None
     """The only namespace that the operator serves. Default: all."""
     workers: int = 8
     """Number of jobs that are reconciled concurrently."""
     host: str = ""
-    """Address on which the probes are served. Default: all addresses."""
+    """Address for serving the probes. Default: all addresses."""
     port: int = 0
     retry_s: float = 1.0
     """First pause before a failure is retried; doubled each time."""
     discovery_s: float = 60.0
-    """Interval at which the operator looks for Kueue and gang schedulers."""
+    """Poll interval for the presence of Kueue and gang schedulers."""
 
 
 class Watches:
@@ -94,7 +94,7 @@ class Watches:
             thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
 
     def serves(self, group: str) -> bool:
-        """Return whether the cluster serves an API group of Kueue or of a gang scheduler."""
+        """Return whether the cluster serves this API group, which is Kueue's or a gang scheduler's."""
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:
@@ -207,8 +207,8 @@ class Watches:
             log.error("%s %s cannot be cached: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """Return the document with a time by our clock. A Lease gets the current time, an unready node the time at which it
-        became unready, and a node that is about to be terminated the time at which we first saw the notice."""
+        """Return the document stamped with a time by our clock: a Lease with the current time, an unready node with when it
+        became unready, and a node that is about to be terminated with when we first saw the notice."""
         if kind == LEASE:
             return {**document, RECEIVED_AT: self._clock()}
         if kind != NODE:

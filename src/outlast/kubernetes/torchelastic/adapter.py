@@ -34,7 +34,7 @@ __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "
 
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
-"""Images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
+"""Pattern for images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
 
 
 def definition() -> Document:
@@ -44,7 +44,7 @@ def definition() -> Document:
 
 
 def processes(job: Document) -> int:
-    """Return the number of processes per worker, from torchrun's arguments and variables; else 1, torchrun's default."""
+    """Return the number of processes per worker, from torchrun's arguments and variables, or 1, torchrun's default."""
     container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     argument = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
@@ -112,7 +112,7 @@ def translate(job: Document) -> PlainJob:
 
 
 def unsupported(job: Document) -> Iterator[str]:
-    """Yield sentences about features of a job that the operator does not support."""
+    """Yield sentences about a job's features that the operator does not support."""
     fields, worker, name = job["spec"], torchrun_pod.worker(job), job["metadata"]["name"]
     if len(name) > names.MAX_LENGTH:
         problem = f"the job's name has {len(name)} characters, and labels hold at most {names.MAX_LENGTH}"
@@ -172,7 +172,7 @@ def _stored_status(job: Document) -> Document:
 
 
 def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
-    """Return the status in the format of the archived controller, with the operator's own status under `job`."""
+    """Return the status in the archived controller's format, with the operator's own status under `job`."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}

@@ -1,4 +1,4 @@
-"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
+"""The pods and the Service for an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
 torchrun.
 
 Variables that the user has set are preserved. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains
@@ -23,11 +23,11 @@ Document = dict[str, Any]
 CONTAINER = "elasticjob-worker"
 """Name of the container that runs torchrun in pods with several containers."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
-"""Annotation of a job: `etcd` selects a rendezvous in the etcd v3 at rdzvEndpoint, with `--rdzv-backend=outlast`."""
+"""Annotation on a job: `etcd` selects a rendezvous through the etcd v3 at rdzvEndpoint, with `--rdzv-backend=outlast`."""
 WORKER0 = f"{contract.GROUP}/worker-0"
-"""Annotation of a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
+"""Annotation on a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
 MAX_RESTARTS = 100
-"""Value of torchrun's --max-restarts, and default of backoffLimit."""
+"""Value for torchrun's --max-restarts, and default for backoffLimit."""
 _CONF = {
     "last_call_timeout": 5,  # s for which a world of fewer than maxReplicas workers waits for more; torch's default: 30
     "join_timeout": 600,
@@ -35,7 +35,7 @@ _CONF = {
     "keep_alive_interval": 1,  # s; with the next line, a lost worker is detected after 5 s instead of 15
     "keep_alive_max_attempt": 5,
 }
-"""Options of torch's rendezvous. torch before 2.9 does not support the last two, and ignores them.
+"""Options for torch's rendezvous. torch before 2.9 does not support the last two, and ignores them.
 https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
 
 
@@ -85,12 +85,12 @@ def nnodes(job: Document) -> str:
 
 
 def policy(job: Document) -> str:
-    """Return the job's restartPolicy, which selects the failures after which workers are restarted."""
+    """Return the job's restartPolicy, which selects the failures that lead to a restart."""
     return str(worker(job).get("restartPolicy") or "ExitCode")
 
 
 def restart_policy(job: Document) -> str:
-    """Return the restartPolicy of the job's pods. If the operator handles failures, the kubelet must not restart containers."""
+    """Return the restartPolicy for the job's pods. If the operator handles failures, the kubelet must not restart containers."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
@@ -100,7 +100,7 @@ def selector(name: str) -> dict[str, str]:
 
 
 def etcd(job: Document) -> str:
-    """Return the rendezvous endpoint of a job that uses etcd: `etcd://host:port`; else an empty string."""
+    """Return a job's rendezvous endpoint, such as `etcd://host:port`, if it uses etcd; otherwise an empty string."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""
@@ -120,7 +120,7 @@ def service(job: Document) -> Document:
 
 
 def pod(job: Document, index: int) -> Document:
-    """Return the pod of a worker: the user's template with the worker's name, labels and variables for torchrun."""
+    """Return a worker's pod: the user's template with the worker's name, labels and variables for torchrun."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     template_metadata, spec = template.get("metadata") or {}, template["spec"]
     labels = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}

@@ -27,7 +27,7 @@ FIRST = "first.ipynb"
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 """Environment variable with the user's token."""
 PREFIX = "NB_PREFIX"
-"""Kubeflow's environment variable for the URL path at which its gateway serves the notebook."""
+"""Kubeflow's environment variable for the URL path where its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
 """The page's default settings, which the user's own override."""
 _BITS = 256
@@ -38,7 +38,7 @@ _ANSWER_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """The command line options of a server. Everybody on the machine can read them, so they contain no secrets."""
+    """A server's command line options. Everybody on the machine can read them, so they contain no secrets."""
 
     directory: Path = Path()
     port: int = PORT
@@ -61,7 +61,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token from the file or the variable, else 256 random bits, and whether the token is random.
+    """Return the token from the file or the variable, or else 256 random bits, and whether the token is random.
 
     Raises OutlastError if the file cannot be read, or contains no usable token.
     """
@@ -89,7 +89,7 @@ def base(environ: Mapping[str, str]) -> str:
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """Return the command line of a server. `root` lets the server run as root, which Jupyter otherwise refuses."""
+    """Return a server's command line. `root` lets the server run as root, which Jupyter otherwise refuses."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -104,7 +104,7 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment variables of a server and its kernels, which use the files that `prepare` has written to `private`.
+    """Return the environment variables for a server and its kernels, which use the files that `prepare` has written to `private`.
 
     `home` is true if the home directory is writable. Otherwise, as in a pod with a read-only root, settings go to the work
     directory.

@@ -1,4 +1,4 @@
-"""The checkpoints of a run on this machine's disk and in a store."""
+"""A run's checkpoints, on this machine's disk and in a store."""
 
 from __future__ import annotations
 
@@ -110,7 +110,7 @@ class Places:
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return the local copy of a checkpoint, fetched to `directory` if missing. Options and errors are as in `fetch`."""
+        """Return a checkpoint's local copy, fetched to `directory` if missing. Options and errors are as in `fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None

@@ -20,7 +20,7 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""Name of the COMMIT of a withdrawn checkpoint."""
+"""Name of a withdrawn checkpoint's COMMIT."""
 
 Progress = Callable[[int], None]
 """A callback that receives the number of bytes transferred since its last call. Many threads call it."""
@@ -31,7 +31,7 @@ class Damaged(OutlastError):
 
 
 class DamagedHere(OutlastError):
-    """A local file of a checkpoint differs from COMMIT."""
+    """A checkpoint's local file differs from COMMIT."""
 
 
 @dataclass(frozen=True)

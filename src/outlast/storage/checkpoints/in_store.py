@@ -223,7 +223,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Verify the sizes of a checkpoint's files in the store. With `deep`, read the files and verify their checksums, too.
+        """Verify a checkpoint's file sizes in the store. With `deep`, read the files and verify their checksums, too.
 
         Returns a sentence about the first problem, or None.
         """
@@ -241,7 +241,7 @@ class Checkpoints:
 
         A valid local checkpoint of the step from the same generation or a later one is returned instead. Raises Damaged if the
         checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError, the fetched
-        files stay, and the next call fetches only the others.
+        files stay, and the next call fetches only the rest.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -325,7 +325,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Drop from the register the checkpoints that no longer count after these ways back. Their files stay."""
+        """Unregister the checkpoints that no longer count after these ways back. Their files stay."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:
@@ -334,7 +334,7 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that are not being read, and leftovers of dead writers.
+        """Remove expired checkpoints that are not being read, and leftovers from dead writers.
 
         Returns the removed checkpoints. With `dry_run`, nothing is removed. Raises StoreError.
         """

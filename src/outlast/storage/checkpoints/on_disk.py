@@ -183,7 +183,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of the checkpoint at `path` from file `part` on. Returns the first problem, or None."""
+    """Verify every `parts`-th file of the checkpoint at `path`, starting with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -220,12 +220,13 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Return the directory in which `generation` writes the checkpoint of `step` before the commit."""
+    """Return the directory where `generation` writes the checkpoint of `step` before the commit."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove the unfinished checkpoints of dead attempts of `generation` and of earlier generations, which may fill the disk.
+    """Remove unfinished checkpoints that dead attempts of `generation` and earlier generations left behind; they may fill the
+    disk.
 
     If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
     this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
@@ -393,7 +394,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory in which to assemble the checkpoint of `step` before `place`; other processes wait.
+    """Yield a locked directory for assembling the checkpoint of `step` before `place`; other processes wait.
 
     The directory may hold files from a process that was killed.
     """

@@ -1,4 +1,4 @@
-"""The register of a run in a store: the owner and the committed checkpoints. It is the only object with several writers.
+"""A run's register in a store: the owner and the committed checkpoints. It is the only object with several writers.
 
 `Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
@@ -46,7 +46,7 @@ class Register(Protocol):
 
 
 def open_(store: Store, run: str) -> Register:
-    """Open the register of a run for writing, in the kind that the store supports."""
+    """Open a run's register for writing, in the kind that the store supports."""
     return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
@@ -62,7 +62,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """Return the places of a run that have a COMMIT, and thus all of their files."""
+    """Return a run's places that have a COMMIT, and thus all of their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
@@ -177,7 +177,7 @@ class Named:
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. Commits proposals of the previous generation, which may have reported them as committed."""
+        """See `Register`. Commits the previous generation's proposals, which it may have reported as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest

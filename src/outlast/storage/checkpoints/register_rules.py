@@ -31,7 +31,7 @@ _VERSION = 1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """Location of a checkpoint: `step-00001200/<run>-g4-5f3a9c01/`, the files that generation 4 of a run wrote for a step."""
+    """A checkpoint's location: `step-00001200/<run>-g4-5f3a9c01/`, the files that generation 4 of a run wrote for a step."""
 
     step: int
     generation: int

@@ -27,7 +27,7 @@ class Metric:
 
     value: float
     by: str = ""
-    """The name under which the value was logged; empty for a value passed to `run.save`."""
+    """The name that the value was logged under; empty for a value passed to `run.save`."""
     mode: Mode = "min"
 
     @classmethod

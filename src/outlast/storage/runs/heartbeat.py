@@ -1,8 +1,8 @@
-"""The heartbeat of a run in a store: `alive.json`, written every BEAT_S while the run trains.
+"""A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
 
 `run.json` names the owner of a place, and stays when the owner dies. So a worker on another machine, namespace or cluster reads
 the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
-same `where` are one owner and never wait for each other. Times are by the store's clock.
+same `where` are one owner and never wait for each other. Times are measured by the store's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""Validity of a heartbeat in seconds; afterwards the owner counts as dead."""
+"""How long a heartbeat is valid, in seconds; after that, the owner counts as dead."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
 
@@ -34,7 +34,7 @@ class Beat:
 
     run: str
     where: str
-    """Location of the training, for people; the same for all workers of an owner."""
+    """Where training runs, for people; the same for all of an owner's workers."""
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
@@ -62,7 +62,7 @@ def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: boo
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
-    """Return the valid heartbeat of another owner of the run, and its age in seconds, or None."""
+    """Return another owner's valid heartbeat for the run, and its age in seconds, or None."""
     beat = last(place)
     if beat is None or beat.left or beat.run != run or beat.where == where:
         return None

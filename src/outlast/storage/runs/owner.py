@@ -1,4 +1,4 @@
-"""The record of a run in a store, `run.json`: the run that owns the place, and how the next run claims it.
+"""A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
 
 A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done,
 its record has `aside` set, and it writes nothing else to the place. After a kill, the next start continues the move. Docs:
@@ -34,7 +34,7 @@ _OWNERS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The record of a run, `run.json`."""
+    """A run's record, `run.json`."""
 
     run: str
     job: str
@@ -47,7 +47,7 @@ class Run:
     owner: str = ""
     """Nonce of the machine that acquired the run last; other machines are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, the most recent last. They cannot acquire the run again."""
+    """Earlier owners, most recent last. They cannot acquire the run again."""
     aside: str = ""
     """The previous run while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION
@@ -128,7 +128,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
 
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
-    """Change the record of a run and return it. Raises Superseded if another run owns the place, or `by` is not the owner."""
+    """Change a run's record and return it. Raises Superseded if another run owns the place, or `by` is not the owner."""
     return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
 
 
@@ -216,7 +216,8 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if its version in the store is still `etag`. Without conditional writes, verify it afterwards."""
+    """Write the record if its version in the store is still `etag`. If the store lacks conditional writes, verify it
+    afterwards."""
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record

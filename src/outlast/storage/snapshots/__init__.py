@@ -1,4 +1,4 @@
-"""Snapshots: the newest state of training in the memory of agents, from which training resumes after a failure.
+"""Snapshots: training's newest state in agents' memory, which training resumes from after a failure.
 
 A rank copies its state into shared memory that its agent owns, a *part*. The agent sends parts that no other worker holds to
 other agents, as *replicas*. `part_format` defines their format, `rooms` manages the memory, `server` is the agent's side,

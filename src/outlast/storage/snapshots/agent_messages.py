@@ -120,7 +120,7 @@ class Connection:
             into = into[count:]
 
     def write_from(self, fd: int, at: int, count: int) -> None:
-        """Send raw bytes of a file. Raises OSError."""
+        """Send raw bytes from a file. Raises OSError."""
         while count:
             sent = os.sendfile(self.sock.fileno(), fd, at, count)
             if not sent:
@@ -142,7 +142,7 @@ def set_timeout(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socke
 
 
 def between_machines(sock: socket.socket) -> socket.socket:
-    """Set the socket options of a connection to another agent, so that it fails soon after the other machine is lost."""
+    """Set the socket options for a connection to another agent, so that it fails soon after the other machine is lost."""
     tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
     return set_timeout(sock)
 
@@ -167,7 +167,7 @@ def close(listener: socket.socket | None) -> None:
 
 
 def connect(address: str, key: bytes) -> Connection:
-    """Connect to the data port of an agent. Raises OSError, ValueError."""
+    """Connect to an agent's data port. Raises OSError, ValueError."""
     sock = socket.create_connection(tcp.host_port(address), timeout=5)
     try:
         connection = Connection(between_machines(sock))

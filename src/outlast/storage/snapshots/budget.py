@@ -38,7 +38,7 @@ class Fit(NamedTuple):
 
 
 Requested = int | Literal["auto", "off"]
-"""`checkpoint.memory` of a job."""
+"""A job's `checkpoint.memory`."""
 
 
 def requested(text: str) -> Requested:

@@ -88,7 +88,7 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Client:
-    """The connection of one rank to its agent."""
+    """One rank's connection to its agent."""
 
     def __init__(self, connection: agent_messages.Connection) -> None:
         """Raises OSError, ValueError."""
@@ -156,7 +156,7 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return for each size the id of the smallest suitable room, or 0.
+        """For each size, return the id of the smallest suitable room, or 0.
 
         A room is suitable if it is lent for a part at that index, is large enough, and holds no part of the snapshots `used`.
         """
@@ -301,7 +301,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """Return the client of this process, or None if snapshots are off.
+    """Return this process's client, or None if snapshots are off.
 
     Raises NotRestored if snapshots are on and the agent does not respond: only the agent can fetch the store's newest checkpoint,
     so training must not begin without the agent.

@@ -1,4 +1,4 @@
-"""The data port of an agent: other agents send replicas here, and ranks of other workers read parts.
+"""An agent's data port: other agents send replicas here, and other workers' ranks read parts.
 
 Any machine on the network can reach the port, so each peer must first prove that it has the run's key. Invalid input only closes
 the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed; authenticated peers wait.
@@ -66,7 +66,7 @@ _PROVE_S = 5.0
 
 
 class Port:
-    """The data port of an agent."""
+    """An agent's data port."""
 
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ

@@ -18,7 +18,7 @@ class Machine(machine_memory.Machine):
     """The machine's memory, as the kernel reports it."""
 
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
-        """Return the memory for the snapshots of one of `workers` workers on this machine."""
+        """Return the memory for one worker's snapshots, if `workers` workers share this machine."""
         machine = self.machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
@@ -27,7 +27,7 @@ class Machine(machine_memory.Machine):
 
 
 _PIECE = 4 << 30
-"""Bytes allocated at a time: about a second."""
+"""Bytes allocated at a time, which takes about a second."""
 
 
 class File:

@@ -1,4 +1,4 @@
-"""The election of the snapshot that a world resumes from: the newest whose parts are all reachable. Pure.
+"""Elects the snapshot that a world resumes from: the newest whose parts are all reachable. Pure.
 
 Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
 the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,

@@ -174,7 +174,7 @@ def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
 
 
 def checked(index: Iterable[Item], part: Part) -> list[Item]:
-    """Return the items of a part. Raises Damaged if an item ends beyond the part's data."""
+    """Return a part's items. Raises Damaged if an item ends beyond the part's data."""
     items = list(index)
     for item in items:
         if item.place + item.nbytes > part.bytes:
@@ -201,7 +201,7 @@ def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
 
 
 def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
-    """Return the index of a part, and for each item the crc32 of its blocks. Raises Damaged."""
+    """Return a part's index, and the crc32 of each item's blocks. Raises Damaged."""
     if f"{crc32.update(tail):08x}" != part.digest:
         raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
     try:
@@ -216,7 +216,7 @@ def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
 
 
 def header(part: Part, tail: int) -> bytes:
-    """Return the header page of a part whose tail has `tail` bytes. Raises Damaged if the part does not fit."""
+    """Return the header page for a part whose tail has `tail` bytes. Raises Damaged if the part does not fit."""
     document = json.dumps({"part": part.json(), "tail": tail}).encode()
     if len(document) > PAGE - _HEAD.size:
         raise Damaged(f"the header of {part} has {len(document)} bytes; {PAGE - _HEAD.size} are possible")

@@ -118,7 +118,7 @@ def rate(nbytes: int, interval_s: float | None) -> float:
 
 
 class Sender:
-    """One agent's sender of replicas."""
+    """Sends one agent's replicas."""
 
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key

@@ -1,10 +1,10 @@
 """One agent's rooms: files in memory, their parts and their users. Threads of `server` and `data_port` share the rooms.
 
-`choose`, a pure rule, picks the room of a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
+`choose`, a pure rule, picks the room for a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
 are reused, since touched memory costs no page faults. A room is free unless it is in use or holds a part of the newest complete
 snapshot or of the snapshot in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but its
-memory is allocated without holding it, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts
-of another run, of an earlier generation or from processes that have ended.
+memory is allocated without holding it, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts of
+another run, of an earlier generation or from processes that have ended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ class View:
     id: int
     size: int
     at: At | None = None
-    """The snapshot to which the room's part belongs; None for an empty room."""
+    """The snapshot that the room's part belongs to; None for an empty room."""
     busy: bool = False
     replica: bool = False
     """True if the room holds another worker's part."""
@@ -60,7 +60,7 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
     """Choose the room for a part of `size` bytes.
 
-    Replicas leave space for two snapshots of the worker itself; its own parts displace replicas.
+    Replicas leave space for two of the worker's own snapshots, whose parts displace replicas.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]
@@ -82,7 +82,7 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Return the size in bytes of the worker's own parts of its newest snapshot."""
+    """Return the size in bytes of the worker's own parts in its newest snapshot."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)

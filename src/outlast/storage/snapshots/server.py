@@ -1,4 +1,4 @@
-"""The agent's side of snapshots: memory for the ranks of its worker, and a port for other agents (`data_port`).
+"""The agent's side of snapshots: memory for its worker's ranks, and a port for other agents (`data_port`).
 
 Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes
 into it, and publishes it. The agent computes the checksums and writes the header, then sends the part to other agents. So a rank
@@ -44,13 +44,13 @@ from outlast.storage.snapshots.part_format import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
-"""A query of the store. Raises StoreError, OSError."""
+"""A query to the store. Raises StoreError, OSError."""
 _NEWEST_S = 3.0
 """Timeout for a rank's request `newest` in seconds: the query began earlier (`look`), and memory may have a newer state."""
 _FINISHERS = 8
 """Maximum number of threads that compute checksums, one for every four cores."""
 _SMALL = part_format.BLOCK
-"""Size in bytes up to which the receiving thread finishes a part: waking another thread takes as long."""
+"""Size in bytes up to which the receiving thread finishes a part itself: waking another thread would take as long."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +66,7 @@ class Publication:
 
 
 class Server:
-    """Serves the ranks of one worker and other agents, in threads.
+    """Serves one worker's ranks and other agents, in threads.
 
     `restore` fetches the store's newest checkpoint, and `newest` returns its (generation, step), or None.
     """
@@ -128,7 +128,7 @@ class Server:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Query the store for its newest checkpoint in a thread. Returns a queue for the response to the rank."""
+        """In a thread, query the store for its newest checkpoint. Returns a queue for the response to the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
@@ -278,7 +278,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Return an ID of the machine that is the same in all its containers and changes when it restarts."""
+    """Return a machine ID that is the same in all the machine's containers and changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

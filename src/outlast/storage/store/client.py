@@ -1,4 +1,4 @@
-"""The client of a store; the only module that uses obstore.
+"""A store's client; the only module that uses obstore.
 
 Called by `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the command line. Transient errors are retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is True if a later attempt can succeed.
@@ -43,14 +43,14 @@ class Entry:
     """Name of the object, relative to the place's URL."""
     size: int
     etag: str
-    """Version of the content, for comparison only: stores compute it differently."""
+    """The content's version, for comparison only: stores compute it differently."""
     modified: float
-    """Time of the last change by the store's clock, seconds since the epoch."""
+    """Time of the last change by the store's clock, in seconds since the epoch."""
 
 
 @dataclass
 class _Root:
-    """Connection and settings of a bucket, shared by all places in it."""
+    """A bucket's connection and settings, shared by all places in it."""
 
     scheme: str
     bucket: str
@@ -355,7 +355,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object inside this place: on the server if possible, otherwise by a download and an upload."""
+        """Copy an object within this place: on the server if possible, otherwise by a download and an upload."""
         import obstore
 
         path, target = self._path(key), self._path(to)

@@ -71,7 +71,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Map a library's exception to one of ours. `verb`: read, list, write, delete, copy or open."""
+    """Map a library's exception to one of ours. `verb` is read, list, write, delete, copy or open."""
     status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")

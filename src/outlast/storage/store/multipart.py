@@ -38,7 +38,7 @@ _ENCRYPTION = {
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments of an upload, each with obstore's environment variable for the same setting."""
+"""Arguments for an upload, each with obstore's environment variable for the same setting."""
 
 
 def part_size(size: int) -> int:
@@ -157,7 +157,7 @@ class Upload:
             self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Copy another object of the bucket that is too large for one request, inside the store."""
+        """Within the store, copy another object in the bucket that is too large for one request."""
         note = self._begun({"size": size})
         try:
             etags = []

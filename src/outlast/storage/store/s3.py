@@ -208,7 +208,7 @@ def _mapped_errors(what: str) -> Iterator[None]:
 def find_certificates(environ: MutableMapping[str, str]) -> None:
     """Use botocore's CA certificates if this machine has none, as in slim images.
 
-    Without certificates, obstore creates no client, not even for http://.
+    If there are no certificates, obstore creates no client, not even for http://.
     """
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):

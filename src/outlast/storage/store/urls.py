@@ -1,4 +1,4 @@
-"""URLs of stores, and valid names of objects. Pure; called by `store.client`.
+"""Store URLs, and valid object names. Pure; called by `store.client`.
 
 URLs are literal: no percent-encoding, and `#` and `?` are ordinary characters. Repeated and trailing slashes are ignored.
 """

@@ -1,1 +1,1 @@
-"""Synchronisation of directory trees and object stores, in both directions."""
+"""Synchronises directory trees and object stores, in both directions."""

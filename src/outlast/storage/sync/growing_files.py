@@ -47,7 +47,7 @@ _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object with the bytes of a file from `start` to `end`."""
+    """An object with a file's bytes from `start` to `end`."""
 
     key: str
     number: int
@@ -92,7 +92,7 @@ def files(store: Store) -> list[str]:
 
 
 def parts(store: Store, path: str) -> list[Part]:
-    """Return the parts of a file in the order in which they were written."""
+    """Return a file's parts in the order they were written."""
     parts = []
     for entry in store.entries(place(path)):
         stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
@@ -102,7 +102,7 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Return the parts that make up the file, each with the offset from which later parts replace it.
+    """Return the parts that make up the file, each with the offset where later parts start to replace it.
 
     If two parts have the same number, one is from a superseded sender; the one that later parts continue is used.
     """
@@ -193,7 +193,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Return the offset after which the store lacks bytes: the end of the last part that matches the file."""
+        """Return the offset where the store starts to lack bytes: the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _RECENT:

@@ -1,7 +1,7 @@
-"""Pure rules of `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
+"""Pure rules for `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
 
 A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, crc32 and a hash of its
-etag. Times are nanoseconds since the epoch; a crc32 of -1 is unknown.
+etag. Times are nanoseconds since the epoch; a crc32 of -1 means unknown.
 """
 
 from __future__ import annotations
@@ -17,14 +17,14 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 CHECK_EVERY_S = 86_400.0
-"""Seconds after which the store is listed again, since other programs may write to it without a manifest."""
+"""The store is listed again after this many seconds, since other programs may write to it without a manifest."""
 GRANULARITY_NS = 2_000_000_000
 """Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
 may be written again without a new mtime, so it is read once more; git calls these files racy."""
 
 
 class Stat(NamedTuple):
-    """Size and times of a file."""
+    """A file's size and times."""
 
     size: int
     mtime: int
@@ -32,7 +32,7 @@ class Stat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """The state of a file when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
+    """A file's state when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
 
     size: int
     mtime: int
@@ -41,7 +41,7 @@ class Seen(NamedTuple):
 
 
 class Object(NamedTuple):
-    """The state of an object when it was last written or listed."""
+    """An object's state when it was last written or listed."""
 
     size: int
     mtime: int
@@ -80,7 +80,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """Return the record of a file with this stat and checksum. `read` is the start time of the read."""
+    """Return the record for a file with this stat and checksum. `read` is the start time of the read."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -94,7 +94,7 @@ def as_left(recorded: Object, size: int, etag: str) -> bool:
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """Return the objects of a listing (key, size, etag, modified), as recorded unless they were replaced.
+    """Return the objects in a listing (key, size, etag, modified), as recorded unless they were replaced.
 
     Omits the manifest's key `own`, and keys that end in a slash, which mark directories.
     """
@@ -111,7 +111,7 @@ def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str
 
 
 def unknown(size: int, etag: str, modified: float) -> Object:
-    """Return the record of an object whose original file is unknown."""
+    """Return the record for an object whose original file is unknown."""
     return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 
@@ -153,7 +153,7 @@ def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
 
 
 def decode(data: bytes) -> tuple[dict[str, Object], int]:
-    """Decode the objects and `clean_before` of a manifest. Raises ValueError."""
+    """Decode a manifest's objects and `clean_before`. Raises ValueError."""
     try:
         document = _document(zlib.decompress(data, 31))
         with _uncollected():

@@ -1,4 +1,4 @@
-"""Downloads objects by presigned URLs, from the socket to a file through one small buffer.
+"""Downloads objects through presigned URLs, from the socket to a file through one small buffer.
 
 obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
 times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the
@@ -27,12 +27,12 @@ if TYPE_CHECKING:
 _BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
 _MOST_FAILURES = 3
-"""Number of consecutive failures after which direct downloads are no longer tried."""
+"""Direct downloads are no longer tried after this many consecutive failures."""
 _END = b"\r\n\r\n"
 
 
 class Direct:
-    """The connections of one download, one per thread. `link` returns the URL of a key, or None."""
+    """One download's connections, one per thread. `link` returns a key's URL, or None."""
 
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link

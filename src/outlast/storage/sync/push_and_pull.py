@@ -34,9 +34,9 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 MANIFEST = ".outlast-manifest"
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""Seconds without growth after which a partial file counts as abandoned."""
+"""A partial file that has not grown for this many seconds counts as abandoned."""
 _HOPELESS = 3
-"""Number of consecutive failed requests after which the remaining files are skipped."""
+"""The remaining files are skipped after this many consecutive failed requests."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
@@ -70,7 +70,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Options of both push and pull."""
+    """Options for both push and pull."""
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False
@@ -210,7 +210,7 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """Return the paths at which the file and the object differ."""
+        """Return the paths where the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -283,7 +283,7 @@ class _Run:
         with contextlib.closing(outcomes):
             for (place, path), uploaded, error in outcomes:
                 if uploaded is None:
-                    if not tree.gone(place):  # a file deleted after the walk is no failure
+                    if not tree.gone(place):  # a file deleted after the walk is not a failure
                         self._failed(path, error)
                     continue
                 sent, stat, read, steady = uploaded

@@ -22,7 +22,7 @@ MEMORY = 64 << 20
 FEW, MANY = 8, 128
 """Initial and maximum number of threads."""
 _WINDOW_S = 0.5
-"""Seconds for which throughput is measured before threads are added."""
+"""How long throughput is measured before threads are added, in seconds."""
 _LEAVE_S = 3.0
 """Seconds that jobs in progress may continue after a stop."""
 
@@ -36,7 +36,7 @@ class Job(NamedTuple, Generic[T]):
 
 
 class Outcome(NamedTuple, Generic[T]):
-    """The result or the error of a job."""
+    """A job's result or error."""
 
     key: Any
     result: T | None

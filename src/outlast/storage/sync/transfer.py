@@ -33,7 +33,7 @@ from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Files of more bytes are sent by `Store.upload` and received in pieces of this size."""
+"""Size in bytes above which files are sent by `Store.upload` and received in pieces of this size."""
 _UPLOAD = 32 << 20
 """Bytes of memory that `Store.upload` needs for one file."""
 
@@ -55,7 +55,7 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file's stat before reading."""
     read: int
-    """Time at which the read began, nanoseconds since the epoch."""
+    """When the read began, in nanoseconds since the epoch."""
     steady: bool
 
 

@@ -88,7 +88,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """Add the target of a link to the scan if it is a file. Returns the target if it is a directory to walk."""
+    """Add a link's target to the scan if it is a file. Returns the target if it is a directory to walk."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -277,7 +277,7 @@ class Inside:
         return ""
 
     def through_link(self, path: str) -> bool:
-        """Return whether the directory of a path is reached through a link."""
+        """Return whether a path's directory is reached through a link."""
         directory = path.rpartition("/")[0]
         return os.path.realpath(os.path.join(self._root, directory)) != os.path.normpath(os.path.join(self._real, directory))
 

@@ -1,5 +1,5 @@
-"""CEL rules for a job's fields, for the API server. Rules between fields are in `cel.yaml`. The API server rejects rules that it
-estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
+"""CEL rules for a job's fields, for the API server. Rules that involve several fields are in `cel.yaml`. The API server rejects
+rules that it estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
 
 The fields that define the training itself are immutable (`IMMUTABLE`): otherwise, pods of the old and the new specification would
 train together. The number of workers, the deadlines and the settings for the job's end are mutable.
@@ -24,7 +24,7 @@ BOUNDS = {
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
 }
-"""Maximum number of items of lists that rules iterate over."""
+"""Maximum number of items in lists that rules iterate over."""
 TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
@@ -34,11 +34,11 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in the lists of `BOUNDS`."""
+"""Maximum length of strings in the lists that `BOUNDS` names."""
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """Return a rule that a field of the specification, or of its section `within`, is immutable."""
+    """Return a rule that makes a field of the specification, or of its section `within`, immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -65,7 +65,7 @@ IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
 
 @functools.cache
 def rules() -> dict[str, list[Rule]]:
-    """Return the rules by the name of the model in `spec`: `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
+    """Return the rules by model name in `spec`, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
     text = resources.files(__package__).joinpath("cel.yaml").read_text()
     shared = str(list(accelerators.SHARED))
     between: dict[str, list[Rule]] = yaml.safe_load(text.replace("<own>", f"^({spec.OWN})$").replace("<shared>", shared))

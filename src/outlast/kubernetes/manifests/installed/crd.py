@@ -3,7 +3,7 @@
 The API server requires a structural schema
 (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):
 one type for every part, no references, and `anyOf` only for numbers or strings. This module converts pydantic's schema to that
-form. `kubectl explain` shows the docstrings of fields; rules between fields are in `cel`.
+form. `kubectl explain` shows the fields' docstrings; rules that involve several fields are in `cel`.
 
 Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are only in the descriptions, so that
 fields that the user did not set stay unset.
@@ -53,7 +53,7 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of a field: its own description instead of its model's, followed by its default."""
+    """Return a field's schema, with the field's own description instead of its model's, followed by its default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))
@@ -67,7 +67,7 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
 
 
 def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the structural schema of a part of pydantic's schema. Raises ValueError if there is none, as may happen when the
+    """Return the structural schema for a part of pydantic's schema. Raises ValueError if there is none, as may happen when the
     model changes."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
@@ -94,8 +94,8 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], definitions: dict[str, Schema]) -> Schema:
-    """Return the schema of an optional part, or of a number or string. Fractions are written as strings, or in a smaller
-    unit: `500m`."""
+    """Return the schema for an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
+    `500m`."""
     if len(options) == 1:
         return _structural(options[0], definitions)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
@@ -123,9 +123,9 @@ def _default_text(default: Any) -> str:
 
 
 def _overlay() -> Schema:
-    """Return the schemas of the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL
-    considers two objects equal if they have the same number of fields that the schema does not know, and no field in common
-    (Kubernetes 1.36)."""
+    """Return schemas for the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL considers
+    two objects equal if they have the same number of fields that the schema does not know, and no field in common (Kubernetes
+    1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))

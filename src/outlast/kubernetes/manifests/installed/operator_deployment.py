@@ -2,8 +2,8 @@
 
     files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
 
-They are the YAML files beside this module, with `<namespace>` and `<image>` filled in; `crd` adds the specification of a job to
-its own.
+They are the YAML files beside this module, with `<namespace>` and `<image>` filled in; `crd` adds a job's specification to its
+own.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ NODE_WATCH = "outlast-node-watch"
 def files(
     *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """Return the objects, by the name of their file in `deploy/`. `on_demand`: whether the operator avoids spot machines."""
+    """Return the objects, by the name of their file in `deploy/`. `on_demand` says whether the operator avoids spot machines."""
 
     def documents(name: str) -> list[Document]:
         text = resources.files(__package__).joinpath(name).read_text()

@@ -1,4 +1,4 @@
-"""Protection of a job from evictions: its PodDisruptionBudget, and the annotations of its pods."""
+"""Protects a job from evictions: its PodDisruptionBudget, and its pods' annotations."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def min_available(workers: spec.Workers) -> int:
 
 
 def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
-    """Return the PodDisruptionBudget of a job; `owner` is an ownerReference.
+    """Return the PodDisruptionBudget for a job; `owner` is an ownerReference.
 
     A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy

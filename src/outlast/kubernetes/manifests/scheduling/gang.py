@@ -1,4 +1,4 @@
-"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
+"""Gang scheduling for the workers: none, the coscheduling plugin, or Volcano.
 
 `of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
 if there is no cluster, `auto` means no gang. Kueue admits whole jobs by itself; see `labels.queue_label`.
@@ -17,19 +17,19 @@ from outlast.kubernetes.manifests import labels, resources
 from outlast.kubernetes.manifests.render_request import Document, Request
 
 GROUP_LABEL = "scheduling.x-k8s.io/pod-group"
-"""Label of a gang's pods, for the coscheduling plugin."""
+"""Label on a gang's pods, for the coscheduling plugin."""
 GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
-"""Annotation of a gang's pods, for Volcano."""
+"""Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups by which a cluster shows that it has a scheduler; the first group that exists wins."""
+"""API groups that show which scheduler a cluster has; the first group that exists wins."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """The scheduler of a gang, and the labels, annotations and documents that it needs."""
+    """A gang's scheduler, and the labels, annotations and documents that it needs."""
 
     scheduler: str = ""
     """Name of the scheduler; empty for the cluster's default."""
@@ -42,7 +42,7 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
-    """Return the gang scheduler of a job in a cluster with these API groups.
+    """Return the gang scheduler for a job in a cluster with these API groups.
 
     `auto` means none for a job that may train with one worker, which makes a gang pointless, and for a job that Kueue admits
     (`admitted`): Kueue waits until there is quota for all workers, and its queue is not one of Volcano's.
@@ -56,7 +56,7 @@ def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False
 
 
 def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
-    """Return a sentence if the cluster lacks the gang's scheduler, or else an empty string."""
+    """Return a sentence if the cluster lacks the gang's scheduler, otherwise an empty string."""
     group = GROUPS.get(scheduler, "")
     if not group or group in groups:
         return ""
@@ -64,8 +64,8 @@ def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
 
 
 def of(request: Request, name: str, scheduler: SchedulerName | None = None) -> Gang:
-    """Return the gang of a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one
-    in the job file."""
+    """Return the gang for a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one in
+    the job file."""
     match scheduler or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             fields = _minimum(request.spec)

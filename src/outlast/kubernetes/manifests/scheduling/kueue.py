@@ -17,13 +17,13 @@ from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label of a job that names its queue."""
+"""Label on a job that names its queue."""
 PRIORITY = "kueue.x-k8s.io/priority-class"
-"""Label of a job that names its WorkloadPriorityClass."""
+"""Label on a job that names its WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label of a Workload with its job's UID. Kueue's own tools use it."""
+"""Label on a Workload with its job's UID. Kueue's own tools use it."""
 WORKLOAD = "kueue.x-k8s.io/workload"
-"""Annotation of a pod that names the Workload whose quota the pod uses."""
+"""Annotation on a pod that names the Workload whose quota the pod uses."""
 PODS = "main"
 """Name of the pod set in our Workloads."""
 
@@ -31,7 +31,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
     (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
 )
-"""Kinds of Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
+"""The kinds Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
 
 
 @dataclass(frozen=True)
@@ -41,18 +41,18 @@ class Priority:
     value: int
     name: str = ""
     group: str = ""
-    """API group of the priority class: Kueue's group, or the group of pods' priority classes."""
+    """API group of the priority class: Kueue's, or that of pods' priority classes."""
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
-    """Return Kueue's queue for an ElasticJob: from the job's label, else from `scheduling`; empty if there is none."""
+    """Return Kueue's queue for an ElasticJob, from the job's label or else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """Return a job's priority by Kueue's rules: from the class named by its label, else the pods' class, else the cluster's
+    """Return a job's priority by Kueue's rules: from the class named by its label, or else the pods' class, or else the cluster's
     default. Returns an error message if the class does not exist."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
@@ -93,7 +93,7 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """Return the name of a job's Workload; it is unique to the job's UID."""
+    """Return a job's Workload name, which is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
@@ -103,7 +103,7 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
 
 
 def admitted_count(workload: Mapping[str, Any]) -> int:
-    """Return the number of pods for which a Workload was admitted."""
+    """Return the number of pods that a Workload was admitted for."""
     requested = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 

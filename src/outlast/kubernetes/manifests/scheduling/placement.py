@@ -1,4 +1,4 @@
-"""Constraints on the nodes for a worker's pod: spot machines, instance types, accelerators, spread over nodes."""
+"""Constraints on the nodes for a worker's pod: spot machines, instance types, accelerators, and spreading over nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Labels of spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+"""Labels on spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -28,16 +28,16 @@ _OLD_NAMES = {
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
     "beta.kubernetes.io/os": "kubernetes.io/os",
 }
-"""Deprecated labels of nodes, with their replacements."""
+"""Deprecated node labels, with their replacements."""
 
 
 ON_DEMAND = "on-demand"
-"""Value of `scheduling.worker0` that keeps worker 0 off spot machines."""
+"""Value for `scheduling.worker0` that keeps worker 0 off spot machines."""
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """Return the scheduling part of a PodSpec. `has_peers`: whether the job has more pods than this one; `on_demand`: whether
-    the pod avoids spot machines."""
+    """Return the scheduling part of a PodSpec. `has_peers` says whether the job has other pods, and `on_demand` whether the pod
+    avoids spot machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
@@ -63,7 +63,7 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Return the node affinity: one of the terms of `required` must match, with all its expressions."""
+    """Return the node affinity: one of the terms in `required` must match, with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
@@ -86,8 +86,8 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def avoid_spot(affinity: Document) -> Document:
-    """Return a pod's affinity with the requirement that its node is not a spot machine. A node without any of the labels of spot
-    nodes is not a spot machine."""
+    """Return a pod's affinity with the requirement that its node is not a spot machine. A node without any spot label is not a
+    spot machine."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_not_spot()]} for term in terms]
@@ -119,7 +119,7 @@ def _tolerations(fields: spec.Spec) -> list[Document]:
 
 
 def tolerations(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Return the tolerations for the taints of nodes with these accelerators, and for those of spot nodes."""
+    """Return the tolerations for the taints on nodes with these accelerators and on spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))

@@ -1,1 +1,1 @@
-"""Rules of the operator's decision about a job, one module per situation."""
+"""The rules behind the operator's decisions, one module per situation."""

@@ -37,7 +37,7 @@ def uncounted(rec: ReconcilePass) -> list[Pending]:
                 failure = dataclasses.replace(failure, time=report.renewed)
             pending.append(Pending(report.echo, failure))
     others = any(not (each.echo and each.failure.left) for each in pending)
-    return pending if others else []  # members that left were called for another reason than their own echo
+    return pending if others else []  # members that left did so for a reason other than their own echo
 
 
 def member_is_missing(rec: ReconcilePass) -> bool:
@@ -159,7 +159,7 @@ def failure_document(rec: ReconcilePass, failure: Failure, node: str) -> Documen
 
 def cover_others(rec: ReconcilePass, generation: int) -> None:
     """Treat all further failures of a world as covered by the counted one. A failure outside any world (generation 0) covers all
-    workers outside, until they join a world."""
+    workers that are in no world, until they join one."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
     rec.update(counted=max(rec.status.counted, rec.newest_start(generation)), silent=tuple(silent))
     if not generation:

@@ -19,7 +19,8 @@ _FINAL = (State.SUCCEEDED, State.FAILED)
 
 
 def finished(rec: ReconcilePass) -> None:
-    """Clean up after a job that has ended: delete its pods by `cleanPodPolicy`, and the job after `ttlSecondsAfterFinished`."""
+    """Clean up after a job that has ended: delete its pods according to `cleanPodPolicy`, and the job after
+    `ttlSecondsAfterFinished`."""
     status = rec.status
     if status.state not in _FINAL or status.finished is None:
         return

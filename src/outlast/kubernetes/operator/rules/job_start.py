@@ -48,7 +48,7 @@ def elected_through_etcd(rec: ReconcilePass) -> None:
 
 
 def new_or_changed(rec: ReconcilePass) -> None:
-    """Create the objects that the pods of a new job need, and update those of a changed job. If a job cannot be rendered as pods,
+    """Create the objects that a new job's pods need, and update those of a changed job. If a job cannot be rendered as pods,
     report why."""
     status, generation = rec.status, rec.snapshot.generation
     if status.observed_generation == generation and status.started is not None:

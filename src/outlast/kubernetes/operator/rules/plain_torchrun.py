@@ -21,9 +21,9 @@ from outlast.rendezvous.root_cause import PLAIN_PODS
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
 OVERDUE_S = 60.0
-"""Time after a pod's grace period after which its node is presumed unreachable."""
+"""How long after a pod's grace period its node is presumed unreachable."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
-"""Reasons that containerd and the kubelet report for containers that did not survive a restart of their node."""
+"""Reasons that containerd and the kubelet report for containers that did not survive their node's restart."""
 _REMEMBERED = 10
 """Number of failures remembered to compute the backoff, which is at its maximum by then."""
 
@@ -35,7 +35,7 @@ def start_time(rec: ReconcilePass) -> None:
 
 
 def restarted_containers(rec: ReconcilePass) -> None:
-    """Count restarts of containers by kubelets, which all policies but `Never` and `ExitCode` allow."""
+    """Count container restarts by kubelets, which all policies except `Never` and `ExitCode` allow."""
     counted, counts, added = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
         status = pod_status.container_status(pod.document)
@@ -176,8 +176,8 @@ def _nnodes(pod: Pod) -> str | None:
 
 
 def _has_free_indices(rec: ReconcilePass) -> bool:
-    """Return whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed
-    is not free."""
+    """Return whether there are indices that a pod can be created for. The index of a pod that is terminating or has failed is not
+    free."""
     return (
         not _succeeded(rec)
         and len(rec.snapshot.name) <= names.MAX_LENGTH

@@ -61,7 +61,7 @@ def world_decided(rec: ReconcilePass) -> None:
 
 
 def _state(rec: ReconcilePass) -> world.State:
-    """Return the input of `world.decide`. The newest saved step is capped at the newest step of the current world, which may
+    """Return the input of `world.decide`. The newest saved step is capped at the current world's newest step, as that world may
     have resumed from an earlier step than its predecessor had reached."""
     status = rec.status
     members = {}

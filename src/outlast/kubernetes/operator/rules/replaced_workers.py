@@ -24,8 +24,8 @@ FAST_LOSS_S = 10.0
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""Number of counted failures on a node, within the window, after which pods of this job avoid the node. A rank with wrong bits
-counts as this many."""
+"""This job's pods avoid a node after this many counted failures on it within the window. A rank with wrong bits counts as this
+many."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -117,7 +117,7 @@ def silent_workers(rec: ReconcilePass) -> None:
 
 
 def mass_silence(rec: ReconcilePass) -> None:
-    """Report that most workers are silent though their nodes are ready. They continue to train, and kubelets kill hung
+    """Report that most workers are silent although their nodes are ready. They continue to train, and kubelets kill hung
     workers."""
     if rec.is_mass_silence() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
@@ -166,7 +166,7 @@ def missing_workers(rec: ReconcilePass) -> None:
 
 
 def _by_rank(rec: ReconcilePass) -> list[Pod]:
-    """Return the live pods, those to retain first, by rank in the world and then by index."""
+    """Return the live pods in the order in which to retain them: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
@@ -187,8 +187,8 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Return nodes to avoid: those with repeated failures, wrong bits or workers that their peers could not reach, or about to be
-    terminated."""
+    """Return nodes to avoid: those with repeated failures, wrong bits or workers that their peers could not reach, and those
+    about to be terminated."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:

@@ -13,12 +13,12 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Maximum rate, in bytes per second, at which the API server should send progress to the agents of one job: each agent watches
-the whole status."""
+"""Maximum rate, in bytes per second, at which the API server should send progress to one job's agents: each agent watches the
+whole status."""
 STATUS_BYTES = (10_000, 15)
-"""Size of a status in bytes: the base, mostly the ledger, and the share of each worker."""
+"""Estimated size of a status in bytes: a base, mostly the ledger, and a share per worker."""
 MEASURE_S = 5.0
-"""Minimum time over which a rate is measured, in seconds."""
+"""Minimum time for measuring a rate, in seconds."""
 
 
 def _went_back(status: Status) -> bool:

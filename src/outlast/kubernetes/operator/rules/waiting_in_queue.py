@@ -14,7 +14,7 @@ RECHECK_S = 10.0
 
 
 def queued(rec: ReconcilePass) -> None:
-    """Handle a job for which the queue has not admitted enough workers, or takes quota back."""
+    """Handle a job whose queue has not admitted enough workers or is taking quota back."""
     queue, status = rec.snapshot.queue, rec.status
     if queue is None:
         if rec.requested and not rec.desired:
