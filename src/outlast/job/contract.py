@@ -388,7 +388,7 @@ NOTICE = "notice.json"
 rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket where the agent serves memory for snapshots; see `snapshots.server`; absent if the agent serves none."""
+"""Socket on which the agent serves memory for snapshots; absent if it serves none. See `snapshots.server`."""
 
 
 def worker_log(index: int) -> str:

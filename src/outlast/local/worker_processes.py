@@ -99,7 +99,7 @@ class WorkerPool:
             self.present[worker.index] = worker
 
     def records(self) -> list[dict[str, int]]:
-        """Return records of the present workers, for `adopt`."""
+        """Return records of the current workers, for `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int, reported: Container[int]) -> list[int]:

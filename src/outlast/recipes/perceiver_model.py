@@ -387,7 +387,7 @@ class Perceiver(nn.Module):
 
 
 def pixels(video: Tensor) -> Tensor:
-    """Convert bytes 0 ... 255 to 0 ... 1. Floating-point values are returned unchanged."""
+    """Scale bytes from the range 0 to 255 to the range 0 to 1. Floating-point values are returned unchanged."""
     return video if video.is_floating_point() else video.float() / 255
 
 

@@ -1,4 +1,4 @@
-"""`outlast install` and `outlast uninstall`: the API and the operator in a cluster, and the node watcher on request."""
+"""`outlast install` and `outlast uninstall`: add or remove the API, the operator and optionally the node watcher in a cluster."""
 
 from __future__ import annotations
 

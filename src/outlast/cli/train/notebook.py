@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
-"""Timeout for the server's first response in seconds: in a pod on a busy node with cold disks, it takes a minute."""
+"""Timeout, in seconds, for the server's first response, which can take a minute in a pod on a busy node with cold disks."""
 _GRACE_S = 20.0
 """Grace period for kernels, in seconds, before the server is killed. Afterwards, kernels end by themselves."""
 

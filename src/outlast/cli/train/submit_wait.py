@@ -1,4 +1,4 @@
-"""Submitting a job and waiting for its end: `outlast submit --wait`."""
+"""Submitting a job and waiting for it to finish: `outlast submit --wait`."""
 
 from __future__ import annotations
 

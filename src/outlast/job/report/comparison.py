@@ -38,7 +38,7 @@ class Run:
     steps_per_s: float | None
     """Steps per second while the run trained, without the first step of each world."""
     goodput: float
-    """Share of the time spent on steps whose results were kept, 0 ... 1."""
+    """Share of the time spent on steps whose results were kept, from 0 to 1."""
     loss: float | None = None
     """The last value logged as `loss`."""
     throughput: tuple[str, float] | None = None

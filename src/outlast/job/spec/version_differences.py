@@ -17,7 +17,7 @@ _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
 """Fields for a job's place, size and arguments."""
 _LONGEST = 60
-"""Maximum number of characters of a quoted value."""
+"""Maximum length of a quoted value, in characters."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:

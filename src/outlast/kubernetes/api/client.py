@@ -89,8 +89,8 @@ class Cluster(Api):
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
-        """Create a document, or set its fields to the given values (server-side apply). Unknown fields are an error. Callers
-        that retry with fresher data set `tries=1`."""
+        """Create a document, or set its fields to the given values (server-side apply). Unknown fields are an error. Pass
+        `tries=1` if the caller itself retries with fresher data."""
         kind, name, namespace = _named(document)
         subject, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}

@@ -60,7 +60,7 @@ class ElectionConfig:
     replicas: int = 0
     """Expected number of workers in pods."""
     ttl: int = TTL_S
-    """TTL of the leadership, in seconds."""
+    """The leadership's TTL, in seconds."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
     """A steady clock, which may stop while this machine sleeps: leases that expired meanwhile are replaced."""
     random: Callable[[], float] = RANDOM.random

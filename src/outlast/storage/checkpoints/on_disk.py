@@ -283,7 +283,7 @@ def generation(directory: Path, run: str) -> int:
 
 
 def owner(directory: Path) -> str:
-    """Return the run that may commit in `directory`, or an empty string if there has been none."""
+    """Return the run that may commit in `directory`, or an empty string if no run has claimed it yet."""
     return _Fence.read(directory).run
 
 

@@ -214,7 +214,7 @@ class Names:
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """Parse the names of a register."""
+        """Parse the names that a register lists."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}

@@ -1,8 +1,8 @@
 """A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
 
-A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done,
-its record has `aside` set, and it writes nothing else to the place. After a kill, the next start continues the move. Docs:
-docs/decisions/0007-commits-in-a-store.md.
+A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done, its
+record has `aside` set, and it writes nothing else to the place. If the run is killed meanwhile, its next start continues the
+move. Docs: docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations

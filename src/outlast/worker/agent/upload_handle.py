@@ -49,8 +49,8 @@ class UploadProcess:
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process if it is not running; the first start waits until the training `processes` may have output.
-        Returns True if the last upload process found this worker superseded."""
+        """Start the upload process if it is not running; the first start waits until the training `processes` could have written
+        output. Returns True if the last upload process found that this worker had been superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:

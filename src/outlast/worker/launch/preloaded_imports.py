@@ -34,7 +34,7 @@ from outlast.job import accelerators, contract
 SETTLED_S = 5.0
 """A rank counts as training once it has imported nothing for this many seconds; arbitrary."""
 stepped = threading.Event()
-"""Set once this process has trained a step, if it is a rank with a session."""
+"""Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
 """Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5

@@ -252,7 +252,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache for one file on a web server, unpacked if it is an archive. Its only version is named after its checksum."""
+    """The cache for one file on a web server; an archive is unpacked. Its only version is named after the file's checksum."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain

@@ -73,7 +73,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """A session's trackers. If the environment requests any, rank 0 starts a follower with its first metrics."""
+    """A session's trackers. If the environment requests any, rank 0 starts a follower when it logs its first metrics."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0

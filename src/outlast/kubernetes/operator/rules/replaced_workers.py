@@ -24,8 +24,8 @@ FAST_LOSS_S = 10.0
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent: their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""This job's pods avoid a node after this many counted failures on it within the window. A rank with wrong bits counts as this
-many."""
+"""This job's pods avoid a node after this many counted failures on it within the window. A rank whose bits differ
+counts as this many failures by itself."""
 _MAX_BACKOFF_S = 60.0
 
 
