@@ -73,6 +73,19 @@ class Coordinating:
         return self.state.world
 
 
+def test_who_was_out_of_reach_while_the_others_met_anew_is_told_to_stop() -> None:
+    run = Coordinating()
+    run.take(Gone(2))
+    run.look()
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.now += 2.0
+    run.look()
+    assert run.newest().members == (0, 1)
+    run.report(2, "training", 1)
+    assert run.told[2][-1] == Called(2, run.newest().reason, False, 0.0)
+
+
 LOST = "lost worker 2: workers 0 and 1 do not hear it"
 
 
