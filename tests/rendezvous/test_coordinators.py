@@ -197,6 +197,15 @@ def test_who_dies_or_says_nothing_more_is_lost_and_the_others_do_not_save_first(
     assert run.state.restarts == int(run.counts_deaths or not silent), "errors of the others are a failure"
 
 
+def test_a_run_of_which_nobody_is_left_begins_anew_with_the_next_generation(start: Start) -> None:
+    run = start()
+    for id in range(3):
+        run.die(id)
+    run.away(15.0)
+    run.passes(20.0)
+    assert run.train() >= 2
+
+
 @pytest.mark.parametrize("start", ["launcher", "worker 0", "etcd", "torchrun"], indirect=True)
 def test_a_later_process_of_an_index_is_no_member_of_an_earlier_world(start: Start) -> None:
     run = start()

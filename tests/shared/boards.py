@@ -453,6 +453,9 @@ class OnLauncher(OnSockets):
             self.die(index)
 
     def start(self, id: int) -> None:
+        if self.owner is None:  # who would start it?
+            self._return_at[id] = self.now + RETURNS_S
+            return
         super().start(id)
         self._present[id] = Worker(id, NO_PID, 1)
 
