@@ -426,29 +426,6 @@ def test_a_lost_node_is_given_up_after_the_time_that_is_said_and_nobody_is_blame
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
 
 
-def test_what_members_repair_while_nobody_decides_is_counted_once_and_in_order() -> None:
-    cluster = training()
-    made, generation = dict(cluster.made), cluster.status["generation"]
-    cluster.reached = False
-    for index in (0, 1, 0):
-        cluster.repair(index)
-        cluster.run(5)
-    assert cluster.status["restarts"] == 0
-    cluster.reached = True
-    cluster.run(30)
-    assert (cluster.status["restarts"], cluster.status["generation"], cluster.made) == (3, generation, made)
-    assert cluster.status["judged"] == {**cluster.status["judged"], "generation": generation, "attempt": 2}
-    assert cluster.status["lastFailure"]["reason"] == "rank 0 on worker 0 was killed by SIGKILL"
-    assert len(cluster.status["failures"]) == 3
-    cluster.repair(1)
-    cluster.run(30)
-    assert (cluster.status["restarts"], cluster.status["state"]) == (4, "Running")
-    said = f"repaired by its workers, attempt 4 of generation {generation}: rank 1 on worker 1 was killed by SIGKILL"
-    assert cluster.status["reason"].startswith(said)
-    again(cluster, by=lambda: cluster.fail(1))
-    assert cluster.status["restarts"] == 5
-
-
 def test_failures_of_a_weekend_without_an_operator_do_not_count_as_if_all_were_now() -> None:
     cluster = training(restarts={"limit": 2})
     for _ in range(4):
@@ -728,20 +705,6 @@ def test_an_operator_whose_clock_is_behind_the_one_before_it_goes_on_at_once() -
     step = cluster.status["step"]
     cluster.run(70)
     assert cluster.status["step"] >= step + 30, "it is told how far training is"
-
-
-def test_the_api_server_is_away_and_nobody_is_taken_for_dead() -> None:
-    cluster = training()
-    generation, before = cluster.status["generation"], len(cluster.writes)
-    cluster.reached = False
-    for _ in range(60):
-        cluster.pass_()
-    cluster.reached, cluster.since = True, cluster.now
-    step = cluster.step
-    cluster.run(40)
-    assert cluster.step > step + 30
-    assert cluster.status["generation"] == generation
-    assert [write for write in cluster.writes[before:] if not write.startswith("status Running")] == []
 
 
 def test_deadlines_end_the_job_and_begin_anew_when_it_is_resumed() -> None:

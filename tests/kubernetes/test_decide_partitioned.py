@@ -171,17 +171,6 @@ def test_an_operator_that_starts_in_the_middle_goes_on_as_the_one_before():
     cluster.until(trains(3), 15)
 
 
-def test_an_outage_of_the_api_server_costs_nothing_while_all_hear_each_other():
-    cluster = a_job()
-    cluster.reached = False
-    cluster.run(60)
-    cluster.reached = True
-    cluster.run(60)
-    assert world(cluster) == (1, [0, 1, 2])
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 0)
-    assert cluster.made == {f"train-worker-{index}": 1 for index in range(3)}
-
-
 def test_a_node_that_is_not_ready_trains_on_while_its_worker_is_heard():
     cluster = a_job()
     document = cluster.documents["Node", node(cluster, 2)]

@@ -17,10 +17,11 @@ from typing import Any
 
 import pytest
 
+from boards import NO_PID, a_launcher
 from clocks import DISTURBANCES, Machine
 from outlast.base.errors import OutlastError
 from outlast.base.typed_json import decode
-from outlast.job import contract, spec
+from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.job.report import goodput
 from outlast.job.status import Ending, State
@@ -28,7 +29,7 @@ from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import worker_processes
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
-from outlast.local.state_dir import Request, StateDir
+from outlast.local.state_dir import Request
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, world
 from outlast.rendezvous.coordinator import CoordinatorState
@@ -101,17 +102,6 @@ def test_a_rank_that_exited_with_0_is_the_cause_where_there_are_only_echoes():
 
 
 # Clocks that are set, machines that sleep
-
-
-def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
-    """One of a job that was just submitted, on the clocks of `machine`. Nothing is started."""
-    (directory / "train.py").write_text("")
-    whole = {"script": "train.py", "workers": {"replicas": 2}, **fields}
-    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": whole}
-    (directory / "job.yaml").write_text(json.dumps(document))
-    backend = LocalBackend(directory / "state", start=lambda *_, **_env: None)
-    backend.submit(spec.load(directory / "job.yaml"), source=directory / "job.yaml")
-    return Launcher(StateDir(directory / "state" / "jobs" / "job"), machine.awake())
 
 
 def disturbed(machine: Machine, how: str) -> None:
@@ -201,20 +191,6 @@ def test_where_cores_are_few_the_first_worker_starts_alone_and_the_others_once_i
         machine.goes_on(1.0)
         late = pool.missing(3, {})
     assert late == [1, 2], "it has not reported in time"
-
-
-@pytest.mark.parametrize("theirs", [0.0, -3600.0, 3600.0])
-def test_echoes_wait_for_their_cause_whatever_time_they_say_it_is(tmp_path: Path, theirs: float) -> None:
-    machine = Machine()
-    launcher = a_launcher(tmp_path, machine)
-    launcher._take(Pending(True, a_failure(time=machine.wall + theirs)))
-    machine.goes_on(root_cause.COORDINATOR.cause / 2)
-    launcher._decide()
-    assert launcher.status.reason == "", "whoever died may still say so"
-    assert launcher.state.pending
-    machine.goes_on(root_cause.COORDINATOR.settle)
-    launcher._decide()
-    assert launcher.state.restarts == 1
 
 
 class Asked:
@@ -453,31 +429,6 @@ def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those
     assert counted == [1, 1, 2]
 
 
-def test_a_worker_that_the_others_do_not_hear_is_killed_and_counted_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    machine = Machine()
-    launcher = a_launcher(tmp_path, machine, workers={"replicas": 3, "min": 1})
-    launcher.state = CoordinatorState({}, world.World(1, (0, 1, 2), "a:1", "training starts", 0.0))
-    killed: list[int] = []
-    monkeypatch.setattr(launcher.pool, "kill", lambda index, why: killed.append(index))
-    for id in range(3):
-        launcher._take(Report("r", id, world.MemberState.TRAINING, 1, unheard=() if id == 2 else (2,)))
-    launcher._decide()
-    lost = "lost worker 2: workers 0 and 1 do not hear it"
-    assert killed == [2]
-    assert launcher.not_joined == {2: f"{lost}; it is started again, and may join after 10 s"}
-    launcher._worker_died(Ended(Worker(2, 1, 1), 137, ""))
-    launcher._take(
-        Report("r", 0, world.MemberState.WAITING, 1, failed=True, failure={"code": 1, "reason": "reset", "echo": True})
-    )
-    machine.goes_on(root_cause.COORDINATOR.settle)
-    launcher._decide()
-    assert launcher.status.failure is not None
-    assert (launcher.state.restarts, launcher.status.failure.worker, launcher.status.failure.reason) == (1, 2, lost)
-    revived = Launcher(launcher.state_dir, machine.awake())
-    revived._recover()
-    assert {id: (loss.times, loss.held_s) for id, loss in revived.state.lost.items()} == {2: (1, 10.0)}
-
-
 def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     launcher = a_launcher(tmp_path, Machine())
     told: list[tuple[str, int, int, bool]] = []
@@ -489,7 +440,7 @@ def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: 
     monkeypatch.setattr(launcher.server, "send", lambda to, kind, message: on_disk(f"send {kind}"))
     monkeypatch.setattr(launcher.ledger, "write", lambda kind, **facts: on_disk(kind))
     for id in (0, 1):
-        launcher.pool.present[id] = Worker(id, 1, 1)
+        launcher.pool.present[id] = Worker(id, NO_PID, 1)
         launcher._take(Report("r", id, world.MemberState.WAITING, address=f"a:{id}"))
     launcher._decide()
     failure = {"code": 1, "reason": "it failed"}
@@ -502,36 +453,6 @@ def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: 
         ("world", 1, 0, False), ("send world", 1, 0, False),
         ("failure", 2, 1, False), ("world", 2, 1, False), ("send world", 2, 1, False), ("send closed", 2, 1, True),
     ]  # fmt: skip
-
-
-def test_what_members_repaired_is_counted_once_whatever_becomes_of_the_launcher(tmp_path: Path) -> None:
-    launcher = a_launcher(tmp_path, Machine())
-    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "a:1", "training starts", 0.0), followed=1)
-    failure = {"code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
-    past = [{"generation": 1, "attempt": attempt, "worker": 1, "failure": failure} for attempt in (1, 2)]
-    report = decode(Report, {"run": "r", "id": 0, "standing": "training", "generation": 1, "attempt": 2, "past": past})
-    launcher._take(report)
-    assert (launcher.state.restarts, launcher.state.counted) == (2, (1, 1))
-    revived = Launcher(launcher.state_dir, Machine().awake())
-    revived._recover()
-    assert revived.state.lost == {}
-    meanwhile = {"generation": 1, "attempt": 3, "worker": 1, "failure": failure}
-    for id in (0, 1):
-        revived._take(dataclasses.replace(report, id=id, attempt=3, past=(*past, meanwhile)))
-    assert (revived.state.restarts, revived.state.counted, len(revived.state.history)) == (3, (1, 2), 3)
-    revived.state = dataclasses.replace(revived.state, world=world.World(1, (0, 1), "a:1", "training starts", 0.0))
-    revived._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # of the fourth start of its processes
-    revived._decide()
-    assert [each.failure.start for each in revived.state.pending] == [(1, 3)]
-    unheard = Launcher(launcher.state_dir, Machine().awake())
-    unheard._recover()
-    unheard._worker_died(Ended(Worker(1, 1, 1), 137, ""))  # before anybody has reported
-    assert [each.failure.start for each in unheard.state.pending] == [(1, 3)]
-    launcher.state_dir.recovery.unlink()
-    unaware = Launcher(launcher.state_dir, Machine().awake())
-    unaware._recover()
-    unaware._take(report)
-    assert (unaware.state.restarts, unaware.state.counted, unaware.state.history) == (0, (1, 1), ())
 
 
 def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_that_it_reads(
@@ -552,7 +473,7 @@ def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_t
     for again in range(2):  # also from its own file
         revived = Launcher(launcher.state_dir)
         monkeypatch.setattr(revived.pool, "ended", list)
-        revived.pool.present[0] = Worker(0, 1, 1)
+        revived.pool.present[0] = Worker(0, NO_PID, 1)
         revived._recover()
         assert revived.state.world == dataclasses.replace(decode(world.World, world_before), at=revived.state.world.at)
         assert (revived.state.restarts, revived.state.counted, revived.state.followed) == (5, (3, 1), 4), again
@@ -626,7 +547,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     launcher.formed(world.World(2, (0, 1), "", ""))
     launcher.state = CoordinatorState({}, world.World(2, (0, 1), "", "", 0.0))
     of_worker = {"logged": [9, 100, 1]}
-    launcher.pool.present[0] = Worker(0, 1, 1)
+    launcher.pool.present[0] = Worker(0, NO_PID, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
     record = progress_file.Progress(generation=2, rank=0, phase="started", pid=7, started=1 << 60)
     monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)
@@ -653,7 +574,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 
 def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_for_restarted(tmp_path: Path, monkeypatch):
     launcher = a_launcher(tmp_path, Machine())
-    launcher.pool.present[0] = Worker(0, 1, 1)
+    launcher.pool.present[0] = Worker(0, NO_PID, 1)
     launcher.state = CoordinatorState({}, world.World(1, (0, 1), "", "", 0.0))
     record = progress_file.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)

@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
+import itertools
 import random
-import time
 from datetime import timedelta
 from typing import Any
 
 import pytest
 
 from outlast.base.clock import Clock
-from outlast.base.errors import EtcdAway, Superseded
+from outlast.base.errors import EtcdAway
 from outlast.job import contract
 from outlast.job.status import State
 from outlast.rendezvous import coordinator, messages, restart_budget, world
@@ -44,19 +44,11 @@ class Bench:
     """An etcd, and who is to meet there."""
 
     def __init__(self) -> None:
-        self.etcd = SimulatedEtcd()
-        self.words = 0
-        self.stepped = self.slept = 0.0
-        self.steady = Clock(lambda: 1e6 + self.etcd.now + self.stepped, lambda: self.etcd.now - self.slept)
+        self.etcd, self.words = SimulatedEtcd(), map("word-{}".format, itertools.count())
 
-    def word(self) -> str:
-        self.words += 1
-        return f"word-{self.words}"
-
-    def member(self, token: str, id: int | None = None, *, skew: float = 0.0, **fields: Any) -> EtcdMember:
-        how = {"clock": lambda: self.etcd.now + skew, **{name: fields.pop(name) for name in ("clock", "wall") if name in fields}}
+    def member(self, token: str, id: int | None = None, **fields: Any) -> EtcdMember:
         who = Identity("r", id, token, most=3, **fields)
-        member = EtcdMember(Link(self.etcd, random.Random(0)), OF, who, choose=min, **how)
+        member = EtcdMember(Link(self.etcd, random.Random(0)), OF, who, choose=min, clock=lambda: self.etcd.now)
         self.hear(member)
         member.report = dataclasses.replace(member.report, address=f"{token}:1")
         member.publish()
@@ -66,11 +58,11 @@ class Bench:
         for member in members:
             member.listed(member._store.range(OF.decided, prefix=True))
 
-    def candidate(self, token: str, *, skew: float = 0.0, limit: int = 1, **fields: Any) -> tuple[election.Candidate, Voice]:
-        settings = coordinator.Settings((1, 2, 3), restart_budget.Policy(limit, timedelta(hours=1)), world.Timeouts(start=2.0))
+    def candidate(self, token: str, **fields: Any) -> tuple[election.Candidate, Voice]:
+        settings = coordinator.Settings((1, 2, 3), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
-        how = {"clock": lambda: self.etcd.now + skew, "random": lambda: 0.0, "nonce": self.word, **fields}
+        how = {"clock": lambda: self.etcd.now, "random": lambda: 0.0, "nonce": lambda: next(self.words), **fields}
         candidate = election.Candidate(link, OF, election.ElectionConfig(settings, voice, token, **how))
         self.turn(candidate, seconds=0.0)
         return candidate, voice
@@ -107,11 +99,9 @@ def trains(bench: Bench, *members: EtcdMember) -> None:
         member.publish()
 
 
-def fails(member: EtcdMember, reason: str = "it failed", *, time: float = 0.0, echo: bool = False) -> None:
-    failure = {"rank": 0, "code": 1, "reason": reason, "traceback": "", "time": time, "echo": echo, "step": None}
-    member.report = dataclasses.replace(
-        member.report, standing=MemberState.WAITING, failed=True, failure={**failure, "committed": None}
-    )
+def fails(member: EtcdMember) -> None:
+    failure = {"rank": 0, "code": 1, "reason": "it failed", "time": 0.0}
+    member.report = dataclasses.replace(member.report, standing=MemberState.WAITING, failed=True, failure=failure)
     member.publish()
 
 
@@ -121,37 +111,6 @@ def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
     client = etcd.Board(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)
     assert isinstance(client.membership._clock, Clock)
-
-
-@pytest.mark.parametrize("step", [3600.0, -3600.0])
-def test_a_wall_clock_that_steps_costs_nothing(bench: Bench, step: float) -> None:
-    (decides, _) = bench.candidate("d", clock=bench.steady)
-    a, b = (bench.member(name, clock=bench.steady, wall=lambda: bench.etcd.now + bench.stepped) for name in "ab")
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    c = bench.member("c", clock=bench.steady)
-    bench.turn(decides, seconds=8, keep=(a, b, c))
-    before = bench.said()
-    assert before.called
-    assert before.called.planned
-    bench.stepped = step
-    bench.turn(decides, seconds=20, keep=(a, b, c))
-    assert bench.said() == before
-
-
-def test_when_all_machines_sleep_leases_are_made_again_and_the_world_goes_on(bench: Bench) -> None:
-    (decides, _) = bench.candidate("d", clock=bench.steady)
-    a, b = (bench.member(name, clock=bench.steady) for name in "ab")
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    bench.turn(decides, seconds=5, keep=(a, b))
-    before = bench.said()
-    bench.etcd.pass_(400)
-    bench.slept = 400.0
-    assert not [key for key in bench.etcd.kvs if key.startswith(OF.members)]
-    bench.turn(decides, seconds=30, keep=(a, b))
-    after = bench.said()
-    assert (after.world.generation, after.called, after.restarts) == (before.world.generation, None, 0)  # type: ignore[union-attr]
 
 
 def test_names_of_runs_may_hold_anything() -> None:
@@ -260,30 +219,6 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     assert member.closed == messages.Closed("worker 0 is done", 0, "JobSucceeded")
 
 
-def test_an_index_that_came_to_another_process_names_nobody_in_an_older_world(bench: Bench) -> None:
-    (decides, _), a, b = bench.candidate("d"), bench.member("a"), bench.member("b")
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    assert (a.id, b.id) == (0, 1)
-    bench.etcd.end(b._lease or 0)
-    c = bench.member("c")
-    assert c.id == 1
-    assert c.world is None
-    assert bench.said().world == a.world
-    bench.turn(decides, seconds=0, keep=(a,))
-    assert bench.said().called is not None
-    assert bench.said().called.reason == "lost worker 1"  # type: ignore[union-attr]
-
-
-def test_a_later_process_of_a_fixed_index_takes_the_place_of_the_one_before(bench: Bench) -> None:
-    a = bench.member("a", 0)
-    b = bench.member("b", 0)
-    a.report = dataclasses.replace(a.report, standing=MemberState.LEAVING)
-    with pytest.raises(Superseded, match="another process is worker 0 of run r now, in the place of this one"):
-        a.publish()
-    b.publish()
-
-
 def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(bench: Bench) -> None:
     member = bench.member("a")
     [key] = bench.etcd.kvs
@@ -310,23 +245,6 @@ def test_a_member_whose_peers_watch_it_may_stand_still_for_5_s(bench: Bench) -> 
     assert key not in bench.etcd.kvs
 
 
-def test_failures_count_on_when_another_decides_and_no_clock_of_others_is_believed(bench: Bench) -> None:
-    (first, _), member = bench.candidate("first", skew=5e5), bench.member("m", skew=-1e6)
-    bench.turn(first, seconds=5, keep=(member,))
-    trains(bench, member)
-    fails(member, time=1e9)
-    bench.turn(first, seconds=3, keep=(member,))
-    assert (bench.said().restarts, bench.said().world.generation) == (1, 2)  # type: ignore[union-attr]
-    trains(bench, member)
-    first.resign()
-    second, voice = bench.candidate("second", skew=-5e5)
-    bench.turn(second, seconds=1, keep=(member,))
-    fails(member)
-    bench.turn(second, seconds=3)
-    assert bench.said().closed is not None
-    assert voice.ended[0][1] == "it failed; restarts.limit (1 within 1h without a new checkpoint) is used up"
-
-
 def test_who_decides_goes_on_from_what_the_version_before_has_published(bench: Bench) -> None:
     text = """{"by": "old", "born": "i2", "before": "i1", "terms": "", "world": {"generation": 4, "members": [0, 1], "address":
         "a:1", "reason": "training starts", "at": 9.25, "held": 40, "mesh_addresses": ["", ""]}, "tokens": ["a", "b"], "called":
@@ -347,116 +265,6 @@ def test_who_decides_goes_on_from_what_the_version_before_has_published(bench: B
     for name in (*carried, "restarts", "failure", "ended"):
         assert getattr(after, name) == getattr(before, name), name
     assert (after.by, after.restarts, after.counted, after.attempt, after.min_generation) == ("new", 5, 3, 2, 3)
-
-
-def test_what_members_have_repaired_is_counted_once_also_when_another_decides(bench: Bench) -> None:
-    (first, _), a, b = bench.candidate("first", limit=9), bench.member("a", 0), bench.member("b", 1)
-    bench.turn(first, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    generation = bench.said().world.generation  # type: ignore[union-attr]
-
-    def repaired(*attempts: int) -> None:
-        failure = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 1.0}
-        past = tuple({"generation": generation, "attempt": each, "worker": 1, "failure": failure} for each in attempts)
-        for member in (a, b):
-            member.report = dataclasses.replace(member.report, attempt=attempts[-1], past=past)
-            member.publish()
-
-    def counted() -> tuple[int, tuple[int, int], int, object]:
-        said = bench.said()
-        return said.restarts, (said.counted, said.attempt), len(said.failures), said.called
-
-    repaired(1, 2)
-    bench.turn(first, seconds=1, keep=(a, b))
-    assert counted() == (2, (generation, 1), 2, None)
-    first.resign()
-    second, voice = bench.candidate("second", limit=9)
-    bench.turn(second, seconds=1, keep=(a, b))
-    assert counted() == (2, (generation, 1), 2, None)
-    repaired(1, 2, 3)
-    bench.turn(second, seconds=1, keep=(a, b))
-    assert counted() == (3, (generation, 2), 3, None)
-    assert f"repaired by its workers, attempt 3 of generation {generation}: rank 1" in voice.said[-1]
-    second.resign()
-    repaired(1, 2, 3, 4)  # while nobody decides
-    third, _ = bench.candidate("third", limit=9)
-    bench.turn(third, seconds=1, keep=(a, b))
-    assert counted() == (4, (generation, 3), 4, None)
-    bench.etcd.lose_data()
-    bench.turn(third, seconds=5, keep=(a, b))
-    assert counted() == (0, (generation, 3), 0, None)  # who has no history counts nobody else's
-    repaired(1, 2, 3, 4, 5)
-    bench.turn(third, seconds=1, keep=(a, b))
-    assert counted() == (1, (generation, 4), 1, None)
-
-
-def test_a_process_that_the_others_do_not_hear_is_told_to_end_also_by_the_next_coordinator(bench: Bench) -> None:
-    pods = {"limit": 9, "replicas": 3}
-    decides, _ = bench.candidate("d", **pods)
-    a, b, c = (bench.member(token, id) for id, token in enumerate("abc"))
-    bench.turn(decides, seconds=5, keep=(a, b, c))
-    trains(bench, a, b, c)
-    for member in (a, b):
-        member.report = dataclasses.replace(member.report, unheard=(2,))
-        member.publish()
-    bench.turn(decides, seconds=0.25)
-    lost = "lost worker 2: workers 0 and 1 do not hear it"
-    said = bench.said()
-    assert said.called is not None
-    assert (said.called.lost, said.called.reason, said.ended) == ((2,), lost, {"c": lost})
-    for member in (a, b):
-        member.report = member.report.changed(MemberState.WAITING)
-        member.publish()
-    bench.turn(decides, seconds=0.25)
-    assert bench.said().world.members == (0, 1)  # type: ignore[union-attr]
-    trains(bench, a, b)
-    decides.resign()
-    bench.turn(bench.candidate("e", **pods)[0], seconds=1, keep=(a, b, c))
-    assert c.closed == messages.Closed(lost, contract.Exit.INTERRUPTED)
-    again = bench.member("c2", 2)
-    successor, _ = bench.candidate("f", **pods)
-    bench.turn(successor, seconds=6, keep=(a, b, again))
-    assert (again.closed, bench.said().called, bench.said().ended) == (None, None, {"c": lost})
-    assert [(id, times) for id, _, times in bench.said().lost] == [(2, 1)]
-
-
-def test_a_clock_that_is_set_back_while_a_cause_is_awaited_holds_up_nothing(bench: Bench) -> None:
-    a, b = bench.member("a"), bench.member("b")
-    candidate, _ = bench.candidate("d")
-    bench.turn(candidate, keep=(a, b))
-    trains(bench, a, b)
-    bench.turn(candidate, seconds=0.0)
-    assert candidate.term
-    fails(a, echo=True)
-    bench.turn(candidate, seconds=0.0)
-    assert bench.said().called is None
-    candidate.term.clock = lambda: bench.etcd.now - 3600
-    bench.turn(candidate, seconds=0.0)
-    assert bench.said().called is not None
-
-
-def test_a_failure_that_is_none_of_an_echo_is_judged_at_once_and_said(bench: Bench) -> None:
-    (decides, _), a, b = bench.candidate("d", limit=9, replicas=2), bench.member("a", 0), bench.member("b", 1)
-    bench.turn(decides, seconds=5, keep=(a, b))
-    trains(bench, a, b)
-    fails(a)
-    bench.turn(decides, seconds=2, keep=(a, b))
-    failure = bench.said().failure or {}
-    assert (bench.said().restarts, failure["worker"], failure["reason"], failure["counted"]) == (1, 0, "it failed", True)
-    decides.resign()
-    bench.turn(bench.candidate("second", limit=9, replicas=2)[0], seconds=1, keep=(a, b))
-    assert bench.said().failure == failure
-
-
-def test_the_time_for_a_planned_call_counts_from_when_it_is_heard(bench: Bench) -> None:
-    (decides, _), a = bench.candidate("d", skew=9e5), bench.member("a", skew=-500.0)
-    bench.turn(decides, seconds=5, keep=(a,))
-    trains(bench, a)
-    b = bench.member("b")
-    bench.turn(decides, seconds=8, keep=(a, b))
-    assert a.called is not None
-    assert a.called.planned
-    assert 0 <= time.time() + a.called.leave_s - a.called.deadline < 20
 
 
 def test_a_world_that_etcd_has_forgotten_is_taken_up_and_generations_are_passed_over(bench: Bench) -> None:

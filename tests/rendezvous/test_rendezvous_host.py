@@ -5,9 +5,8 @@ from __future__ import annotations
 import contextlib
 import json
 import socket
-import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -225,14 +224,6 @@ def test_a_report_with_too_much_in_it_is_cut_and_its_failure_counts() -> None:
     failure = {"code": 1, "reason": "r" * 9000, "traceback": "\0" * 30_000, "log_tail": "x"}
     said = json.loads(board._line(messages.Report("run", 0, MemberState.WAITING, failed=True, failure=failure)))
     assert decode(messages.Report, said["report"]).failure == {"code": 1, "reason": "r" * 1000}
-
-
-def test_the_time_for_a_planned_call_is_counted_by_the_clock_of_who_hears_it() -> None:
-    board = sockets.MemberSocket("c10d://nowhere:1", run="run", id=0)
-    board._on_message({"called": asdict(messages.Called(2, "more come", True, 17.0, leave_s=100.0))})
-    called = board.published().called
-    assert called
-    assert 99 < called.deadline - time.time() <= 100
 
 
 def test_the_key_is_that_of_the_secret_or_of_the_job_file(tmp_path: Path) -> None:

@@ -94,13 +94,21 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
         node.kill()
 
 
-@pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_nodes_train_to_the_end_and_again_at_once_under_the_same_id(own_etcd: Server, start, times: int) -> None:
-    for _ in range(times):
+def test_two_nodes_train_to_the_end_although_a_process_is_killed(own_etcd: Server, start) -> None:
+    nodes = [start(own_etcd.endpoint, nnodes="2", steps=30) for _ in range(2)]
+    until(lambda: nodes[1].said())
+    psutil.Process(nodes[1].said()[0]["pid"]).kill()
+    assert [node.process.wait(120) for node in nodes] == [0, 0], [node.err.read_text() for node in nodes]
+    assert [(node.said()[-1]["generation"], node.said()[-1]["step"]) for node in nodes] == [(2, 29), (2, 29)]
+    assert not list(nodes[0].out.parent.glob("*.json"))  # nothing is left in the directory of the script
+
+
+@pytest.mark.slow
+def test_nodes_train_again_at_once_under_the_same_id(own_etcd: Server, start) -> None:
+    for _ in range(3):
         nodes = [start(own_etcd.endpoint, nnodes="2", steps=5) for _ in range(2)]
         assert [node.process.wait(120) for node in nodes] == [0, 0], [node.err.read_text() for node in nodes]
         assert [(node.said()[-1]["generation"], node.said()[-1]["step"]) for node in nodes] == [(1, 4), (1, 4)]
-        assert not list(nodes[0].out.parent.glob("*.json"))  # nothing is left in the directory of the script
 
 
 @pytest.mark.slow

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import dataclasses
 import json
+import secrets
 import socket
 import threading
 from pathlib import Path
@@ -26,6 +27,19 @@ from outlast.rendezvous.world import Call, World
 Document = dict[str, Any]
 
 
+@dataclasses.dataclass(frozen=True)
+class Nonsense:
+    """No message of ours."""
+
+    because: str = "I say so"
+
+
+def newer(content: Any) -> Any:
+    """Return a message as a newer version sends it."""
+    fields = [("since", str, "0.9")]
+    return dataclasses.make_dataclass("Newer", fields, bases=(type(content),), frozen=True)(**vars(content))
+
+
 class Coordinator(Protocol):
     """What a test of all transports uses."""
 
@@ -41,6 +55,12 @@ class Coordinator(Protocol):
     def tell(self, *, world: World | None = None, called: Called | None = None, closed: Closed | None = None) -> None:
         """Publish these; what is left out stays as it was."""
 
+    def garble(self) -> None:
+        """Publish what makes no sense, in the place of all that was told."""
+
+    def another_run(self) -> None:
+        """Coordinate another run of the same name."""
+
     def cut(self) -> None:
         """Be out of reach until `mend`."""
 
@@ -51,6 +71,7 @@ class Sockets:
     """One that members connect to: the launcher, on a Unix socket, or worker 0, over TCP with the key of the run."""
 
     outage = "", ""
+    run = "run"
 
     def __init__(self, path: Path | None = None) -> None:
         self._port, self._path = 0 if path else ports.free(), path
@@ -71,15 +92,23 @@ class Sockets:
 
     def tell(self, **told: Any) -> None:
         async def send() -> None:
-            self._told |= told
+            self._told |= {kind: newer(content) for kind, content in told.items()}
             for id in self._reports:
                 self._send(id)
 
         self._do(send())
 
+    def garble(self) -> None:
+        self._loop.call_soon_threadsafe(self._server.send, list(self._reports), "closed", Nonsense())
+
+    def another_run(self) -> None:
+        self.cut()
+        self.run = "another"
+        self.mend()
+
     def mend(self) -> None:
         key = self._environ.get(Env.RENDEZVOUS_KEY, "").encode()
-        self._server = sockets.Server(run="run", take=self._take, key=key)
+        self._server = sockets.Server(run=self.run, take=self._take, key=key)
         self._do(self._server.start(self._path or socket.create_server(("127.0.0.1", self._port))))
 
     def cut(self) -> None:
@@ -115,11 +144,12 @@ class Etcd:
     )
 
     def __init__(self, server: Server) -> None:
-        self._server, self._keys = server, key_schema.Keys.of("/outlast", "run")
+        self._server, self._prefix = server, f"/{secrets.token_hex(4)}"
+        self._keys = key_schema.Keys.of(self._prefix, "run")
         self._said = key_schema.Published(by="c", incarnation="i")
 
     def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
-        return transport.client(self._server.endpoint, transport.Member("run", id, state, 1, {}))
+        return transport.client(f"{self._server.endpoint}{self._prefix}", transport.Member("run", id, state, 1, {}))
 
     def _record(self, id: int) -> key_schema.Record | None:
         client = self._server.client()
@@ -140,10 +170,21 @@ class Etcd:
             call = Call(called.generation, called.reason, called.planned, 0.0, ())
             said |= {"called": call, "leave_s": called.leave_s or 0.0}
         self._said = dataclasses.replace(self._said, **said)
+        document = {**json.loads(self._said.dumps()), "since": "0.9"}
+        self._write({**document, "world": {**document["world"], "since": "0.9"}} if document["world"] else document)
+
+    def _write(self, document: Document) -> None:
         client = self._server.client()
-        for key, value in ((self._keys.leader, key_schema.Leader("c")), (self._keys.published, self._said)):
-            client.txn([], [put(key, value.dumps())])
+        for key, value in ((self._keys.leader, key_schema.Leader("c").dumps()), (self._keys.published, json.dumps(document))):
+            client.txn([], [put(key, value)])
         client.close()
+
+    def garble(self) -> None:
+        self._write(dataclasses.asdict(Nonsense()))
+
+    def another_run(self) -> None:
+        self._said = dataclasses.replace(self._said, incarnation="j", previous_incarnation="i")
+        self.tell()
 
     def cut(self) -> None:
         self._server.stop()
@@ -180,8 +221,14 @@ class Operator:
         return decode(Report, said) if said and said["standing"] != "leaving" else None
 
     def tell(self, **told: Any) -> None:
-        self._told |= {kind: {**dataclasses.asdict(content), "since 0.9": "x"} for kind, content in told.items()}
+        self._told |= {kind: dataclasses.asdict(newer(content)) for kind, content in told.items()}
         self.say(**self._told)
+
+    def garble(self) -> None:
+        self.say(closed=dataclasses.asdict(Nonsense()))
+
+    def another_run(self) -> None:
+        self.say(run="another")
 
     def cut(self) -> None:
         self.api.well = False

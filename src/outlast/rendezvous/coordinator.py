@@ -270,8 +270,11 @@ class _Step:
         # The member may have missed messages that were sent before it connected.
         if state.called is not None:
             self.effects.append(Send(to, "called", self.message(state.called)))
-        elif current is not None and report.id in current.members and report.generation < current.generation:
-            self.effects.append(Send(to, "world", current))
+        elif current is not None and report.generation < current.generation:
+            if report.id in current.members:
+                self.effects.append(Send(to, "world", current))
+            elif report.standing is not MemberState.WAITING:
+                self.effects.append(Send(to, "called", messages.Called(current.generation, current.reason, False, 0.0)))
         if state.closed is not None:
             self.effects.append(Send(to, "closed", state.closed))
 

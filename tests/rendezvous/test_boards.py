@@ -1,8 +1,10 @@
-"""What each transport does for a member, whoever coordinates: reports arrive, messages are heard, an outage loses neither."""
+"""What each board does for a member, whoever coordinates: reports arrive, messages are heard, an outage loses neither. What the
+coordinators make of the reports is in `test_coordinators.py`."""
 
 from __future__ import annotations
 
 import io
+import re
 import sys
 import threading
 import time
@@ -28,7 +30,9 @@ Member = Callable[..., transport.Client]
 def coordinator(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Coordinator]:
     match request.param:
         case "etcd":
-            yield Etcd(request.getfixturevalue("own_etcd"))
+            yield Etcd(server := request.getfixturevalue("shared_etcd"))
+            if server.process is None:  # its data are still there, those of other tests, too
+                server.start()
         case "operator":
             made = Operator()
             with apiserver.serving(made.api) as url:
@@ -87,7 +91,9 @@ def test_worlds_calls_and_the_end_are_heard_by_all(coordinator: Coordinator, mem
     assert [(each.world, each.called, each.closed) for each in members] == [(None, None, None)] * 2
     coordinator.tell(world=WORLD)
     until(lambda: all(each.world == WORLD for each in members))
-    coordinator.tell(called=Called(2, "more come", True, time.time() + 100, leave_s=100.0))
+    # On an own clock, but for the operator, whose clock is trusted to agree with those of nodes.
+    skew_s = 0.0 if isinstance(coordinator, Operator) else -1e6
+    coordinator.tell(called=Called(2, "more come", True, time.time() + skew_s + 100, leave_s=100.0))
     until(lambda: all(each.called and each.called.generation == 2 for each in members))
     for each in members:
         assert each.called
@@ -187,3 +193,32 @@ def test_news_that_cannot_be_processed_once_deafens_nobody(
     coordinator.tell(world=World(1, (0,), "10.0.0.1:5", "all here", 5.0))
     until(lambda: one.world)
     assert "news could not be processed; trying again" in capfd.readouterr().out
+
+
+def test_what_makes_no_sense_is_said_and_passed_over(
+    coordinator: Coordinator, member: Member, capfd: pytest.CaptureFixture[str]
+) -> None:
+    one = member(0)
+    one.report("waiting")
+    until(lambda: coordinator.report(0))
+    world = World(1, (0,), "10.0.0.1:5", "all here", 5.0)
+    coordinator.tell(world=world)
+    until(lambda: one.world)
+    coordinator.garble()
+    until(lambda: re.search(r"outlast \| .*(invalid|is missing)", capfd.readouterr().out))
+    assert (one.world, one.closed) == (world, None)
+    coordinator.tell(closed=Closed("all done", contract.Exit.DONE))
+    until(lambda: one.closed)
+    assert one.closed == Closed("all done", contract.Exit.DONE)
+
+
+def test_a_member_of_a_run_that_is_over_is_no_member_of_the_next(coordinator: Coordinator, member: Member) -> None:
+    one = member(0)
+    one.report("waiting")
+    until(lambda: coordinator.report(0))
+    coordinator.tell(world=World(1, (0,), "10.0.0.1:5", "all here", 5.0))
+    until(lambda: one.world)
+    coordinator.another_run()
+    until(lambda: one.closed)
+    assert one.closed
+    assert (one.closed.code, one.closed.reason.startswith("run run is over")) == (contract.Exit.FAILED, True)
