@@ -419,10 +419,11 @@ def test_it_trains_measures_and_samples(
     sampling = ["--sample", "--prompt=def ", "--num-samples=2", "--max-new-tokens=9", *args[1:]]
     gpt.main(sampling)
     said = capsys.readouterr().out
-    assert said.startswith("def ")
-    assert said.count("---------------\n") == 2
-    gpt.main(sampling)
-    assert capsys.readouterr().out == said
+    assert [text[:4] for text in said.split("---------------\n")] == ["def ", "def ", ""]
+    assert [len(text.removesuffix("\n")) for text in said.split("---------------\n")[:2]] == [13, 13]
+    for seed in (1337, 2):
+        gpt.main([*sampling, f"--seed={seed}"])
+        assert (capsys.readouterr().out == said) == (seed == 1337), "what it samples depends on the seed alone"
 
 
 def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
