@@ -58,6 +58,18 @@ def bpe(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return path
 
 
+@pytest.fixture(scope="module")
+def library(bpe: Path) -> Any:
+    return tokenizer.load(bpe)
+
+
+@pytest.fixture(scope="module")
+def fast(bpe: Path) -> Any:
+    made = tokenizer.encoder(bpe, "")
+    assert isinstance(made, tokenizer._Words)
+    return made
+
+
 def prepare(source: Path, to: Path, settings: Settings, **request: Any) -> shard_format.Manifest:
     return text.prepare(work_units.Request(source, to, **{"unit": 1000, **request}), settings)
 
@@ -135,31 +147,27 @@ def test_shards_are_the_one_file_cut_in_pieces(tmp_path: Path) -> None:
 
 @given(st.text() | st.text("ab'  \n\n\t!é\u00a0\u2003\x1c\x85٣1"))
 @example("a\x1c b\u3000 \n it's 'S 'll\n\n  x")
-def test_the_fast_encoder_is_the_library(bpe: Path, whole: str) -> None:
-    fast = tokenizer.encoder(bpe, "")
-    assert isinstance(fast, tokenizer._Words)
-    expected = tokenizer.load(bpe).encode(whole, add_special_tokens=False).ids
+def test_the_fast_encoder_is_the_library(library: Any, fast: Any, whole: str) -> None:
+    expected = library.encode(whole, add_special_tokens=False).ids
     assert np.frombuffer(fast(whole), "<u2").tolist() == expected
 
 
 @given(st.text(st.sampled_from("ab'sdmtlvre  \n\n\t!(19\x1c\x7f"), max_size=300) | st.text(st.characters(max_codepoint=127)))
 @example("it's 's ''s 'll've're'd'l 'vx\n\n  'm   'sab  ")
 @example("averyveryverylongword averyveryverylongwore averyveryverylong\n" * 3)
-def test_the_table_of_ascii_words_is_the_library(bpe: Path, whole: str) -> None:
-    known = tokenizer.load(bpe)
-    table = ascii_words.Table(lambda word: known.encode(word, add_special_tokens=False).ids, np.dtype("<u2"))
+def test_the_table_of_ascii_words_is_the_library(library: Any, whole: str) -> None:
+    table = ascii_words.Table(lambda word: library.encode(word, add_special_tokens=False).ids, np.dtype("<u2"))
     whole = whole.replace("\0", "") or "x"
-    expected = known.encode(whole, add_special_tokens=False).ids
+    expected = library.encode(whole, add_special_tokens=False).ids
     for _ in range(2):  # with words to learn, and with all known
         assert np.frombuffer(table(whole.encode()), "<u2").tolist() == expected
 
 
 @given(st.text("ab \n!'é\u2003", max_size=200), st.integers(1, 20))
-def test_a_text_cut_between_words_has_the_tokens_of_the_whole(bpe: Path, whole: str, size: int) -> None:
+def test_a_text_cut_between_words_has_the_tokens_of_the_whole(fast: Any, whole: str, size: int) -> None:
     pieces = list(tokenizer.pieces(whole, size))
     assert "".join(pieces) == whole
-    encoder = tokenizer.encoder(bpe, "")
-    assert b"".join(map(encoder, pieces)) == encoder(whole)
+    assert b"".join(map(fast, pieces)) == fast(whole)
 
 
 def test_a_large_document_in_many_units_has_the_tokens_of_the_whole(tmp_path: Path, bpe: Path) -> None:
