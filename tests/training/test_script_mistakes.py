@@ -41,8 +41,14 @@ class Endless(IterableDataset[int]):
 X, Y = torch.randn(64, 4), torch.zeros(64, dtype=torch.int64)
 
 
+def looks_often() -> None:
+    """What waits for good is found in a second, in a process of its own."""
+    deadlocks.LOOK_S, deadlocks.STILL_S = 0.25, 0.75
+
+
 def script(mistake: str) -> None:
     """A training loop with one mistake, on rank 0 only where ranks matter."""
+    looks_often()
     with session.open() as run:
         first = run.rank == 0
         net = run.ddp(nn.Linear(4, 2))
@@ -121,6 +127,7 @@ def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
 
 def plain(mistake: str) -> None:
     """A training loop without a session. Mistakes are on rank 0."""
+    looks_often()
     deadlocks.watch().start()  # as `launch.training_process` does
     dist.init_process_group("gloo")
     first = dist.get_rank() == 0
