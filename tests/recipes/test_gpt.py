@@ -446,6 +446,21 @@ def test_killed_before_the_best_is_in_ckpt_pt_it_measures_again(data: Path, tmp_
     assert written == [3, 3, 4, 4]
 
 
+def test_a_run_that_is_told_to_leave_goes_on_with_the_same_bits(data: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    args = [f"--data={data}", *SMALL, "--max-iters=3", "--eval-iters=1", "--gradient-accumulation-steps=1", "--dropout=0.1"]
+    (tmp_path / "notice").write_text("{}")
+    for name in ("calm", "left"):
+        monkeypatch.setenv("OUTLAST_OUTPUT", str(tmp_path / name))
+        if name == "left":
+            with monkeypatch.context() as told:
+                told.setenv("OUTLAST_NOTICE", str(tmp_path / "notice"))
+                with pytest.raises(SystemExit, match="75"):
+                    gpt.main(args)
+        gpt.main(args)
+    calm, left = (json.loads((tmp_path / name / "final.json").read_text()) for name in ("calm", "left"))
+    assert calm == left
+
+
 def test_a_sharded_model_computes_what_one_rank_computes(data: Path, tmp_path: Path):
     args = (f"--data={data}", *SMALL, *MOE, "--max-iters=3", "--eval-interval=3", "--eval-iters=3")
     args += ("--gradient-accumulation-steps=3",)  # two micro-batches on one rank, one on the other
