@@ -53,7 +53,7 @@ signal.signal(signal.SIGINT, signal.default_int_handler)
 """Also where a shell has started us in the background, with Ctrl-C ignored: what tests start would inherit that."""
 
 JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun")
-JOBS += ("test_accelerate.", "test_hf.", "test_lightning.", "test_torchtitan.")
+JOBS += ("test_accelerate.", "test_hf.", "test_lightning.", "test_llm.", "test_torchtitan.")
 """Modules whose tests run whole jobs, or that import large libraries, with which forks and garbage collections take longer."""
 
 

@@ -381,7 +381,10 @@ def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Pa
         got("python-stdlib", Path("/proc/nothing"))
 
 
-def test_getting_imports_no_torch() -> None:
-    heavy = "{'torch', 'numpy', 'sklearn'}"
-    code = f"import sys; from outlast.data import obtain, stdlib_text; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"
+def test_getting_and_reading_import_no_torch() -> None:
+    code = (
+        "import sys; from outlast.data import obtain, stdlib_text; print({'torch', 'numpy', 'sklearn'} & set(sys.modules))\n"
+        "from outlast.data import cifar, digits, shard_format\n"
+        "print({'torch', 'sklearn', 'safetensors', 'tokenizers'} & set(sys.modules))"
+    )
+    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "set()\n" * 2

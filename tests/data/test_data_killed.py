@@ -87,9 +87,12 @@ def test_what_is_interrupted_by_hand_says_how_to_go_on(web: Web, start: Start, t
     assert not looks_whole(tmp_path / "to")
 
 
-def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, rclone: Place, tmp_path: Path) -> None:
+def test_a_dataset_goes_to_a_store_with_its_marker_last(
+    web: Web, outlast: Callable[..., tuple[int, str, str]], rclone: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("OUTLAST_CACHE", str(tmp_path / "cache"))
     url = web.put("set.tar.gz", tar({"set/a.txt": b"a", "set/b.txt": b"b"}))
-    code, out, err = ended(start(url, "--to", f"{rclone.url}/set"))
+    code, out, err = outlast("data", "get", url, "--to", f"{rclone.url}/set")
     assert (code, out) == (0, f"got {url}: 2 files, 2 B in {rclone.url}/set\n"), err
     assert "the download was not compared with any checksum; for a comparison, append #sha256=" in err
     there = tree(rclone.directory / "set")
@@ -100,7 +103,7 @@ def test_a_dataset_goes_to_a_store_with_its_marker_last(web: Web, start: Start, 
     assert dataset_directory.COMING not in there
     assert list((tmp_path / "cache" / "get").iterdir()) == [], "nothing stays on this machine"
     before = len(web.requests)
-    assert ended(start(url, "--to", f"{rclone.url}/set"))[1].startswith("already there: ")
+    assert outlast("data", "get", url, "--to", f"{rclone.url}/set")[1].startswith("already there: ")
     assert len(web.requests) == before
 
 

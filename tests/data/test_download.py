@@ -66,7 +66,7 @@ def test_files_of_any_size_arrive(web: Web, said: Said, tmp_path: Path, size: in
 
 
 FAULTS: dict[str, Callable[[Request], Fault | None]] = {
-    "cut at byte 3333 of each answer": lambda request: Fault(cut=3333),
+    "cut at byte 9333 of each answer": lambda request: Fault(cut=9333),
     "cut before the first byte, sometimes": lambda request: Fault(cut=0) if request.number % 3 == 1 else None,
     "503 at first": lambda request: Fault(503) if request.number < 2 else None,
     "503 that asks for a moment": lambda request: Fault(503, {"Retry-After": "0"}) if request.number % 4 == 1 else None,

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import json
 import os
 import wave
@@ -19,6 +18,7 @@ from PIL import Image
 from outlast.base.errors import OutlastError
 from outlast.data import cifar, shard_format
 from outlast.data.prepare import images, jsonl, tokenizer, video, work_units
+from texts import digests
 
 
 def request(tmp_path: Path, to: str = "out", **more: Any) -> work_units.Request:
@@ -41,10 +41,6 @@ def sample(table: dict[str, np.ndarray], i: int) -> dict[str, np.ndarray]:
         elif not name.endswith(shard_format.OFFSETS):
             one[name] = column[i]
     return one
-
-
-def digests(directory: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
 def bad(call: Callable[[], Any], tmp_path: Path) -> str:
@@ -101,7 +97,7 @@ def test_a_directory_per_class_becomes_pixels_and_labels(tmp_path: Path) -> None
     assert shard_format.verify(made, shard_format.Local(tmp_path / "out")) == []
 
 
-@pytest.mark.parametrize("processes", [1, 2])
+@pytest.mark.parametrize("processes", [pytest.param(1, marks=pytest.mark.slow), 2])
 def test_images_do_not_depend_on_processes_or_kills(tmp_path: Path, processes: int) -> None:
     some_images(tmp_path / "source")
     continued(lambda request: images.prepare(request, images.Settings(size=4, shard_size=200)), tmp_path, processes)

@@ -5,8 +5,6 @@ from __future__ import annotations
 import dataclasses
 import json
 import pickle
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -233,9 +231,3 @@ def test_a_large_vocabulary_is_written_as_uint32() -> None:
 def test_a_shard_that_holds_no_token_is_refused(tmp_path: Path) -> None:
     with pytest.raises(OutlastError, match="a shard of 3 bytes holds no token"):
         shard_format.Writer(tmp_path, "train", 4, 3)
-
-
-def test_the_reader_imports_no_torch() -> None:
-    heavy = "{'torch', 'safetensors', 'tokenizers'}"
-    code = f"import sys; from outlast.data import shard_format; print(sorted({heavy} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout == "[]\n"

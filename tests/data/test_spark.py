@@ -19,7 +19,8 @@ from outlast import cli
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data.prepare import spark, work_units
 from outlast.data.prepare.source_files import BadSource
-from sparks import CASES, Unit, digests, do, of_pyspark, prepare, results, times
+from sparks import CASES, Unit, do, of_pyspark, prepare, results, times
+from texts import digests
 from waits import until
 
 Engines = Callable[..., spark.Engine]

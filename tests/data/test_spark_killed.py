@@ -18,7 +18,8 @@ import pytest
 
 from outlast.data import spark_java
 from outlast.data.prepare import work_units
-from sparks import CASES, GATED, digests
+from sparks import CASES, GATED
+from texts import digests
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(1500)]  # on a busy machine a Java takes a minute to start
 TESTS = Path(__file__).parents[1] / "shared"

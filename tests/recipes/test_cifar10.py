@@ -100,7 +100,7 @@ def test_the_network_computes_what_the_workshop_s_does() -> None:
     torch.manual_seed(0)
     theirs, ours = the_workshop_s().double(), cifar10.network(group=8).double()
     ours.load_state_dict(theirs.state_dict())
-    x, y = torch.rand(8, 3, 32, 32, dtype=torch.float64), torch.arange(8)
+    x, y = torch.rand(4, 3, 32, 32, dtype=torch.float64), torch.arange(4)
     for net in (theirs, ours):
         F.cross_entropy(net(x), y).backward()
     for p, q in zip(theirs.parameters(), ours.parameters(), strict=True):
@@ -261,7 +261,7 @@ def noted(name: str, do: Callable[..., Any], order: Any) -> Callable[..., Any]:
 
 def printing(to: Path, argv: list[str]) -> None:
     """A rank whose lines are kept, and the order of what it does to its model, in a job that keeps its best checkpoint."""
-    os.environ |= {"OUTLAST_CHECKPOINT_BEST": "1 min loss", "OUTLAST_CHECKPOINT_EVERY": "3 steps"}
+    os.environ |= {"OUTLAST_CHECKPOINT_BEST": "1 min loss", "OUTLAST_CHECKPOINT_EVERY": "2 steps"}
     sys.stdout = (to / f"stdout-{os.environ['RANK']}").open("w", buffering=1)
     order = (to / f"order-{os.environ['RANK']}").open("w", buffering=1)
     patch = pytest.MonkeyPatch()
@@ -274,7 +274,7 @@ def printing(to: Path, argv: list[str]) -> None:
 def two(images: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A directory with the output of a world of two, and what its ranks have printed."""
     directory = tmp_path_factory.mktemp("two")
-    argv = [f"--data={images}", "--epochs=2", *SMALL]
+    argv = [f"--data={images}", "--epochs=1", *SMALL]
     disturbances.trained(functools.partial(printing, directory), argv, directory / "out", 2)
     return directory
 
@@ -283,13 +283,13 @@ def test_a_world_of_two_computes_what_a_world_of_one_does(
     alone: Callable[..., list[str]], images: Path, two: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     doubled(monkeypatch)
-    alone(f"--data={images}", "--epochs=2", *SMALL)
+    alone(f"--data={images}", "--epochs=1", *SMALL)
     here = tmp_path / "out"
     assert disturbances.logged(two / "out") == pytest.approx(disturbances.logged(here), rel=1e-6), "the loss is that of all ranks"
     ours, theirs = (torch.load(output / "model.pt", weights_only=True) for output in (two / "out", here))
     for name in ours:
         torch.testing.assert_close(ours[name], theirs[name], rtol=1e-4, atol=1e-6)  # BatchNorm's statistics, too
-    assert ours["5.num_batches_tracked"] == 6
+    assert ours["5.num_batches_tracked"] == 3
     for rank in range(2):
         order = (two / f"order-{rank}").read_text().split("\n")
         assert order[:4] == ["to cpu", "ddp", "to cpu", "sgd"], "the model is on its device before others hold its weights"
@@ -297,12 +297,12 @@ def test_a_world_of_two_computes_what_a_world_of_one_does(
 
 def test_a_world_of_two_logs_each_step_once_and_one_rank_writes_the_model(two: Path) -> None:
     lines = [json.loads(line) for line in (two / "out" / "metrics.jsonl").read_text().splitlines()]
-    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert [line["step"] for line in lines] == [1, 2, 3]
     assert all(line["images_per_s"] > 0 for line in lines)
     printed = [(two / f"stdout-{rank}").read_text() for rank in range(2)]
     assert (printed[0].count("saving model: "), printed[1]) == (1, "")
     final = json.loads((two / "out" / "final.json").read_text())
-    assert (final["step"], final["loss"]) == (6, lines[-1]["loss"])
+    assert (final["step"], final["loss"]) == (3, lines[-1]["loss"])
     assert not [path.name for path in (two / "out").iterdir() if "writing" in path.name]
 
 
@@ -314,8 +314,8 @@ def test_the_best_checkpoint_is_measured_with_its_averages(
     [kept] = checkpoints.ranked(checkpoints.list_(tmp_path / "out" / "checkpoints"))[:1]
     alone(f"--data={images}", "--evaluate", "--checkpoint=best")
     assert said(tmp_path, "evaluation.json")["weights"] == kept.path.name
-    [last] = [each for each in checkpoints.list_(tmp_path / "out" / "checkpoints") if each.step == 6]
-    model, name = cifar10.trained(tmp_path / "out", name="6")
+    [last] = [each for each in checkpoints.list_(tmp_path / "out" / "checkpoints") if each.step == 3]
+    model, name = cifar10.trained(tmp_path / "out", name="3")
     assert (name, results.sha256(model)) == (last.path.name, said(tmp_path, "final.json")["weights_sha256"])
 
 

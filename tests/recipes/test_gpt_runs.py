@@ -21,7 +21,6 @@ import disturbances
 import texts
 import worlds
 from outlast.data import stdlib_text
-from outlast.job import contract
 from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config
 
@@ -103,7 +102,8 @@ def test_a_job_whose_worker_is_killed_ends_with_the_same_bits(machine: Any, tmp_
 # Resized
 
 
-@pytest.mark.parametrize("experts", [pytest.param((), marks=pytest.mark.slow), EXPERTS], ids=["dense", "moe"])
+@pytest.mark.slow  # as those of the other recipes; tests/training/test_session.py resizes quickly
+@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "moe"])
 def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(
     tmp_path: Path, blocks: Path, experts: tuple[str, ...]
 ) -> None:
@@ -117,7 +117,7 @@ def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(
 def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tmp_path: Path, blocks: Path) -> None:
     """The learning rate grows until the loss rises. 3 micro-batches for 2 ranks: one of them makes a call that does not count."""
     argv = arguments(blocks, 20, "--learning-rate=1", "--warmup-iters=20", "--weight-decay=0", "--grad-clip=0")
-    argv += ["--eval-interval=5", "--eval-iters=3", "--batch-size=2", "--export-nanogpt"]
+    argv += ["--eval-interval=5", "--eval-iters=3", "--batch-size=2", "--export-nanogpt", "--dataset=words"]
     end = worlds.ended(worlds.started(functools.partial(measuring, argv), tmp_path, 2), tmp_path)
     assert end.codes == [0, 0], end.errors
     calls = [len((tmp_path / f"measured-{rank}").read_text().splitlines()) for rank in range(2)]
@@ -127,9 +127,17 @@ def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tm
     losses = disturbances.logged(tmp_path, "val_loss")
     assert losses[20] > min(losses.values())
     assert disturbances.final(tmp_path)["best_val_loss"] == min(losses.values())
-    best = torch.load(tmp_path / "ckpt.pt", weights_only=True)
+    best, newest = (torch.load(tmp_path / name, weights_only=True) for name in ("ckpt.pt", "current_ckpt.pt"))
     assert (best["best_val_loss"], losses[best["iter_num"]]) == (min(losses.values()), min(losses.values()))
-    assert torch.load(tmp_path / "current_ckpt.pt", weights_only=True)["iter_num"] == 20
+    assert newest["iter_num"] == 20
+    for found in (best, newest):  # the entries of nanoGPT's
+        assert found.keys() >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
+        assert found["model"].keys() == nanogpt_names(2)
+        assert found["model_args"].keys() == {*LAYERS, "bias", "vocab_size", "dropout"}
+        assert found["config"]["dataset"] == "words"
+        tied = found["model"]["lm_head.weight"], found["model"]["transformer.wte.weight"]
+        assert tied[0].data_ptr() == tied[1].data_ptr()
+    assert len(newest["optimizer"]["state"]) == len(nanogpt_names(2)) - 1
 
 
 def measuring(argv: list[str]) -> None:
@@ -153,24 +161,6 @@ def test_a_model_keeps_no_counts_beside_its_weights() -> None:
     assert model.state_dict().keys() == dict(model.named_parameters()).keys()
 
 
-# Samples
-
-
-def test_what_it_samples_depends_on_the_seed_alone(
-    tmp_path: Path, blocks: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    trained(arguments(blocks, 3), tmp_path)
-    monkeypatch.setenv(contract.Env.OUTPUT, str(tmp_path))
-    said = []
-    for seed in (1, 1, 2):
-        gpt.main(["--sample", f"--seed={seed}", "--num-samples=2", "--max-new-tokens=40", "--prompt=def"])
-        said.append(capsys.readouterr().out)
-    assert said[0] == said[1] != said[2]
-    texts = said[0].split("---------------\n")
-    assert [text[:3] for text in texts[:2]] == ["def", "def"]
-    assert [len(text.removesuffix("\n")) for text in texts[:2]] == [43, 43]
-
-
 # nanoGPT's files
 
 
@@ -179,33 +169,6 @@ def nanogpt_names(layers: int) -> set[str]:
     block = ["ln_1.weight", "attn.c_attn.weight", "attn.c_proj.weight", "ln_2.weight", "mlp.c_fc.weight", "mlp.c_proj.weight"]
     inner = [f"transformer.h.{number}.{name}" for number in range(layers) for name in block]
     return {*inner, "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight"}
-
-
-def test_a_checkpoint_has_the_entries_of_nanogpt_s(tmp_path: Path, blocks: Path) -> None:
-    trained(arguments(blocks, 12, "--export-nanogpt", "--dataset=words"), tmp_path)
-    for name in ("ckpt.pt", "current_ckpt.pt"):
-        found = torch.load(tmp_path / name, weights_only=True)
-        assert found.keys() >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
-        assert found["model"].keys() == nanogpt_names(2)
-        assert found["model_args"].keys() == {*LAYERS, "bias", "vocab_size", "dropout"}
-        assert found["config"]["dataset"] == "words"
-        assert found["iter_num"] in (10, 12)
-        tied = found["model"]["lm_head.weight"], found["model"]["transformer.wte.weight"]
-        assert tied[0].data_ptr() == tied[1].data_ptr()
-    assert len(found["optimizer"]["state"]) == len(nanogpt_names(2)) - 1
-
-
-def test_a_checkpoint_of_nanogpt_is_read_by_its_entries(tmp_path: Path) -> None:
-    torch.manual_seed(0)
-    model = GPT(Config(**LAYERS, vocab_size=31))
-    weights = {f"_orig_mod.{name}": tensor for name, tensor in gpt_model.exported(model.state_dict()).items()}  # as compiled
-    args = {**LAYERS, "vocab_size": 31, "bias": False, "dropout": 0.0}
-    torch.save({"model": weights, "model_args": args, "iter_num": 5, "config": {"dataset": "x"}}, tmp_path / "ckpt.pt")
-    read = gpt_data.pretrained(str(tmp_path)).model()
-    tokens = torch.arange(2 * BLOCK).view(2, BLOCK) % 31
-    assert torch.equal(read(tokens), model(tokens))
-    shorter = gpt_data.pretrained(str(tmp_path / "ckpt.pt"), block=8).model()
-    assert torch.equal(shorter(tokens[:, :8]), model(tokens[:, :8]))
 
 
 @pytest.fixture

@@ -190,7 +190,7 @@ def sharded(leave_at: int = 0) -> None:
         net = nn.Sequential(nn.Linear(7, 9), nn.ReLU(), nn.Linear(9, 3))
         fully_shard(net, mesh=init_device_mesh("cpu", (run.world_size,)))
         optimizer = torch.optim.AdamW(net.parameters(), lr=0.01)
-        stream = Stream((torch.arange(448.0).reshape(64, 7) / 448,), 8, steps=12, microbatch=2)
+        stream = Stream((torch.arange(224.0).reshape(32, 7) / 224,), 8, steps=6, microbatch=2)
         step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
         for batch in stream:
             optimizer.zero_grad()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 import functools
 import gc
-import hashlib
 import json
 import os
 import sys
@@ -48,11 +47,6 @@ def spark_engine(_session: spark.Engine) -> Iterator[Callable[..., spark.Engine]
     """Return a factory of engines that share one session, for tests marked `of_pyspark`: `spark_engine(partitions=2)`."""
     yield lambda partitions=None: spark.Engine(spark.Settings("local[2]", partitions, FEW), _session.context)
     gc.collect()  # here, not in a later test, which would be blamed for pyspark's sockets
-
-
-def digests(directory: Path) -> dict[str, str]:
-    """Return the digests of the files of a dataset."""
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
 # ---- every kind

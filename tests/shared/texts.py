@@ -1,7 +1,8 @@
-"""Prepared texts: of the tokens 0, 1, 2 ..., and of characters, as nanoGPT prepares them."""
+"""Prepared data, and texts of the tokens 0, 1, 2 ..., and of characters, as nanoGPT prepares them."""
 
 from __future__ import annotations
 
+import hashlib
 import pickle
 from pathlib import Path
 
@@ -21,6 +22,11 @@ def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype:
         parts[part] = writer.close()
     shard_format.write(directory, shard_format.Manifest("text", parts, dtype=dtype, vocab_size=60000))
     return directory
+
+
+def digests(directory: Path) -> dict[str, str]:
+    """Return the digests of the files of a dataset."""
+    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 
 def characters(directory: Path, text: str, val: str) -> Path:

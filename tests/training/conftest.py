@@ -1,14 +1,25 @@
 """Fixtures of tests of training."""
 
+import os
 import random
 from collections.abc import Iterator
+from pathlib import Path
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from outlast.job.contract import Env
+from outlast.job.contract import RESERVED_ENV, Env
 from ranks import agents, rank  # noqa: F401
+
+
+@pytest.fixture
+def plain(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """No environment of ours or torchrun's, as in `python train.py`."""
+    for name in [name for name in os.environ if RESERVED_ENV.match(name)]:
+        monkeypatch.delenv(name)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
 
 
 @pytest.fixture

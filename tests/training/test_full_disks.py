@@ -311,9 +311,8 @@ def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
     assert left <= {".lock", "FENCE"}
 
 
-@pytest.mark.parametrize(
-    ("names", "saved"), [("a/disk", [5, 10, 15, 20]), pytest.param("disk/a", [5, 20], marks=pytest.mark.slow)]
-)
+@pytest.mark.slow  # quickly: test_the_others_go_on_from_memory_without_a_disk_that_cannot_even_be_read
+@pytest.mark.parametrize(("names", "saved"), [("a/disk", [5, 10, 15, 20]), ("disk/a", [5, 20])])
 def test_the_others_save_without_a_disk_that_fails_unless_it_is_rank_0s(
     agents: Agents, tmp_path: Path, small_disk: Path, undisturbed: object, names: str, saved: list[int]
 ):

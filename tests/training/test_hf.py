@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import functools
 import os
 import random
 from collections.abc import Callable, Iterator
@@ -155,12 +156,20 @@ CASES: dict[str, tuple[Callable[[], Changes], list[tuple[str, int]]]] = {
 }  # fmt: skip
 
 
+Outcome = Callable[[Callable[[], Changes]], tuple[list[bytes], list[dict[str, Any]], int]]
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> Outcome:
+    """The outcome of trainers that nothing disturbs, each of which trains once."""
+    return functools.cache(lambda make: outcome(trained(tmp_path_factory.mktemp("undisturbed"), [], make)))
+
+
 @pytest.mark.parametrize("case", [next(iter(CASES)), *(pytest.param(case, marks=pytest.mark.slow) for case in list(CASES)[1:])])
-def test_a_trainer_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, case: str) -> None:
+def test_a_trainer_that_is_killed_ends_as_one_that_is_not(tmp_path: Path, case: str, undisturbed: Outcome) -> None:
     make, kills = CASES[case]
-    undisturbed = outcome(trained(tmp_path / "undisturbed", [], make))
-    assert outcome(trained(tmp_path / "killed", kills, make)) == undisturbed
-    assert undisturbed[2] > 2
+    assert outcome(trained(tmp_path, kills, make)) == undisturbed(make)
+    assert undisturbed(make)[2] > 2
 
 
 def sft(directory: Path) -> Any:
@@ -263,10 +272,10 @@ def test_random_batches_continue_with_attach_and_not_with_the_trainers_own_resum
 
 def test_a_run_that_has_ended_may_get_more_steps_and_evaluations_may_follow_it(tmp_path: Path) -> None:
     make = {"lr_scheduler_type": "constant"}
-    whole = trained(tmp_path / "whole", [], lambda: make | {"max_steps": 12})
-    trained(tmp_path / "more", [], lambda: make | {"max_steps": 6})
-    more = trained(tmp_path / "more", [], lambda: make | {"max_steps": 12})
-    assert (outcome(more)[0], outcome(more)[2]) == (outcome(whole)[0], 12)
+    whole = trained(tmp_path / "whole", [], lambda: make | {"max_steps": 5})
+    trained(tmp_path / "more", [], lambda: make | {"max_steps": 3})
+    more = trained(tmp_path / "more", [], lambda: make | {"max_steps": 5})
+    assert (outcome(more)[0], outcome(more)[2]) == (outcome(whole)[0], 5)
     assert more.evaluate()["eval_loss"] > 0, "the session has ended, and is not asked"
 
 
@@ -294,12 +303,12 @@ def test_the_generators_of_the_script_are_those_of_training_alone(tmp_path: Path
 
 
 def test_a_checkpoint_of_the_trainer_itself_is_imported_at_the_first_start(tmp_path: Path) -> None:
-    old = trainer(tmp_path, save_strategy="steps", save_steps=4, max_steps=8)
+    old = trainer(tmp_path, save_strategy="steps", save_steps=4, max_steps=4)
     old.train()
-    new = trainer(tmp_path, max_steps=STEPS)
+    new = trainer(tmp_path, max_steps=6)
     outlast.hf.attach(new, batch=4)
-    new.train(resume_from_checkpoint=str(tmp_path / "checkpoint-8"))
-    assert [entry["step"] for entry in new.state.log_history if "loss" in entry] == [3, 6, 9, 12]
+    new.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
+    assert [entry["step"] for entry in new.state.log_history if "loss" in entry] == [3, 6]
 
 
 @pytest.mark.slow
@@ -408,8 +417,10 @@ def test_the_batch_is_reported_before_it_is_refused_and_kept_by_the_session(
         assert (record.phase, record.batch) == ("open", 6)
 
 
-def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    undisturbed = outcome(trained(tmp_path / "whole", []))
+def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, undisturbed: Outcome
+) -> None:
+    expected = undisturbed(dict)
     monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1000 steps")
     for event, step in (("on_prediction_step", 4), ("on_step_begin", 6)):
         made = trainer(tmp_path / "left")
@@ -425,27 +436,27 @@ def test_a_worker_that_is_told_to_leave_saves_even_within_an_evaluation(tmp_path
         with pytest.raises(SystemExit) as left:
             made.train()
         assert left.value.code == 75
-    assert outcome(trained(tmp_path / "left", [])) == undisturbed
+    assert outcome(trained(tmp_path / "left", [])) == expected
 
 
-@pytest.mark.parametrize("strategy", ["steps", pytest.param("epoch", marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("strategy", "evaluated"), [("steps", [4, 8]), pytest.param("epoch", [8, 16], marks=pytest.mark.slow)])
 def test_the_best_checkpoints_are_ranked_by_the_evaluation_of_their_own_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, strategy: str, evaluated: list[int]
 ) -> None:
     """Their state is that of the end of the step: a run that continues from one ends as the undisturbed one does."""
     monkeypatch.setenv(Env.CHECKPOINT_EVERY, "4 steps")
     monkeypatch.setenv(Env.CHECKPOINT_BEST, "9 min eval_loss")
     runs = [
-        trained(tmp_path / str(len(kills)), kills, lambda: {"eval_strategy": strategy, "max_steps": 16})
-        for kills in ([], [("on_step_begin", 10)])
+        trained(tmp_path / str(len(kills)), kills, lambda: {"eval_strategy": strategy, "max_steps": evaluated[-1]})
+        for kills in ([], [("on_step_begin", evaluated[0] + 1)])
     ]
     assert outcome(runs[0]) == outcome(runs[1])
     measured = {entry["step"]: entry["eval_loss"] for entry in runs[0].state.log_history if "eval_loss" in entry}
-    assert list(measured) == ([4, 8, 12, 16] if strategy == "steps" else [8, 16])
+    assert list(measured) == evaluated
     for number in ("0", "1"):
         saved = checkpoints.list_(tmp_path / number / "outlast" / "checkpoints")
         found = {each.step: each.metric and each.metric.value for each in saved if each.step in measured}
-        assert 16 in found  # others may be skipped while a save is in progress
+        assert evaluated[-1] in found  # others may be skipped while a save is in progress
         assert found.items() <= measured.items()
 
 

@@ -488,7 +488,7 @@ import torch
 from outlast.training import Shards, Stream
 Shards(sys.argv[1], block=10)[0]
 print(*{"outlast.storage.store", "obstore"} & set(sys.modules))
-batches = iter(Stream(torch.zeros(10**5, 640), 4096, epochs=10**6, prefetch=10**6))
+batches = iter(Stream(torch.zeros(10**4, 640), 4096, epochs=10**6, prefetch=10**6))
 next(batches)
 """
     done = subprocess.run([sys.executable, "-c", code, a_text(tmp_path / "data")], stdout=subprocess.PIPE, check=True)

@@ -7,9 +7,11 @@ import importlib.util
 import json
 import resource
 import shutil
+import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -17,6 +19,7 @@ import torch.distributed as dist
 from torch import nn
 
 import fake
+import outlast.__main__
 import worlds
 from outlast import cli
 from outlast.base.errors import OutlastError
@@ -133,7 +136,16 @@ def test_safetensors_that_is_not_installed_is_named_with_the_command(monkeypatch
 
 
 @pytest.mark.usefixtures("alone")
-def test_the_weights_in_a_checkpoint_become_a_file(tmp_path: Path, capfd: pytest.CaptureFixture[str]):
+def test_the_weights_in_a_checkpoint_become_a_file(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+):
+    def in_this_process(command: list[str], *, check: bool) -> SimpleNamespace:  # which has imported torch already
+        assert command[:3] == [sys.executable, "-m", "outlast"]
+        with pytest.raises(SystemExit) as ended:
+            outlast.__main__.main(command[3:])
+        return SimpleNamespace(returncode=ended.value.code or 0)
+
+    monkeypatch.setattr(subprocess, "run", in_this_process)
     net, other = nn.Sequential(nn.Linear(3, 4), nn.BatchNorm1d(4)), nn.Linear(1, 1)
     optimizer = torch.optim.AdamW(net.parameters())
     net(torch.ones(2, 3)).sum().backward()
