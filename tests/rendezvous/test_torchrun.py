@@ -89,6 +89,7 @@ def torchrun(tmp_path: Path, id: int, steps: int) -> subprocess.Popen[str]:
     )
 
 
+@pytest.mark.slow  # tests/rendezvous/test_torchrun_etcd.py has a quick one, with etcd
 def test_torchrun_finds_the_handler_and_recovers_from_a_killed_process(decider: Decider, tmp_path: Path):
     runs = [torchrun(tmp_path, id, steps=400) for id in (0, 1)]
     lines: list[list[str]] = [[], []]

@@ -95,11 +95,17 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Node]]:
 
 
 @pytest.mark.parametrize("times", [1, pytest.param(3, marks=pytest.mark.slow)])
-def test_two_nodes_train_to_the_end_and_again_at_once_under_the_same_id(own_etcd: Server, start, times: int) -> None:
-    for _ in range(times):
-        nodes = [start(own_etcd.endpoint, nnodes="2", steps=5) for _ in range(2)]
+def test_two_nodes_train_to_the_end_after_a_killed_process_and_again_at_once_under_the_same_id(
+    own_etcd: Server, start, times: int
+) -> None:
+    for turn in range(times):
+        nodes = [start(own_etcd.endpoint, nnodes="2", steps=5 if turn else 40) for _ in range(2)]
+        if not turn:
+            until(nodes[1].said)
+            psutil.Process(nodes[1].said()[0]["pid"]).kill()
         assert [node.process.wait(120) for node in nodes] == [0, 0], [node.err.read_text() for node in nodes]
-        assert [(node.said()[-1]["generation"], node.said()[-1]["step"]) for node in nodes] == [(1, 4), (1, 4)]
+        last = (1, 2, 4) if turn else (2, 2, 39)
+        assert [tuple(node.said()[-1][key] for key in ("generation", "world", "step")) for node in nodes] == [last, last]
         assert not list(nodes[0].out.parent.glob("*.json"))  # nothing is left in the directory of the script
 
 
