@@ -263,7 +263,7 @@ def test_an_archive_cut_short_anywhere_is_refused(tmp_path: Path, refused, name:
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
 def test_a_damaged_archive_is_one_sentence_or_what_it_was(tmp_path: Path, name: str):
     """Bytes changed at random: no other exception, nothing outside, in bounded time."""
-    rng = random.Random(7)
+    rng = random.Random(1)
     members = [(f"d{i}/file-{i}", bytes(rng.randrange(256) for _ in range(300))) for i in range(5)]
     archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
     whole = archive.read_bytes()
