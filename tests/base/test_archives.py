@@ -6,6 +6,7 @@ import gzip
 import io
 import os
 import random
+import shutil
 import tarfile
 import zipfile
 from collections.abc import Callable
@@ -262,24 +263,25 @@ def test_an_archive_cut_short_anywhere_is_refused(tmp_path: Path, refused, name:
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
 def test_a_damaged_archive_is_one_sentence_or_what_it_was(tmp_path: Path, name: str):
     """Bytes changed at random: no other exception, nothing outside, in bounded time."""
-    rng = random.Random(7)
+    rng = random.Random(1)
     members = [(f"d{i}/file-{i}", bytes(rng.randrange(256) for _ in range(300))) for i in range(5)]
     archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
     whole = archive.read_bytes()
     refused = 0
-    for attempt in range(400):
+    (into := tmp_path / "into").mkdir()
+    for _ in range(150):
         damaged = bytearray(whole)
         for _ in range(rng.randrange(1, 6)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
         archive.write_bytes(damaged)
-        into = tmp_path / f"into-{attempt}"
-        into.mkdir()
         try:
             archives.extract(archive, into, name="code (x)")
         except OutlastError:
             refused += 1
-    assert refused > 100
-    assert {path.name.split("-")[0] for path in tmp_path.iterdir()} == {name, "into"}
+        shutil.rmtree(into)
+        into.mkdir()
+    assert refused > 40
+    assert {path.name for path in tmp_path.iterdir()} == {name, "into"}
 
 
 def test_a_checksum_is_that_of_sha256sum(tmp_path: Path):

@@ -23,6 +23,7 @@ import yaml
 from rich.console import Console
 
 import fake
+import local_checkpoints
 from machines import PROGRAMS
 from outlast.base.errors import NotFound, OutlastError, Unanswered
 from outlast.cli import commands, live_panel, run_view, tables_and_pages
@@ -132,7 +133,7 @@ def test_the_first_interruption_saves_and_the_same_command_goes_on(tmp_path: Pat
 
     code, out, _ = outlast(backend, "run", job_file)
     assert code == 0
-    assert out.splitlines()[0] == "worker-0 | step 6", "lines of before are not shown again"
+    assert int(out.split()[3]) > 5, "lines of before are not shown again"
 
 
 def test_the_second_interruption_kills(tmp_path: Path, outlast: Outlast, job_file: Path) -> None:
@@ -670,24 +671,12 @@ def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBacken
     assert "the best checkpoint and that of step 3 are two" in outlast(backend, "evaluate", "--best", "--step", "3")[2]
 
 
-def a_checkpoint(directory: Path, step: int) -> Path:
-    from outlast.storage import checkpoints
-
-    path = directory / f"step-{step:08d}"
-    path.mkdir(parents=True)
-    (path / "weights").write_bytes(b"w" * 3000)
-    files = {"weights": {"size": 3000, "crc32": checkpoints.checksum(path / "weights")}}
-    commit = {"run": "run-0", "step": step, "generation": 2, "world_size": 2, "time": 5.0, "files": files}
-    (path / "COMMIT").write_text(json.dumps(commit))
-    return path
-
-
 def test_checkpoints_are_listed_shown_and_verified(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:
     a_machine_with_jobs(backend, outlast, job_file, "one")
     assert outlast(backend, "checkpoints", "show") == (2, "", "Error: nothing has been saved yet\n")
     directory = backend.output("one") / "checkpoints"
     for step in (10, 20):
-        a_checkpoint(directory, step)
+        local_checkpoints.written(directory, step, {"weights": b"w" * 3000})
     assert [line.split()[0] for line in outlast(backend, "checkpoints", "list")[1].splitlines()] == ["STEP", "10", "20"]
     assert [found["step"] for found in json.loads(outlast(backend, "checkpoints", "list", "-o", "json")[1])] == [10, 20]
     assert "weights  2.9 KiB" in outlast(backend, "checkpoints", "show", "--step", 10)[1]

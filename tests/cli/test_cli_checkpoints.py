@@ -14,9 +14,9 @@ from pathlib import Path
 import pytest
 
 import fake
+import local_checkpoints
 from outlast import cli, client
 from outlast.base.errors import NotFound
-from outlast.job import contract
 from outlast.job.shipping import code_files
 from outlast.job.status import JobStatus, State, StoreStatus
 from outlast.storage import checkpoints, runs, store
@@ -88,14 +88,8 @@ def place(tmp_path: Path) -> Store:
 
 
 def saved(directory: Path, step: int, val_loss: float | None = None) -> checkpoints.Checkpoint:
-    checkpoints.acquire(directory, RUN, 1)
-    draft = checkpoints.saving(directory, step, 1)
-    draft.mkdir(parents=True)
-    (draft / "weights").write_bytes(b"w" * 3000)
-    files = {"weights": {"size": 3000, "crc32": checkpoints.checksum(draft / "weights")}}
     metric = None if val_loss is None else checkpoints.Metric(val_loss, "val_loss")
-    path = directory / contract.checkpoint_name(step)
-    return checkpoints.commit(draft, checkpoints.Checkpoint(step, path, RUN, 1, 2, 5.0, metric=metric), files)
+    return local_checkpoints.written(directory, step, {"weights": b"w" * 3000}, run=RUN, metric=metric)
 
 
 def pushed(place: Store, local: checkpoints.Checkpoint, tmp_path: Path) -> None:

@@ -134,17 +134,7 @@ def test_the_url_leads_to_a_cookie_and_nothing_else_opens_a_page(place: Place) -
             )
 
 
-def test_it_only_reads(place: Place) -> None:
-    with serving(place) as served:
-        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "MKCOL"):
-            status, headers, _ = served.ask("/job/job/", method, **served.cookie)
-            assert (status, headers["Allow"]) == (405, "GET, HEAD")
-        for path in ("/", "/job/job/?part", "/job/job/log/0/", "/job/none/"):
-            got, had = served.ask(path, **served.cookie), served.ask(path, "HEAD", **served.cookie)
-            assert (had[0], had[1]["Content-Type"], had[2]) == (got[0], "text/html; charset=utf-8", "")
-
-
-def test_the_list_leads_to_a_job_and_to_the_logs_of_its_workers_below_any_path(place: Place) -> None:
+def test_pages_lead_to_jobs_and_logs_below_any_path_and_only_read(place: Place) -> None:
     prefix = "http://hub.example.com/user/me/proxy/8700"
 
     def links(served: Served, path: str) -> dict[str, str]:
@@ -168,6 +158,12 @@ def test_the_list_leads_to_a_job_and_to_the_logs_of_its_workers_below_any_path(p
             status, _, text = served.ask(path, **served.cookie)
             assert (status, "Traceback" in text) == (404, False), path
         assert "job has no log of worker 7; there are logs of 0" in Read(served.ask("/job/job/log/7/", **served.cookie)[2]).text
+        for method in ("POST", "PUT", "PATCH", "DELETE", "OPTIONS", "TRACE", "MKCOL"):
+            status, headers, _ = served.ask("/job/job/", method, **served.cookie)
+            assert (status, headers["Allow"]) == (405, "GET, HEAD")
+        for path in ("/", "/job/job/?part", "/job/job/log/0/", "/job/none/"):
+            got, had = served.ask(path, **served.cookie), served.ask(path, "HEAD", **served.cookie)
+            assert (had[0], had[1]["Content-Type"], had[2]) == (got[0], "text/html; charset=utf-8", "")
 
 
 def test_texts_of_jobs_never_become_markup(place: Place) -> None:

@@ -371,7 +371,9 @@ def client() -> Iterator[Callable[[str], Any]]:
 
 
 @pytest.mark.filterwarnings("ignore:Tried to parse:UserWarning")  # of types in UNKNOWN
-@pytest.mark.parametrize("name", [name for name in STACKS if name != "fsx"])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=[] if n in ("efs", "karpenter") else pytest.mark.slow) for n in STACKS if n != "fsx"]
+)
 def test_a_stack_is_made_whole_and_deleted_whole(name: str, client: Callable[[str], Any]) -> None:
     stacks, before = client("cloudformation"), left(client)
     template = yaml_of(f"stacks/{name}.yaml")

@@ -13,6 +13,7 @@ from outlast.kubernetes.manifests.installed import operator_deployment
 
 helm = pytest.importorskip("helm_python", reason="has Helm's library for amd64 only")
 CHART = Path(__file__).parents[2] / "deploy" / "chart"
+IMAGE = "registry:5000/operator@sha256:1"
 Document = dict[str, Any]
 
 
@@ -30,9 +31,10 @@ def named(documents: list[Document]) -> dict[tuple[str, str], Document]:
     ("values", "options"),
     [
         ({}, {}),
-        ({"nodeWatch": {"enabled": True}}, {"watch": True}),
-        ({"onDemand": True}, {"on_demand": True}),
-        ({"image": "registry:5000/operator@sha256:1"}, {"image": "registry:5000/operator@sha256:1"}),
+        (
+            {"onDemand": True, "image": "registry:5000/operator@sha256:1"},
+            {"on_demand": True, "image": "registry:5000/operator@sha256:1"},
+        ),
         ({"namespace": {"name": "123"}, "nodeWatch": {"enabled": True}}, {"namespace": "123", "watch": True}),
     ],
 )

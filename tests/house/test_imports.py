@@ -16,58 +16,58 @@ STORES = {"obstore", "botocore"}
 JOB = {"pydantic", "yaml", "outlast.job.spec", "outlast.storage.store", "outlast.kubernetes.api"}
 
 
-def listed(program: str) -> str:
-    """What `program` prints to its errors, and then the names of all modules that are loaded."""
-    code = f"import sys\n{program}\nprint(*sys.modules, file=sys.stderr)"
-    return subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+def loaded(*programs: str) -> list[set[str]]:
+    """The names of all modules that are loaded after each of these programs, which one process runs one after the other."""
+    code = "import sys\n" + "".join(f"{program}\nprint(*sys.modules, '|', file=sys.stderr)\n" for program in programs)
+    said = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True).stderr
+    return [set(names.split()) for names in said.split("|")[:-1]]
 
 
-def loaded(program: str) -> set[str]:
-    """The names of all modules that are loaded after `program`."""
-    return set(listed(program).split())
-
-
-def test_help_loads_next_to_nothing() -> None:
-    program = "from outlast import cli\ntry:\n    cli.main(['--help'])\nexcept SystemExit:\n    pass"
+def test_help_loads_next_to_nothing_and_completion_no_torch(tmp_path: Path) -> None:
+    run = "try:\n    cli.main({})\nexcept SystemExit:\n    pass"
+    words = {"_OUTLAST_COMPLETE": "complete_bash", "COMP_WORDS": "outlast status ", "COMP_CWORD": "2", "HOME": str(tmp_path)}
+    complete = f"import os\nos.chdir({str(tmp_path)!r})\nos.environ |= {words}\n{run.format('')}"
+    helped, completed = loaded(f"from outlast import cli\n{run.format(['--help'])}", complete)
     heavy = {"pydantic", "yaml", "rich", "psutil", "asyncio", "outlast.job.spec", "outlast.job.status", "outlast.local.backend"}
-    assert not loaded(program) & (TORCH | heavy)
+    assert not helped & (TORCH | heavy)
+    assert "outlast.local.backend" in completed
+    assert not completed & {"torch", "kubernetes", "lightkube"}
 
 
-def test_the_table_of_roles_loads_nothing_else() -> None:
-    added = loaded("import outlast.__main__") - loaded("import importlib")
-    assert added == {"outlast", "outlast.__main__"}
+def test_the_table_of_roles_and_the_package_load_nothing_else() -> None:
+    before, after = loaded("import importlib", "import outlast.__main__; outlast.__version__")
+    assert after - before == {"outlast", "outlast.__main__"}
 
 
-def test_a_command_loads_what_it_needs_and_no_torch() -> None:
-    assert not loaded(
-        'from outlast.local.backend import LocalBackend\nfrom pathlib import Path\nLocalBackend(Path("x")).list()'
-    ) & (TORCH | PEOPLE | STORES)
+def test_a_command_and_the_list_of_checkpoints_load_what_they_need_and_no_torch() -> None:
+    command = 'from outlast.local.backend import LocalBackend\nfrom pathlib import Path\nLocalBackend(Path("x")).list()'
+    [found] = loaded(f"import outlast.job.spec, outlast.checkpoints\n{command}")
+    assert not found & (TORCH | PEOPLE | STORES)
 
 
 def test_the_operator_needs_no_torch_no_store_and_nobody_to_talk_to() -> None:
-    assert not loaded("import outlast.kubernetes.operator.main, outlast.kubernetes.operator.reconciler_by_kind") & (
-        TORCH | PEOPLE | STORES
-    )
+    [found] = loaded("import outlast.kubernetes.operator.main, outlast.kubernetes.operator.reconciler_by_kind")
+    assert not found & (TORCH | PEOPLE | STORES)
 
 
 def test_who_needs_no_cluster_loads_no_client_of_one() -> None:
-    assert not loaded("import outlast.rendezvous.transport") & {"outlast.kubernetes.api", "httpx2", "lightkube"}
-    assert "outlast.kubernetes.api" in loaded("from outlast.rendezvous import transport\ntransport.of('kubernetes://x')")
+    before, after = loaded("import outlast.rendezvous.transport as transport", "transport.of('kubernetes://x')")
+    assert not before & {"outlast.kubernetes.api", "httpx2", "lightkube"}
+    assert "outlast.kubernetes.api" in after
 
 
-def test_what_a_worker_imports_comes_in_its_order_and_nothing_of_it_is_compiled_for_one_python() -> None:
+@pytest.mark.parametrize("preloads", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_what_a_worker_imports_comes_in_its_order_and_nothing_of_it_is_compiled_for_one_python(preloads: bool) -> None:
     """Training must run in the Python of an image to which Outlast is brought, see `worker.launch.relocatable`, and knows nothing
     of who runs it."""
     blocked = ("pydantic", "pydantic_core", "msgspec", "lightkube", "isal", "setproctitle", "_yaml")
     stages = (
         "from outlast.training import progress",
         "from outlast.training import *",
-        "from outlast.worker.launch import warm_process; warm_process.preload()\n"
-        "import outlast.kubernetes.board, outlast.hf, outlast.storage.store.client, outlast.recipes.smoke",
+        f"if {preloads}:\n    import outlast.hf; from outlast.worker.launch import warm_process; warm_process.preload()\n"
+        "import outlast.kubernetes.board, outlast.storage.store.client, outlast.recipes.smoke",
     )
-    program = f"sys.modules.update(dict.fromkeys({blocked}))\n"
-    program += "\nprint('|', *sys.modules, file=sys.stderr)\n".join(stages) + "\nprint('|', end=' ', file=sys.stderr)"
-    reporting, training, all_of_it = (set(each.split()) for each in listed(program).split("|")[1:])
+    reporting, training, all_of_it = loaded(f"sys.modules.update(dict.fromkeys({blocked}))\n{stages[0]}", *stages[1:])
     assert not reporting & (TORCH - {"outlast.training"})
     assert "torch" in training
     assert not training & (PEOPLE | {"psutil", "outlast.job.backend", "outlast.job.spec", "outlast.worker.agent.agent"})
@@ -76,7 +76,8 @@ def test_what_a_worker_imports_comes_in_its_order_and_nothing_of_it_is_compiled_
 
 @pytest.mark.parametrize(("process", "later"), [("local.launcher", set()), ("worker.agent.agent", JOB)])
 def test_what_runs_beside_the_training_is_light_and_an_agent_reads_its_job_later(process: str, later: set[str]) -> None:
-    assert not loaded(f"import outlast.{process}") & (TORCH | PEOPLE | STORES | {"outlast.local.backend"} | later)
+    [found] = loaded(f"import outlast.{process}")
+    assert not found & (TORCH | PEOPLE | STORES | {"outlast.local.backend"} | later)
 
 
 def test_a_worker_starts_its_warm_process_before_it_imports_what_else_it_needs(tmp_path: Path) -> None:
@@ -105,7 +106,8 @@ except SystemExit:
         "outlast.rendezvous",
         "outlast.job.spec",
     }
-    assert {"outlast.worker.agent", "outlast.worker.launch.warm_request"} <= (found := loaded(program))
+    [found] = loaded(program)
+    assert {"outlast.worker.agent", "outlast.worker.launch.warm_request"} <= found
     assert not found & later
 
 

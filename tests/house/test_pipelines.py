@@ -186,6 +186,7 @@ def pipeline(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
     return made
 
 
+@pytest.mark.slow  # Argo's does it in this process
 def test_the_step_of_kubeflow_pipelines_does_the_same_with_the_job_as_an_argument(
     api: Ending, pipeline: types.ModuleType, tmp_path: Path
 ) -> None:

@@ -33,7 +33,9 @@ def test_a_role_is_no_command_but_for_the_agent_of_pods() -> None:
     assert not verbs & ROLES.keys()
 
 
-@pytest.mark.parametrize("words", [[], ["--version"], ["no-such-command"], ["version"]])
+@pytest.mark.parametrize(
+    "words", [["no-such-command"], *(pytest.param(words, marks=pytest.mark.slow) for words in ([], ["--version"], ["version"]))]
+)
 def test_whatever_is_no_role_is_a_command_of_the_program(words: list[str]) -> None:
     program = [str(Path(sys.executable).with_name("outlast"))]
     one, other = (

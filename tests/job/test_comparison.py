@@ -75,7 +75,8 @@ def test_without_a_launcher_ranks_count() -> None:
     assert comparison.run("plain", goodput.buckets(told, None), told, ()).workers == (4,)
 
 
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[pytest.mark.slow] * (kind != ".svg")) for kind in plot.KINDS])
+@pytest.mark.slow  # tests/cli/test_cli.py draws one
+@pytest.mark.parametrize("kind", plot.KINDS)
 def test_a_comparison_is_drawn(kind: str, tmp_path: Path) -> None:
     runs = [a_run(f"{workers} workers", workers, each=4 / workers) for workers in (1, 2, 4)]
     plot.write(tmp_path / "deep" / f"plot{kind}", comparison.compared(runs))

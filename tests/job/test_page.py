@@ -91,8 +91,8 @@ def a_page(story: Story, *names: str, **fields: Any) -> str:
     return page.run(page.Run(run="r1", events=story.events, active=False, **{**given, "log": lambda worker: (), **fields}))
 
 
-@pytest.mark.parametrize("name", RUNS)
-def test_a_run_becomes_one_page(name: str) -> None:
+@pytest.mark.parametrize("name", [pytest.param(n, marks=[] if n in ("ten kills", "empty") else pytest.mark.slow) for n in RUNS])
+def test_a_run_becomes_one_page_whose_policy_allows_only_its_own_two_scripts(name: str) -> None:
     story = RUNS[name]()
     text = a_page(story, "accuracy")
     assert len(text) < 1 << 20
@@ -106,6 +106,12 @@ def test_a_run_becomes_one_page(name: str) -> None:
     assert ("lost" in plots) == (name in ("ten kills", "64 workers"))
     assert "goodput" in read.text
     assert ("ValueError: kill 9\n\nthe last line" in read.text) == (name == "ten kills")
+    (policy,) = (a["content"] for tag, a in read.tags if a.get("http-equiv") == "Content-Security-Policy")
+    library, _, script = read.scripts
+    texts = [script.encode(), gzip.decompress(base64.b64decode(library))]
+    digests = [f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts]
+    assert str(policy).split("; ")[:2] == ["default-src 'none'", f"script-src {' '.join(digests)}"]
+    assert not [value for _, attributes in read.tags for name, value in attributes.items() if name in ("src", "href")]
 
 
 def test_texts_of_a_job_never_become_markup() -> None:
@@ -130,17 +136,6 @@ def test_texts_of_a_job_never_become_markup() -> None:
     assert "49" not in read.text.replace("49 ", "")
     rows = comparison.compared([comparison.run(HOSTILE, story.account(), story.events, ())] * 2)
     assert {tag for tag, _ in Read(page.comparison(rows, [(), ()])).tags} <= TAGS
-
-
-def test_the_policy_of_a_page_allows_only_its_own_two_scripts() -> None:
-    read = Read(a_page(undisturbed()))
-    (policy,) = (a["content"] for tag, a in read.tags if a.get("http-equiv") == "Content-Security-Policy")
-    library, _, script = read.scripts
-    texts = [script.encode(), gzip.decompress(base64.b64decode(library))]
-    digests = [f"'sha256-{base64.b64encode(hashlib.sha256(text).digest()).decode()}'" for text in texts]
-    assert str(policy).split("; ")[:2] == ["default-src 'none'", f"script-src {' '.join(digests)}"]
-    links = [value for _, attributes in read.tags for name, value in attributes.items() if name in ("src", "href")]
-    assert links == []
 
 
 def test_a_damaged_ledger_is_read_as_far_as_it_goes(tmp_path: Path) -> None:

@@ -46,13 +46,19 @@ def named(seen: Sequence[slow_ranks.Window], work: Sequence[float] = (1, 1, 1, 1
     return found[1:]
 
 
-@pytest.mark.parametrize("own", [noisy, bursts, warming])
-@pytest.mark.parametrize("seed", range(3))
+@pytest.mark.parametrize(
+    ("own", "seed"),
+    [
+        pytest.param(own, seed, marks=[] if seed == number else pytest.mark.slow)
+        for number, own in enumerate((noisy, bursts, warming))
+        for seed in range(3)
+    ],
+)
 def test_nobody_is_named_in_an_hour_of_an_uneven_and_busy_machine(own: OwnTime, seed: int) -> None:
     assert not any(named(windows(own, HOUR, seed)))
 
 
-@pytest.mark.parametrize("seed", range(10))
+@pytest.mark.parametrize("seed", [*range(3), *(pytest.param(seed, marks=pytest.mark.slow) for seed in range(3, 10))])
 def test_a_rank_slowed_by_a_fifth_in_the_middle_of_a_window_is_named_within_a_minute_until_it_is_not(seed: int) -> None:
     def own(draw: random.Random, rank: int, at: float) -> float:
         slowed = rank == 1 and 67 <= at < 307

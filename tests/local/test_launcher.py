@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+import local_checkpoints
 from boards import NO_PID, a_launcher
 from clocks import DISTURBANCES, Machine
 from outlast.base.errors import OutlastError
@@ -36,7 +37,6 @@ from outlast.rendezvous.coordinator import CoordinatorState
 from outlast.rendezvous.membership import Leaving, Membership
 from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
-from outlast.storage import checkpoints
 from outlast.worker.agent import launcher_watch
 from outlast.worker.agent.world_loop import WorldLoop
 from outlast.worker.launch import script_files
@@ -502,13 +502,7 @@ def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_t
 def test_what_is_saved_is_said_as_the_disk_has_it(tmp_path: Path, saved: int, step: int, said: str) -> None:
     launcher = a_launcher(tmp_path, Machine())
     if saved:
-        directory = launcher.output / contract.CHECKPOINTS
-        checkpoints.acquire(directory, launcher.run_id, 3)
-        checkpoints.saving(directory, saved, 3).mkdir()
-        path = directory / contract.checkpoint_name(saved)
-        checkpoints.commit(
-            checkpoints.saving(directory, saved, 3), checkpoints.Checkpoint(saved, path, launcher.run_id, 3, 2, 1.0), {}
-        )
+        local_checkpoints.written(launcher.output / contract.CHECKPOINTS, saved, run=launcher.run_id, generation=3)
     launcher.status.step, launcher.live.has_session = step, True
     assert launcher.live.saved_sentence() == said
     taken_up = Launcher(launcher.state_dir, Machine().awake())

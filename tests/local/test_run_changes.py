@@ -3,25 +3,32 @@
 from __future__ import annotations
 
 import collections
+import itertools
 import json
+import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 
+import outlast
 import worlds
-from outlast.base.errors import AlreadyRunning, OutlastError
-from outlast.job import spec
-from outlast.job.backend import previous
-from outlast.job.report import goodput
-from outlast.job.report.steps import Bucket
+from machines import PROGRAMS
+from outlast.base.errors import OutlastError
+from outlast.job import contract, spec
 from outlast.job.status import State
+from waits import until
 from worlds import steps as told_steps
 
+EXACT = PROGRAMS / "exact.py"
+PAGE = Path(__file__).parents[2] / "docs" / "guide" / "python.md"
 
-def kept(machine, name: str) -> dict[int, dict[int, list[int]]]:
+
+def kept(output: Path) -> dict[int, dict[int, list[int]]]:
     """Step -> rank -> samples consumed, in the execution of each step that was kept (that of the newest generation)."""
     records: dict[int, dict[int, dict[int, list[int]]]] = collections.defaultdict(lambda: collections.defaultdict(dict))
-    for path in machine.backend.output(name).glob("consumed-*.jsonl"):
+    for path in output.glob("consumed-*.jsonl"):
         for line in path.read_text().splitlines():
             record = json.loads(line)
             assert record["rank"] not in records[record["step"]][record["generation"]], "one process does one step once"
@@ -35,35 +42,53 @@ def losses(output: Path) -> list[float]:
     return [line["loss"] for line in lines]
 
 
-def test_scaling_consumes_every_sample_of_every_epoch_once_and_loses_no_step(machine, tmp_path_factory):
-    args = ("--steps=132", "--dropout=0", "--samples=330")  # 12 epochs of 11 steps, the last one short
-    workers = {"replicas": 2, "min": 1, "max": 3}
-    job = machine.job(args=(*args, "--pause=0.1", "--gate"), workers=workers, checkpoint={"every": "1h"})
-    name = machine.submit(job)
-    with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job allows 1 to 3 .*--set workers.max=5"):
-        machine.backend.scale(name, 5)
-    for replicas in (1, 3):
-        beyond = min(machine.at_step(name, 10).step + 6, 131)
-        machine.backend.scale(name, replicas)
-        machine.wait(
-            name,
-            lambda s, n=replicas, beyond=beyond: len(s.world) == n and s.step >= beyond and s.state is State.RUNNING,
-        )
-    status = machine.end(name, hurry=True)
-    assert (status.state, status.restarts) == (State.SUCCEEDED, 0)
+@pytest.mark.timeout(180)
+def test_the_example_of_the_page_runs_and_no_change_of_size_loses_a_sample(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
+):
+    """The page's own code kills a worker and scales to three; meanwhile another process scales to one."""
+    monkeypatch.chdir(tmp_path)
+    args = ("--dropout=0", "--samples=330")  # epochs of 11 steps, the last one short
+    options = (*args, "--pause=0.04")
+    Path("train.py").write_text(
+        f"import runpy, sys\nsys.argv += {options}\nrunpy.run_path({str(EXACT)!r}, run_name='__main__')\n"
+    )
+    example = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
+    assert example is not None
+    with subprocess.Popen([sys.executable, "-c", example[1]], stdout=subprocess.PIPE, text=True) as page:
+        [run] = until(outlast.runs)
+        run.wait(until=lambda status: len(status.world) == 3)
+        with pytest.raises(OutlastError, match=r"5 workers are not allowed; the job allows 1 to 3 .*--set workers.max=5"):
+            run.scale(5)
+        beyond = run.status.step + 6
+        run.wait(step=beyond)
+        run.scale(1)
+        run.wait(until=lambda status: len(status.world) == 1 and status.step > beyond + 6)
+        (run.output / "hurry").touch()
+        done, _ = page.communicate()
+    assert page.returncode == 0
+    assert re.search(r"^Succeeded 400 0\.\d+$", done, re.M)
+    assert re.search(r"^worker 1 .*killed.* \d+\.\d+$|^worker \d .*\d+\.\d+$", done, re.M)
 
-    events = machine.backend.events(name)
+    events = list(run.place.events("train"))
     sizes = [len(event["workers"]) for event in events if event["kind"] == "world"]
-    assert sizes == [2, 1, 3]
-    assert told_steps(events) == list(range(1, 133)), "planned changes lose no step"
+    assert (sizes[0], sizes[-2:]) == (2, [3, 1])
+    steps = told_steps(events)
+    assert sum(after != step + 1 for step, after in itertools.pairwise(steps)) <= 1, "only the killed worker costs steps"
+    for epoch, samples in itertools.groupby(sorted(kept(run.output).items()), lambda item: (item[0] - 1) // 11):
+        consumed = sorted(index for _, ranks in samples for indices in ranks.values() for index in indices)
+        assert consumed == list(range(330)) or epoch == 36, "400 steps end within an epoch"
+    alone = worlds.exact((*args, "--steps=400"), tmp_path_factory.mktemp("alone"), 1)
+    assert losses(run.output) == pytest.approx(losses(alone.output), rel=1e-3, abs=1e-4)
 
-    steps = kept(machine, name)
-    for epoch in range(12):
-        consumed = [i for step in range(epoch * 11 + 1, epoch * 11 + 12) for indices in steps[step].values() for i in indices]
-        assert sorted(consumed) == list(range(330))
-
-    alone = worlds.exact(args, tmp_path_factory.mktemp("alone"), 1)
-    assert losses(machine.backend.output(name)) == pytest.approx(losses(alone.output), rel=1e-3, abs=1e-4)
+    log = [line.text for line in run.logs(worker=0)]
+    starts = [number for number, text in enumerate(log) if contract.is_start_line(text)]
+    assert [line.text for line in run.logs(worker=0, previous=True)] == log[[0, *starts][-2] : starts[-1]]
+    assert (run.name, run.checkpoints[-1].step) == ("train", 400)
+    assert all(tensor.device.type == "cpu" for tensor in run.weights(400, key="net").values())
+    report = run.report()
+    assert report.as_json()["lost"]["failures"]["count"] == 1
+    assert "train" in report.save("report.html").read_text()
 
 
 ARGS = ("--steps=60", "--pause=0.04", "--gate")
@@ -90,39 +115,6 @@ def test_an_interrupted_run_saves_leaves_and_goes_on_where_it_was(machine, undis
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 
-@pytest.mark.slow  # tests/local/test_run_first_hour.py is quick
-@pytest.mark.parametrize("end", ["fails", "is cancelled"])
-def test_a_run_that_has_ended_and_is_mended_goes_on_bit_for_bit(machine, undisturbed, end: str):
-    args = ("--steps=30", "--pause=0.02", "--gate")
-    name = machine.submit(machine.job(args=(*args, "--fail-at=13") if end == "fails" else args, restarts={"limit": 0}))
-    if end == "is cancelled":
-        machine.at_step(name, 13)
-        with pytest.raises(AlreadyRunning, match="job is running"):
-            machine.submit(machine.directory / "job.yaml")
-        machine.backend.steer(name, "cancel")
-    ended = machine.end(name)
-    assert ended.state is {"fails": State.FAILED, "is cancelled": State.CANCELLED}[end]
-    machine.submit(machine.job(args=args, restarts={"limit": 0}))
-    assert "changed since: args: --fail-at=13 → nothing" in machine.backend.notices or end != "fails"
-    status = machine.end(name, hurry=True)
-    assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, ended.run, 0), status.reason
-    assert status.generation > ended.generation
-    events = list(machine.backend.events(name))
-    restored = [event["step"] for event in events if event["kind"] == "restored"]
-    assert restored[0] == 0
-    assert restored[-1] >= 10
-    assert f"goes on from step {restored[-1]} of the run that " in machine.backend.notices[0]
-    assert machine.final(name) == undisturbed(args, 2)
-    told = goodput.buckets(events, None)
-    assert told.seconds[Bucket.IDLE] > 0
-    if end == "fails":
-        return
-    machine.submit(machine.job(args=("--steps=2",)))
-    assert machine.end(name).run != ended.run
-    (old,) = (machine.backend.output(name) / "previous").iterdir()
-    assert (old / "checkpoints" / "step-00000030" / "COMMIT").exists()
-
-
 @pytest.mark.slow
 def test_a_run_that_goes_on_with_another_batch_reads_every_sample_of_an_epoch_once(machine):
     name = machine.submit(machine.job(args=("--steps=60", "--batch=32", "--fail-at=13"), restarts={"limit": 0}))
@@ -130,26 +122,10 @@ def test_a_run_that_goes_on_with_another_batch_reads_every_sample_of_an_epoch_on
     machine.submit(machine.job(args=("--steps=60", "--batch=24")))
     assert machine.end(name).state is State.SUCCEEDED
     assert "changed since: args: --batch=32 --fail-at=13 → --batch=24" in machine.backend.notices
-    steps = kept(machine, name)
+    steps = kept(machine.backend.output(name))
     samples = [index for step in sorted(steps) for rank in sorted(steps[step]) for index in steps[step][rank]]
     assert sorted(samples[:512]) == list(range(512))
     assert sorted(samples[512:1024]) == list(range(512))
-
-
-@pytest.mark.slow
-def test_a_plain_torchrun_script_runs_unchanged_and_survives(machine):
-    path = machine.job(script="plain.py", args=("40",))
-    name = machine.submit(path)
-    machine.wait(name, lambda s: s.state is State.RUNNING and all(w.ranks for w in s.workers))
-    machine.backend.chaos(name, "kill-process", worker=1, rng=machine.rng)
-    status = machine.end(name)
-    assert (status.state, status.restarts) == (State.SUCCEEDED, 1)
-    said = [line.text for line in machine.backend.logs(name, worker=0)]
-    assert said.count("rank 0 of 2 starts") == 2
-    assert "rank 0 of 2 is done" in said
-    before = [line.text for line in previous(machine.backend.logs(name))]
-    assert sorted(text for text in before if "start" in text) == ["rank 0 of 2 starts", "rank 1 of 2 starts"]
-    assert "rank 0 of 2 is done" not in before
 
 
 @pytest.mark.slow  # tests/local/test_run_survives.py has one of one worker

@@ -34,7 +34,8 @@ def went_on(machine) -> list[int]:
     return [int(match) for match in re.findall(r"rank 0 of \d+ goes on from step (\d+)", said)]
 
 
-def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machine) -> None:
+@pytest.mark.parametrize("resumed", [False, pytest.param(True, marks=pytest.mark.slow)])
+def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machine, resumed: bool) -> None:
     name = machine.submit(machine.job(args=("--steps=100000", "--pause=0.02", "--save-every=20"), **SCRIPT))
     machine.wait(name, saved(20, machine))
     machine.backend.chaos(name, "kill-process", worker=1, rng=machine.rng)
@@ -48,11 +49,15 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     assert re.search(r"\nstep +[\d,]+/100,?000, .* steps/s, .* left \(read from the log\)\n", page)
     assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
     assert run_view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and exit"
+    trained = status.step
     machine.backend.steer(name, "suspend")
     status = machine.end(name)
     assert status.state is State.SUSPENDED
     assert re.search(r"; newest file that looks like a checkpoint: work/checkpoint.pt, .* ago$", status.reason)
     left = step(machine.backend.output(name) / "work" / "checkpoint.pt")
+    assert left >= trained
+    if not resumed:
+        return
     machine.backend.resume(name)
     machine.wait(name, lambda status: len(went_on(machine)) > 1)
     assert went_on(machine)[1] == left

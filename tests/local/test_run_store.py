@@ -21,7 +21,6 @@ from outlast.base.errors import OutlastError
 from outlast.cli import tables_and_pages
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
-from outlast.local.backend import LocalBackend
 from outlast.storage import checkpoints, store
 from outlast.storage.sync import growing_files
 from servers import Place
@@ -63,7 +62,9 @@ def pushed(step: int) -> Callable[[JobStatus], bool]:
 
 @pytest.mark.slow
 @one_server("moto")
-def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place, undisturbed: Final):
+def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_read_there(
+    machine, s3: Place, capsys: pytest.CaptureFixture[str]
+):
     status = machine.run(machine.job(args=ARGS[:-1], output=f"{s3.url}/runs/"))
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
     output = machine.backend.output("job")
@@ -85,6 +86,14 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends(machine, s3: Place
     assert not [key for key in found if "//" in key or key.startswith(".push/")]
     assert status.store is not None
     assert (status.store.step, status.store.error) == (60, "")
+    lines = [(line.worker, line.text) for line in machine.backend.logs("job")]
+    shutil.rmtree(output)
+    assert [(line.worker, line.text) for line in machine.backend.logs("job")] == lines
+    assert [line.worker for line in machine.backend.logs("job", worker=1, tail=1)] == [1]
+    for given in (f"{s3.url}/runs/job", str(machine.directory / "job.yaml")):
+        with pytest.raises(SystemExit) as ended:
+            cli.main(["logs", given, "--worker", "1"])
+        assert (ended.value.code, capsys.readouterr().out.splitlines()) == (0, [text for worker, text in lines if worker == 1])
 
 
 @pytest.mark.slow
@@ -123,6 +132,7 @@ def test_a_run_that_failed_is_mended_on_another_machine_and_goes_on_bit_for_bit(
     fields = {"output": moto.url, "restarts": {"limit": 0}}
     failed = machine.run(machine.job(args=("--steps=40", "--pause=0.04", "--fail-at=23"), **fields))
     assert (failed.state, there(moto.url)["state"]) == (State.FAILED, "Failed")
+    assert "a bug at step 23" in grown(store.open_(f"{moto.url}/job"), "logs/worker-1.log").decode()
     elsewhere = machine_in(tmp_path / "elsewhere")
     elsewhere.directory.mkdir()
     try:
@@ -137,15 +147,6 @@ def test_a_run_that_failed_is_mended_on_another_machine_and_goes_on_bit_for_bit(
     finally:
         elsewhere.kill_everything()
         elsewhere.kill_everything()
-
-
-@pytest.mark.slow
-def test_a_failed_run_has_its_logs_in_the_store(machine, rclone: Place):
-    status = machine.run(machine.job(args=("--steps=60", "--fail-at=5"), output=rclone.url, restarts={"limit": 0}))
-    assert status.state is State.FAILED
-    log = grown(store.open_(f"{rclone.url}/job"), "logs/worker-1.log").decode()
-    assert "a bug at step 5" in log
-    assert there(rclone.url)["state"] == "Failed"
 
 
 @pytest.mark.slow
@@ -194,18 +195,6 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
     restored = [event["step"] for event in machine.backend.events(name) if event["kind"] == "restored"]
     assert restored[-1] >= here
     assert 60 in committed(f"{rclone_proxy.url}/job")
-
-
-@pytest.mark.slow
-def test_a_new_run_sets_the_old_one_aside(machine, moto: Place):
-    job = machine.job(args=("--steps=20", "--pause=0"), output=moto.url)
-    first, second = machine.run(job), machine.run(job)
-    assert first.run != second.run
-    found = objects(f"{moto.url}/job")
-    assert {f"previous/{first.run}/final.json", "final.json"} <= found.keys()
-    assert there(moto.url)["run"] == second.run
-    commits = [key for key in found if key.endswith("/COMMIT")]
-    assert {key.startswith(f"previous/{first.run}/") for key in commits} == {True, False}
 
 
 @pytest.mark.slow
@@ -258,26 +247,6 @@ def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_i
 
 
 @pytest.mark.slow
-def test_the_logs_are_read_from_the_store_when_the_machine_has_lost_them(machine, rclone: Place):
-    machine.run(machine.job(args=("--steps=5", "--pause=0"), output=rclone.url))
-    here = [(line.worker, line.text) for line in machine.backend.logs("job")]
-    shutil.rmtree(machine.backend.output("job"))
-    assert [(line.worker, line.text) for line in machine.backend.logs("job")] == here
-    assert [line.worker for line in machine.backend.logs("job", worker=1, tail=1)] == [1]
-
-
-@pytest.mark.slow
-def test_logs_are_read_with_nothing_but_the_job_file_or_the_url(machine, rclone: Place, capsys: pytest.CaptureFixture[str]):
-    job = machine.job(args=("--steps=5", "--pause=0"), output=f"{rclone.url}/runs")
-    machine.run(job)
-    here = [line.text for line in machine.backend.logs("job", worker=1)]
-    for given in (f"{rclone.url}/runs/job", str(job)):
-        with pytest.raises(SystemExit) as ended:
-            cli.main(["logs", given, "--worker", "1"])
-        assert (ended.value.code, capsys.readouterr().out.splitlines()) == (0, here)
-
-
-@pytest.mark.slow
 def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
     name = machine.submit(machine.job(args=LONG, output=rclone.url))
     status = machine.wait(name, pushed(10))
@@ -302,11 +271,3 @@ def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rcl
     machine.backend.scale(name, 1)
     machine.wait(name, lambda s: len(s.workers) == 1 and len(s.world) == 1)
     machine.backend.steer(name, "cancel")
-
-
-@pytest.mark.slow
-def test_two_jobs_of_one_machine_do_not_share_what_is_pushed(machine, rclone: Place):
-    machine.run(machine.job("one", args=("--steps=5", "--pause=0"), output=rclone.url))
-    machine.run(machine.job("two", args=("--steps=5", "--pause=0"), output=rclone.url))
-    assert isinstance(machine.backend, LocalBackend)
-    assert {key.split("/")[0] for key in objects(rclone.url)} == {"one", "two"}

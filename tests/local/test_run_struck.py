@@ -1,7 +1,7 @@
 """Jobs that are each struck three times by chance: the launcher, agents, processes, or all at once. Their state is in memory.
 
 The weights are those of the undisturbed run, no start is from an older state than could be reached, the store is not asked while
-there is a snapshot, and each failure counts once. Two of 20: OUTLAST_TEST_SCHEDULES=20 for all. What each did is in its output
+there is a snapshot, and each failure counts once. Four of 20: OUTLAST_TEST_SCHEDULES=20 for all. What each did is in its output
 (-rP).
 
 Others are harmed in one way, each at a moment of its own (`HARMS`): -k leaves, -k still, -k full ... Whatever it is, no step is
@@ -278,7 +278,7 @@ def sent(pids: list[int], which: signal.Signals) -> None:
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("seed", seeds(2))
+@pytest.mark.parametrize("seed", seeds(4))
 def test_a_job_that_is_struck_by_chance_ends_with_the_same_bits(machine, undisturbed, seed: int):
     rng = random.Random(seed)
     workers, processes, replicas = rng.choice([(2, 1, 1), (3, 1, 1), (3, 1, 2), (2, 2, 1)])

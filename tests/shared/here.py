@@ -13,13 +13,13 @@ from pathlib import Path
 
 import pytest
 
+import local_checkpoints
 from outlast import cli
 from outlast.base import files
 from outlast.job import contract, spec
 from outlast.job.status import JobStatus, State
 from outlast.local.backend import LocalBackend
 from outlast.local.state_dir import StateDir
-from outlast.storage import checkpoints
 
 LONG_AGO, SOON = time.time() - 1e6, time.time() + 1e6
 
@@ -64,13 +64,7 @@ class Here:
 
     def save(self, step: int, run: str, generation: int = 3) -> None:
         """Write a checkpoint, as the run would commit it."""
-        directory = self.output / contract.CHECKPOINTS
-        checkpoints.acquire(directory, run, generation)
-        target = checkpoints.saving(directory, step, generation)
-        target.mkdir()
-        checkpoints.commit(
-            target, checkpoints.Checkpoint(step, directory / contract.checkpoint_name(step), run, generation, 2, 1.0), {}
-        )
+        local_checkpoints.written(self.output / contract.CHECKPOINTS, step, {}, run=run, generation=generation)
 
     @contextlib.contextmanager
     def launcher(self, **fields: object) -> Iterator[None]:

@@ -10,6 +10,9 @@ import threading
 from collections.abc import Callable, Iterable, Iterator
 from typing import Any
 
+import pytest
+
+from outlast.base.errors import Unreachable
 from outlast.storage.store import Entry, Store
 
 Hand = Callable[[str, str, Callable[[], Any]], Any]
@@ -20,6 +23,34 @@ WRITES = ("put", "upload", "create", "replace", "delete", "copy")
 
 class Killed(BaseException):
     """The process has died, and must not continue."""
+
+
+def hand_over(request: str, key: str, act: Callable[[], Any]) -> Any:
+    """A hand that lets everything happen."""
+    return act()
+
+
+class Last:
+    """A hand in which the n-th request is the last of a process, or fails, after it was carried out or before."""
+
+    def __init__(self, n: int, *, lost: bool, carried_out: bool) -> None:
+        self._left, self._lost, self._carried_out = n, lost, carried_out
+        self.reached = False
+
+    def __call__(self, request: str, key: str, act: Callable[[], Any]) -> Any:
+        self._left -= 1
+        if self._left > 0 or (self._lost and self.reached):
+            return act()
+        if self._carried_out and not self.reached:
+            act()
+        self.reached = True
+        raise Unreachable("the answer is lost") if self._lost else Killed
+
+
+each_register = pytest.mark.parametrize(
+    "conditional", [pytest.param(True, id="swapped"), pytest.param(False, id="named", marks=pytest.mark.slow)]
+)
+"""A register that is replaced as a whole, and one of names, where a store knows no conditions."""
 
 
 class Watched:

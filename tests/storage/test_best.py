@@ -16,6 +16,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+import local_checkpoints
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 from outlast.job.contract import Env
@@ -28,7 +29,7 @@ from outlast.storage.checkpoints.retention import Metric, Retention
 from outlast.storage.store import Store
 from outlast.training import metrics, session
 from outlast.worker.agent import upload
-from watched import Killed, Watched
+from watched import Killed, Last, Watched, hand_over
 
 RUN = "r"
 VALUES = st.sampled_from([0.1, 0.2, 0.2, 0.3, math.inf, math.nan])
@@ -49,13 +50,7 @@ def steps(found: Any) -> list[int]:
 
 def written(directory: Path, step: int, value: float | None, *, generation: int = 1) -> checkpoints.Checkpoint:
     """A local checkpoint."""
-    checkpoints.acquire(directory, RUN, generation)
-    draft = checkpoints.saving(directory, step, generation)
-    draft.mkdir(parents=True)
-    (draft / "a").write_bytes(b"%d" % step)
-    files = {"a": {"size": len(str(step)), "crc32": checkpoints.checksum(draft / "a")}}
-    path = directory / contract.checkpoint_name(step)
-    return checkpoints.commit(draft, checkpoints.Checkpoint(step, path, RUN, generation, 1, 5.0, metric=loss(value)), files)
+    return local_checkpoints.written(directory, step, {"a": b"%d" % step}, run=RUN, generation=generation, metric=loss(value))
 
 
 # The rule
@@ -282,20 +277,7 @@ def test_one_that_presses_is_best_and_allowed_and_otherwise_the_newest_goes(
     assert best or chosen.step == max(steps(here))
 
 
-@dataclasses.dataclass
-class Kill:
-    """Kills the writer instead of its n-th request."""
-
-    left: int
-
-    def __call__(self, request: str, key: str, act: Callable[[], Any]) -> Any:
-        self.left -= 1
-        if self.left == 0:
-            raise Killed
-        return act()
-
-
-@pytest.mark.parametrize("every", [9, pytest.param(1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("conditional", [True, False], ids=["swapped", "named"])
 def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, conditional: bool, every: int) -> None:
     """The next generation finds the best of what was committed, and what is there is whole."""
@@ -314,15 +296,14 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
     for n in range(1, 500, every):
         place = store.open_(f"memory://killed-{tmp_path.name}-{n}/job")
         claimed(place)
-        killed = Kill(n)
-
+        last = Last(n, lost=False, carried_out=False)
         done: list[int] = []
         try:
-            for step in trains(Watched(place, killed, conditional=conditional), 1, local):
+            for step in trains(Watched(place, last, conditional=conditional), 1, local):
                 done.append(step)
         except Killed:
             pass
-        calm: Any = Watched(place, lambda request, key, act: act(), conditional=conditional)
+        calm: Any = Watched(place, hand_over, conditional=conditional)
         assert [*trains(calm, 2, again)] == [5, 6]
         ours = in_store.Checkpoints(calm, RUN)
         found = ours.list_()
@@ -330,7 +311,7 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
         assert steps(found)[-2:] == [5, 6]
         if 2 in done:
             assert steps(found) == [2, 5, 6]
-        if killed.left > 0:
+        if not last.reached:
             break
     assert n > 20
 

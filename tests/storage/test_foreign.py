@@ -81,26 +81,32 @@ def foreign(document: Document) -> Document:
     return {**made, "metadata": {**meta, "labels": {"owner": "team-b"}, "ownerReferences": [owner]}}
 
 
+MADE: dict[tuple[str, ...], dict[Key, Document]] = {}
+
+
 def written(serving: Callable[[], Any], outlast: Outlast, words: tuple[str, ...]) -> dict[Key, Document]:
-    """What a command makes in an empty cluster."""
-    with serving() as api:
-        before = set(api.documents)
-        code, _, err = outlast(*words)
-        assert code == 0, err
-        return {key: document for key, document in api.documents.items() if key not in before}
+    """What a command makes in an empty cluster, which it is run in once."""
+    if words not in MADE:
+        with serving() as api:
+            before = set(api.documents)
+            code, _, err = outlast(*words)
+            assert code == 0, err
+            MADE[words] = {key: document for key, document in api.documents.items() if key not in before}
+    return copy.deepcopy(MADE[words])
 
 
 def plain(api: Served) -> str:
     return json.dumps(sorted(api.documents.items()), sort_keys=True)
 
 
+@pytest.mark.parametrize("every", [3, pytest.param(1, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("words", COMMANDS.values(), ids=COMMANDS)
 def test_an_object_of_somebody_else_stops_a_command_before_it_changes_anything(
-    served: Callable[[], Any], outlast: Outlast, words: tuple[str, ...]
+    served: Callable[[], Any], outlast: Outlast, words: tuple[str, ...], every: int
 ) -> None:
     stopped = 0
     some = {key[0]: (key, made) for key, made in written(served, outlast, words).items() if key[0] not in BY_CONTENT}
-    for key, made in some.values():  # one of each kind
+    for key, made in [*some.values()][::every]:  # one of each kind
         with served() as api:
             api.put(foreign(made))
             theirs, before = json.dumps(api.documents[key]), plain(api)
