@@ -32,8 +32,8 @@ test: $(READY)  ## Run the tests, but not those that take minutes
 test-core: $(READY)  ## Run the tests of base, job, rendezvous, storage and training (under two minutes): after a first change
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal $(CORE:%=tests/%)
 
-test-one: $(READY)  ## Run some tests: make test-one T=tests/rendezvous/test_world.py::test_nobody_is_there_yet, or T="a word of their names"
-	$(BIN)/pytest -p no:randomly $(if $(T),$(if $(findstring .py,$(T)),$(T),-k "$(T)"),$(error name the tests: make test-one T=tests/rendezvous/test_world.py))
+test-one: $(READY)  ## Run some tests: make test-one T=tests/rendezvous/test_who_trains.py::test_nobody_is_there_yet, or T="a word of their names"
+	$(BIN)/pytest -p no:randomly $(if $(T),$(if $(findstring .py,$(T)),$(T),-k "$(T)"),$(error name the tests: make test-one T=tests/rendezvous/test_who_trains.py))
 
 watch: $(READY)  ## Run tests again at every change: those of T (a file), or the files of tests that git shows as changed
 	$(BIN)/watchfiles "$(BIN)/pytest -p no:randomly $(or $(T),--picked)" src tests

@@ -19,7 +19,7 @@ from outlast.kubernetes.operator.decide import decide
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT, JobSnapshot, Limits
 from outlast.kubernetes.operator.plan import Plan
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 FEW, MANY = 60, 240
 

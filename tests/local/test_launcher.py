@@ -32,7 +32,7 @@ from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
 from outlast.local.state_dir import Request
 from outlast.local.worker_processes import Ended, Worker
-from outlast.rendezvous import restart_budget, root_cause, world
+from outlast.rendezvous import restart_budget, root_cause, who_trains
 from outlast.rendezvous.coordinator import CoordinatorState
 from outlast.rendezvous.membership import Leaving, Membership
 from outlast.rendezvous.messages import Called, Report
@@ -115,7 +115,7 @@ def test_a_deadline_counts_the_time_in_which_the_machine_ran(tmp_path: Path, how
     machine = Machine()
     launcher = a_launcher(tmp_path, machine, startupDeadlineSeconds=60, activeDeadlineSeconds=60)
     if begun:
-        launcher.formed(world.World(1, (0, 1), "", ""))
+        launcher.formed(who_trains.World(1, (0, 1), "", ""))
     disturbed(machine, how)
     launcher._keep_deadlines()
     assert launcher.state.ending is None
@@ -196,7 +196,7 @@ def test_where_cores_are_few_the_first_worker_starts_alone_and_the_others_once_i
 class Asked:
     """Who asks this member to come to the next world."""
 
-    id, world, closed = 1, world.World(1, (0, 1), "", ""), None
+    id, world, closed = 1, who_trains.World(1, (0, 1), "", ""), None
 
     def __init__(self, deadline: float) -> None:
         self.called = Called(2, "worker 2 joins", True, deadline)
@@ -255,7 +255,7 @@ class Offers(Asked):
         self.said.append((standing, fields.get("held")))
         self.owes = fields.get("owes")
         if standing == "waiting":
-            self.world = world.World(2, (1, 0), "host-1:1", "worker 0 is lost")
+            self.world = who_trains.World(2, (1, 0), "host-1:1", "worker 0 is lost")
 
     def amend(self, **fields: Any) -> None:
         self.said.append(("amended", fields["held"]))
@@ -318,7 +318,7 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     monkeypatch.setenv(contract.Env.RENDEZVOUS, "operator://job")
     offers = Offers()
     member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    member.world = world.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
+    member.world = who_trains.World(1, (1, 0) if rank == 0 else (0, 1), "", "")
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
     member._report_leaving()
@@ -344,7 +344,7 @@ def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_sav
 ) -> None:
     offers = Offers()
     member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
-    member.world, member.abandoned = world.World(1, (1, 0), "", ""), lambda: True
+    member.world, member.abandoned = who_trains.World(1, (1, 0), "", ""), lambda: True
     loop: Any = SimpleNamespace(_member=member, _settings=SimpleNamespace(environ={}), _warm=SimpleNamespace(killed=True))
     assert WorldLoop._leave(loop) == 137
     assert offers.owes
@@ -416,8 +416,8 @@ def test_status_and_report_say_the_same_goodput(tmp_path: Path) -> None:
 def test_workers_of_a_world_that_die_one_after_another_are_one_failure_and_those_that_never_came_back_are_more(tmp_path: Path):
     machine = Machine()
     launcher = a_launcher(tmp_path, machine)
-    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "a:1", "training starts", 0.0))
-    launcher.state = launcher.state.after(world.Call(2, "lost worker 0", False, launcher.clock()))
+    launcher.state = CoordinatorState({}, who_trains.World(1, (0, 1), "a:1", "training starts", 0.0))
+    launcher.state = launcher.state.after(who_trains.Call(2, "lost worker 0", False, launcher.clock()))
     counted = []
     for index in (0, 1, 1):
         launcher._worker_died(Ended(Worker(index, 1, 1), 137, ""))
@@ -441,11 +441,11 @@ def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: 
     monkeypatch.setattr(launcher.ledger, "write", lambda kind, **facts: on_disk(kind))
     for id in (0, 1):
         launcher.pool.present[id] = Worker(id, NO_PID, 1)
-        launcher._take(Report("r", id, world.MemberState.WAITING, address=f"a:{id}"))
+        launcher._take(Report("r", id, who_trains.MemberState.WAITING, address=f"a:{id}"))
     launcher._decide()
     failure = {"code": 1, "reason": "it failed"}
-    launcher._take(Report("r", 0, world.MemberState.WAITING, 1, address="a:0", failed=True, failure=failure))
-    launcher._take(Report("r", 1, world.MemberState.WAITING, 1, address="a:1"))
+    launcher._take(Report("r", 0, who_trains.MemberState.WAITING, 1, address="a:0", failed=True, failure=failure))
+    launcher._take(Report("r", 1, who_trains.MemberState.WAITING, 1, address="a:1"))
     for _ in range(2):
         launcher._decide()
     launcher._take(Ending(State.SUCCEEDED, "training is done", 0))
@@ -475,7 +475,7 @@ def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_t
         monkeypatch.setattr(revived.pool, "ended", list)
         revived.pool.present[0] = Worker(0, NO_PID, 1)
         revived._recover()
-        assert revived.state.world == dataclasses.replace(decode(world.World, world_before), at=revived.state.world.at)
+        assert revived.state.world == dataclasses.replace(decode(who_trains.World, world_before), at=revived.state.world.at)
         assert (revived.state.restarts, revived.state.counted, revived.state.followed) == (5, (3, 1), 4), again
         assert revived.newest_start() == (4, 2)
         assert (revived.status.interruptions, revived.state.called) == (2, None)
@@ -538,8 +538,8 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
     launcher._recover()
     assert launcher.status.saved is not None
     assert launcher.status.saved.name == "work/checkpoint-40"
-    launcher.formed(world.World(2, (0, 1), "", ""))
-    launcher.state = CoordinatorState({}, world.World(2, (0, 1), "", "", 0.0))
+    launcher.formed(who_trains.World(2, (0, 1), "", ""))
+    launcher.state = CoordinatorState({}, who_trains.World(2, (0, 1), "", "", 0.0))
     of_worker = {"logged": [9, 100, 1]}
     launcher.pool.present[0] = Worker(0, NO_PID, 1)
     monkeypatch.setattr(launcher.pool, "report", lambda _: of_worker)
@@ -569,7 +569,7 @@ def test_a_plain_scripts_checkpoint_is_known_from_the_start_and_at_the_end(tmp_p
 def test_a_launcher_that_takes_over_a_plain_script_that_trains_does_not_take_it_for_restarted(tmp_path: Path, monkeypatch):
     launcher = a_launcher(tmp_path, Machine())
     launcher.pool.present[0] = Worker(0, NO_PID, 1)
-    launcher.state = CoordinatorState({}, world.World(1, (0, 1), "", "", 0.0))
+    launcher.state = CoordinatorState({}, who_trains.World(1, (0, 1), "", "", 0.0))
     record = progress_file.Progress(generation=1, rank=0, phase="started", pid=7, started=1)
     monkeypatch.setattr("outlast.local.live_status.progress_file.read", lambda *_: record)
     told = {"logged": [46, 100, 1], "logged_more": {"pid": 7, "first": [0, 100, None]}}

@@ -34,7 +34,7 @@ from outlast.local import log_reader, output_dir
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.local.worker_processes import WorkerPool
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 
 def test_the_file_that_a_command_prints_to_is_no_code(here: Here) -> None:

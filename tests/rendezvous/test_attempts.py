@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from outlast.base.typed_json import decode
 from outlast.job.status import State
-from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, world
+from outlast.rendezvous import attempts, coordinator, restart_budget, root_cause, who_trains
 from outlast.rendezvous.attempts import Go, No, Participant, Past, Ready, Stage, Stop
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.messages import Gone, Report
@@ -311,11 +311,11 @@ class Counting:
         self.said: list[str] = []
         self.now = 100.0
         policy = restart_budget.Policy(limit, timedelta(hours=1))
-        self.settings = coordinator.Settings((1, 2), policy, world.Timeouts())
+        self.settings = coordinator.Settings((1, 2), policy, who_trains.Timeouts())
         self.state = coordinator.CoordinatorState({})
         if new:
             return
-        training = world.World(7, (3, 4), "a:1", "training starts", 0.0)
+        training = who_trains.World(7, (3, 4), "a:1", "training starts", 0.0)
         self.state = dataclasses.replace(self.state, world=training, followed=7)
         for id in (3, 4):
             self.hears(id)
@@ -400,14 +400,14 @@ def a_call_to_grow(run: Counting) -> None:
     run.now += 10.0
     run.tick(3, 4, 5)
     assert run.state.called is not None
-    assert run.state.called.cause is world.Cause.GROW
+    assert run.state.called.cause is who_trains.Cause.GROW
 
 
 def a_call_for_a_lost_worker(run: Counting) -> None:
     run.take(Gone(3))
     run.tick(3, 4)
     assert run.state.called is not None
-    assert run.state.called.cause is world.Cause.LOST
+    assert run.state.called.cause is who_trains.Cause.LOST
 
 
 @pytest.mark.parametrize("call", [a_call_to_grow, a_call_for_a_lost_worker])
@@ -438,7 +438,7 @@ class Silent:
 def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() -> None:
     """The report of rank 3 on attempt 1 comes before those of the others, of which the first three tell of attempt 0."""
     mesh, repairs = Silent(), Repairs(4, 10)
-    repairs.enter(world.World(7, (5, 6, 3, 4), "a:1", "training starts", 0.0), cast(Mesh, mesh))
+    repairs.enter(who_trains.World(7, (5, 6, 3, 4), "a:1", "training starts", 0.0), cast(Mesh, mesh))
     go = Go(7, 1, "a:2", 3, a_failure(3))
     mesh.handlers["attempt"](5, attempts.written(Stop(7, 1)))
     assert repairs.stop_requested()
@@ -456,7 +456,7 @@ def test_a_failure_of_a_high_rank_does_not_hide_what_was_repaired_before_it() ->
 def test_what_comes_before_a_member_is_where_it_is_meant_for_is_taken_when_it_is() -> None:
     """The mesh has acknowledged it, so nobody repeats it soon."""
     mesh, repairs = Silent(), Repairs(4, 10)
-    first = world.World(7, (4, 5), "a:1", "training starts", 0.0)
+    first = who_trains.World(7, (4, 5), "a:1", "training starts", 0.0)
     repairs.enter(first, cast(Mesh, mesh))
     mesh.handlers["attempt"](5, attempts.written(Ready(8, 1, "h-5:1", 9, a_failure(5))))  # it is in the next world already
     assert not repairs.stop_requested()

@@ -18,7 +18,7 @@ from coordinators import Coordinator, Etcd, Operator, Sockets
 from outlast.job import contract
 from outlast.rendezvous import member_client, transport
 from outlast.rendezvous.messages import Called, Closed
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from waits import until
 
 WORLD = World(1, (0, 1), "10.0.0.1:5", "all here", 5.0)

@@ -11,10 +11,10 @@ import pytest
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import Ending, State
-from outlast.rendezvous import restart_budget, root_cause, world
+from outlast.rendezvous import restart_budget, root_cause, who_trains
 from outlast.rendezvous.coordinator import CoordinatorState, Effect, Event, Record, Send, Settings, Tick, step
 from outlast.rendezvous.messages import Called, Closed, Gone, Report
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous.who_trains import MemberState, World
 
 
 class Coordinating:
@@ -23,7 +23,7 @@ class Coordinating:
     def __init__(self, workers: int = 3) -> None:
         self.now, self.workers = 1000.0, workers
         policy = restart_budget.Policy(9, timedelta(hours=1))
-        self.settings = Settings(tuple(range(1, workers + 1)), policy, world.Timeouts(start=0.0))
+        self.settings = Settings(tuple(range(1, workers + 1)), policy, who_trains.Timeouts(start=0.0))
         self.state = CoordinatorState({})
         self.told: dict[int, list[object]] = {id: [] for id in range(workers)}
         self.events: list[tuple[str, dict[str, Any]]] = []
@@ -56,10 +56,10 @@ class Coordinating:
     def tick(self) -> list[Effect]:
         return self.take(Tick(frozenset(range(self.workers))))
 
-    def look(self) -> world.Wait:
+    def look(self) -> who_trains.Wait:
         """What it waits for once it has nothing more to decide."""
         for _ in range(10):
-            if wait := next((effect for effect in self.tick() if isinstance(effect, world.Wait)), None):
+            if wait := next((effect for effect in self.tick() if isinstance(effect, who_trains.Wait)), None):
                 return wait
         raise AssertionError("it decides for ever")
 

@@ -20,10 +20,10 @@ from hypothesis import strategies as st
 
 from boards import BOARDS, Run
 from outlast.job import contract
-from outlast.rendezvous import world
+from outlast.rendezvous import who_trains
 from outlast.rendezvous.coordinator import CoordinatorState
 from outlast.rendezvous.partition import LONGEST_HELD_S
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 
 LONGEST_S = 2 * LONGEST_HELD_S
 """The longest time after which a coordinator looks again."""
@@ -97,17 +97,17 @@ HARMS: dict[str, Callable[[Run, int, float], object]] = {
 
 def check(run: Run, before: CoordinatorState, after: CoordinatorState) -> None:
     """Check a decision of a coordinator."""
-    members, now, timeouts = before.members, run.clock(), world.Timeouts()
+    members, now, timeouts = before.members, run.clock(), who_trains.Timeouts()
     ranks, generation = (before.world.members, before.world.generation) if before.world else ((), 0)
     pending = before.called if before.called and before.called.generation > generation else None
     new, call = after.world, after.called
     if new is not None and new is not before.world:
         assert pending is None or new.generation == pending.generation
         assert before.world is None or pending is not None, "a running world is not replaced without a call"
-        assert len(new.members) in world.allowed(run.sizes, members.values())
+        assert len(new.members) in who_trains.allowed(run.sizes, members.values())
         assert all(members[id].standing is MemberState.WAITING for id in new.members)
         assert new.address == members[new.members[0]].address
-        assert not {*world.lost(before, now).out} & {*new.members}
+        assert not {*who_trains.lost(before, now).out} & {*new.members}
         # No step was made in a world that one who holds the state has never taken up.
         late = [members[id] for id in ranks if id in members and members[id].generation < generation]
         stepped = min([generation, *(m.generation for m in late if m.held)])
@@ -127,8 +127,8 @@ def check(run: Run, before: CoordinatorState, after: CoordinatorState) -> None:
     elif after.ending and not before.ending and after.ending.code == contract.Exit.DONE:
         assert {(members[id].standing, members[id].generation) for id in ranks} == {(MemberState.DONE, generation)}
     for expected in (None, frozenset(range(run.workers))):
-        match world.decide(after, world.Desired(run.workers, run.sizes, expected), timeouts, now):
-            case world.Wait(reason, look_again):
+        match who_trains.decide(after, who_trains.Desired(run.workers, run.sizes, expected), timeouts, now):
+            case who_trains.Wait(reason, look_again):
                 assert reason
                 assert look_again is None or now < look_again <= now + LONGEST_S
 

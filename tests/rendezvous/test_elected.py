@@ -14,13 +14,13 @@ from outlast.base.clock import Clock
 from outlast.base.errors import EtcdAway
 from outlast.job import contract
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, messages, restart_budget, world
+from outlast.rendezvous import coordinator, messages, restart_budget, who_trains
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import election, key_schema
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.gateway import Outcome
 from outlast.rendezvous.etcd.member import EtcdMember, Identity
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 from simulated_etcd import Link, SimulatedEtcd
 
 OF = key_schema.Keys.of("/outlast", "team/a job")
@@ -59,7 +59,7 @@ class Bench:
             member.listed(member._store.range(OF.decided, prefix=True))
 
     def candidate(self, token: str, **fields: Any) -> tuple[election.Candidate, Voice]:
-        settings = coordinator.Settings((1, 2, 3), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts(start=2.0))
+        settings = coordinator.Settings((1, 2, 3), restart_budget.Policy(1, timedelta(hours=1)), who_trains.Timeouts(start=2.0))
         voice = Voice()
         link = Link(self.etcd, random.Random(0))
         how = {"clock": lambda: self.etcd.now, "random": lambda: 0.0, "nonce": lambda: next(self.words), **fields}
@@ -106,7 +106,7 @@ def fails(member: EtcdMember) -> None:
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
-    settings = coordinator.Settings((1,), restart_budget.Policy(1, timedelta(hours=1)), world.Timeouts())
+    settings = coordinator.Settings((1,), restart_budget.Policy(1, timedelta(hours=1)), who_trains.Timeouts())
     running = etcd.Running(servers.address("etcd://a"), "r", election.ElectionConfig(settings, Voice()))
     client = etcd.Board(servers.address("etcd://a"), Identity("r", 0))
     assert isinstance(running._candidate._config.clock, Clock)

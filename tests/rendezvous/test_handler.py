@@ -13,7 +13,7 @@ from torch.distributed.elastic.rendezvous import RendezvousParameters, Rendezvou
 import ports
 from outlast.base.errors import OutlastError
 from outlast.job import contract
-from outlast.rendezvous import entry_point, world
+from outlast.rendezvous import entry_point, who_trains
 from outlast.rendezvous.membership import Membership
 from outlast.worker.launch.rank_failures import Ended, Start
 
@@ -31,9 +31,9 @@ class Offers:
     generation = 0
 
     def report(self, standing: str, **fields: object) -> None:
-        if standing == world.MemberState.WAITING:
+        if standing == who_trains.MemberState.WAITING:
             self.generation += 1
-            self.world = world.World(self.generation, (0, 1), f"127.0.0.1:{ports.free()}", "")
+            self.world = who_trains.World(self.generation, (0, 1), f"127.0.0.1:{ports.free()}", "")
 
     def wait(self, timeout_s: float) -> None: ...
 
@@ -64,7 +64,9 @@ def test_a_world_gives_the_environment_no_new_name_while_other_threads_read_it(
         monkeypatch.delenv(name, raising=False)
     ours = handler.Handler(member)
     assert {os.environ[name] for name in member.numbers} == {"0"}
-    monkeypatch.setattr(member, "next_world", lambda _: setattr(member, "world", world.World(7, (1,), "127.0.0.1:5", "", held=3)))
+    monkeypatch.setattr(
+        member, "next_world", lambda _: setattr(member, "world", who_trains.World(7, (1,), "127.0.0.1:5", "", held=3))
+    )
     ours.next_rendezvous()
     assert [os.environ[name] for name in member.numbers] == ["7", "0", "3"]
 

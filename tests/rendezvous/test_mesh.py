@@ -18,7 +18,7 @@ from outlast.rendezvous.mesh.mesh import Mesh, Undelivered
 from outlast.rendezvous.mesh.watched_peers import PeerState
 from outlast.rendezvous.messages import Report
 from outlast.rendezvous.vocabulary import Desired, State, Timeouts, World
-from outlast.rendezvous.world import decide
+from outlast.rendezvous.who_trains import decide
 from waits import until
 
 KEY = b"key of the run"

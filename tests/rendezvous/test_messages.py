@@ -18,7 +18,7 @@ from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.messages import Called, Closed
 from outlast.rendezvous.restart_budget import Record
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Call, Cause, MemberState, World
+from outlast.rendezvous.who_trains import Call, Cause, MemberState, World
 
 Document = dict[str, Any]
 

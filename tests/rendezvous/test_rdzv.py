@@ -16,7 +16,7 @@ from outlast.cli.cluster import rdzv
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.client import Present, Run
 from outlast.rendezvous.messages import Closed, Report
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.who_trains import Call, World
 
 Outlast = Callable[..., tuple[int, str, str]]
 

@@ -24,7 +24,7 @@ from outlast.rendezvous import coordinator, messages, torchrun, transport
 from outlast.rendezvous.etcd import client as rendezvous
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.election import ElectionConfig
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 from waits import until
 
 

@@ -17,10 +17,10 @@ from outlast.base.typed_json import decode
 from outlast.job import contract, sealed_lines, spec
 from outlast.job.ledger import Ledger
 from outlast.job.status import Ending, State
-from outlast.rendezvous import messages, worker0, world
+from outlast.rendezvous import messages, who_trains, worker0
 from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 from waits import until
 
 KEY = b"the key of the run"
@@ -204,15 +204,15 @@ def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytes
 
 
 def test_decisions_that_fail_are_tried_again(run: Run, monkeypatch: pytest.MonkeyPatch, capfd) -> None:
-    decide, fails = world.decide, [True, True]
+    decide, fails = who_trains.decide, [True, True]
 
-    def failing(*arguments: Any) -> world.Decision:
+    def failing(*arguments: Any) -> who_trains.Decision:
         if fails:
             fails.pop()
             raise TypeError("a mistake")
         return decide(*arguments)
 
-    monkeypatch.setattr(world, "decide", failing)
+    monkeypatch.setattr(who_trains, "decide", failing)
     members = [run.client(id) for id in (0, 1)]
     until(lambda: all(member.world for member in members))
     assert run.broken == []

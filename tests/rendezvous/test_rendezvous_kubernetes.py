@@ -22,7 +22,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api, board
 from outlast.kubernetes.api import kinds
 from outlast.rendezvous import messages, transport
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous.who_trains import MemberState, World
 from waits import until
 
 

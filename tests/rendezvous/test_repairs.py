@@ -18,7 +18,7 @@ from outlast.rendezvous import world_store
 from outlast.rendezvous.membership import Membership
 from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from waits import until
 
 KILLED = {"rank": 1, "code": 137, "reason": "rank 1 on worker 1 was killed by SIGKILL", "time": 5.0, "echo": False}

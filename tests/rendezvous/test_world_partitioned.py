@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from outlast.rendezvous import world
+from outlast.rendezvous import who_trains
 from outlast.rendezvous.partition import Loss
-from outlast.rendezvous.world import Call, Cause, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
+from outlast.rendezvous.who_trains import Call, Cause, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
 
 WAITING, TRAINING, DONE = MemberState.WAITING, MemberState.TRAINING, MemberState.DONE
 TIMEOUTS = Timeouts(start=30, recovery=1, growth=5, leave=120, answer=10)
@@ -24,7 +24,7 @@ def a_state(*members: Member, called: Call | None = None, lost=None, ranks=(0, 1
 
 
 def decide(state: State, now=NOW, wanted=THREE) -> Decision:
-    return world.decide(state, wanted, TIMEOUTS, now)
+    return who_trains.decide(state, wanted, TIMEOUTS, now)
 
 
 def a_silent_worker(*, refused=()) -> State:

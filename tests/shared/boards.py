@@ -36,7 +36,7 @@ from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.etcd.member import EtcdMember, Identity
 from outlast.rendezvous.messages import Gone, Published, Report
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Call, MemberState, State, World
+from outlast.rendezvous.who_trains import Call, MemberState, State, World
 from simulated import Cluster
 from simulated_etcd import Link, SimulatedEtcd, Watch
 

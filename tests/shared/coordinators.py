@@ -22,7 +22,7 @@ from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import put
 from outlast.rendezvous.messages import Called, Closed, Gone, Report
 from outlast.rendezvous.transports import sockets
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.who_trains import Call, World
 
 Document = dict[str, Any]
 

@@ -23,7 +23,7 @@ from outlast.job.workerfiles import progress_file as progress
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.rendezvous import root_cause
 from outlast.rendezvous.membership import LOOK_S, Membership
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from outlast.worker.agent import reporter
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.hangs import hang_limit, stacks

@@ -33,7 +33,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEASE
 from outlast.rendezvous.messages import Called, Closed, Published, Report
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member

@@ -32,7 +32,7 @@ from outlast.job.status import Ending, JobStatus, State, StoreStatus
 from outlast.local.live_status import LiveStatus
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir
 from outlast.local.worker_processes import Ended, WorkerPool
-from outlast.rendezvous import coordinator, root_cause, world
+from outlast.rendezvous import coordinator, root_cause, who_trains
 from outlast.rendezvous.coordinator import PersistedState
 from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports import sockets
@@ -281,16 +281,16 @@ class Launcher:
                     self.pool.kill(id, f"is heard by nobody ({reason})")
                 case Ending():
                     self._end(effect)
-                case world.World():
+                case who_trains.World():
                     self.formed(effect)
-                case world.Wait():
+                case who_trains.Wait():
                     called = self.state.called
                     if (called and self.clock() - called.at > WAIT_NOTICE_S) or (not called and not self.state.world):
                         self.status.reason, self.status.waits = effect.reason, effect.steady
                     elif effect.idle not in self.status.reason:
                         self.status.reason = effect.reason
 
-    def formed(self, new: world.World) -> None:
+    def formed(self, new: who_trains.World) -> None:
         now = self.clock()
         self.status.started = self.status.started or time.time()
         self.started = now if self.started is None else self.started

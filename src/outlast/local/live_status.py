@@ -29,7 +29,7 @@ from outlast.job.status import (
 from outlast.job.workerfiles import guessed_progress, progress_file
 from outlast.local.state_dir import Run, StateDir
 from outlast.local.worker_processes import Worker, WorkerPool
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0

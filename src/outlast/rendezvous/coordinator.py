@@ -2,8 +2,8 @@
 
 A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
 agent (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
-performs the effects in order. `world.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator may
-die at any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
+performs the effects in order. `who_trains.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator
+may die at any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
 from outlast.job.status import Ending, State
-from outlast.rendezvous import attempts, messages, partition, restart_budget, root_cause, world
+from outlast.rendezvous import attempts, messages, partition, restart_budget, root_cause, who_trains
 from outlast.rendezvous.restart_budget import Stop
 from outlast.rendezvous.root_cause import Known, Pending
-from outlast.rendezvous.world import Call, Cause, MemberState, Wait, World
+from outlast.rendezvous.who_trains import Call, Cause, MemberState, Wait, World
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -37,7 +37,7 @@ class Settings:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     policy: restart_budget.Policy
-    timeouts: world.Timeouts
+    timeouts: who_trains.Timeouts
     fences: bool = True
     """True if unresponsive members are made to exit, since workers that exit are restarted."""
     gives_up: bool = True
@@ -46,7 +46,7 @@ class Settings:
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
         """Return the settings from a job's spec."""
-        timeouts = replace(world.Timeouts(), leave=fields.interruption.grace.total_seconds())
+        timeouts = replace(who_trains.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restart_budget.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
 
@@ -55,8 +55,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """A time to decide. `expected` is as in `world.Desired`, and `replicas` defaults to its size. `cause` is the cause of the
-    pending failures, if the owner knows more about it than the reports say."""
+    """A time to decide. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the cause of
+    the pending failures, if the owner knows more about it than the reports say."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -169,8 +169,8 @@ class PersistedState:
 
 
 @dataclass(frozen=True)
-class CoordinatorState(world.State):
-    """A coordinator's state: the input of `world.decide`, the members' reports, and the failures."""
+class CoordinatorState(who_trains.State):
+    """A coordinator's state: the input of `who_trains.decide`, the members' reports, and the failures."""
 
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
@@ -298,24 +298,24 @@ class _Step:
         """Make the next decision, unless it is too early."""
         state, now = self.state, self.now
         early = root_cause.held_until(state.pending, state.pending_since, now, root_cause.COORDINATOR) is not None
-        if early and not world.lost(state, now).out:
+        if early and not who_trains.lost(state, now).out:
             return
         sizes, expected = self.settings.sizes, tick.expected
         most = sizes[-1] if expected is None else min(len(expected), sizes[-1])
-        desired = world.Desired(most if tick.replicas is None else tick.replicas, sizes, expected)
-        decision = world.decide(state, desired, self.settings.timeouts, now)
+        desired = who_trains.Desired(most if tick.replicas is None else tick.replicas, sizes, expected)
+        decision = who_trains.decide(state, desired, self.settings.timeouts, now)
         match decision:
-            case world.Call():
+            case who_trains.Call():
                 self.call(decision)
-            case world.World():
+            case who_trains.World():
                 self.form(decision, tick.cause)
-            case world.Closed(reason, True):
+            case who_trains.Closed(reason, True):
                 self.end(Ending(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED))
-            case world.Wait():
+            case who_trains.Wait():
                 self.effects.append(decision)
 
     def call(self, call: Call) -> None:
-        before, verdict = self.state, world.lost(self.state, self.now)
+        before, verdict = self.state, who_trains.lost(self.state, self.now)
         self.state = before.after(call)
         if verdict.out and call.cause is Cause.LOST:
             lost = {"workers": list(verdict.out), "by": list(verdict.by), "reason": call.reason}
@@ -395,7 +395,7 @@ class _Step:
     def count(self, known: Known, at: float, pending: Sequence[Pending] = (), *, past: attempts.Past | None = None) -> None:
         """Count a failure that occurred at time `at`, which may end the run. `past` is set if the members have repaired it."""
         state = self.state
-        fits, policy = world.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
+        fits, policy = who_trains.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
         failure, verdict = root_cause.judge(known, state.history, policy, at, pending=pending, current=state.world, fits=fits)
         self.state = replace(state, failure=failure.document(but=("traceback",)))
         texts = {name: text for name in ("traceback", "log_tail") if (text := getattr(failure, name))}

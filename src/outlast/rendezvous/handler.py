@@ -30,7 +30,7 @@ from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 from outlast.job import contract, sealed_lines
 from outlast.rendezvous import transport, world_store
 from outlast.rendezvous.membership import Membership, NoWorld, RunClosed
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 
 BACKEND = "outlast"
 

@@ -33,7 +33,7 @@ from outlast.rendezvous.member_client import Client
 from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.mesh import Mesh
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
 """Interval at which training processes are asked for their batch until they have reported it."""

@@ -11,7 +11,7 @@ Otherwise all live members report within AGREE_S, then the largest side with a s
 
 A minority never removes a silent majority on its own report alone: all members are called first (`ask`), and members that do not
 answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and no member is lost.
-Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.world`.
+Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.who_trains`.
 """
 
 from __future__ import annotations

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING, Any
 
 from outlast.rendezvous import attempts
 from outlast.rendezvous.attempts import Go, Past, Stage
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh

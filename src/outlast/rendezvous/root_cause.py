@@ -17,7 +17,7 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.rendezvous import restart_budget
-from outlast.rendezvous.world import Call, Cause, World, until
+from outlast.rendezvous.who_trains import Call, Cause, World, until
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
 """The fields that a `Failure` takes from `messages.Report.failure`."""

@@ -20,7 +20,7 @@ from typing import Any
 from outlast.base.backoff import pause
 from outlast.base.errors import EtcdAway, OutlastError
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, member_client, restart_budget, world
+from outlast.rendezvous import coordinator, member_client, restart_budget, who_trains
 from outlast.rendezvous.etcd import client as etcd
 from outlast.rendezvous.etcd import gateway as servers
 from outlast.rendezvous.etcd.member import TTL_S, Identity
@@ -29,8 +29,8 @@ DEFAULTS = {
     "ttl": float(TTL_S),
     "join_timeout": 600.0,
     "last_call_timeout": 30.0,
-    "recovery_timeout": world.Timeouts().recovery,
-    "growth_timeout": world.Timeouts().growth,
+    "recovery_timeout": who_trains.Timeouts().recovery,
+    "growth_timeout": who_trains.Timeouts().growth,
     "connect_timeout": 60.0,
 }
 """Options in seconds, with their defaults."""
@@ -58,7 +58,7 @@ class Client(member_client.Client):
         self.board = etcd.Board(where, who)
         super().__init__(self.board)
         self.token = who.token
-        timeouts = world.Timeouts(
+        timeouts = who_trains.Timeouts(
             start=seconds["last_call_timeout"], recovery=seconds["recovery_timeout"], growth=seconds["growth_timeout"]
         )
         settings = coordinator.Settings(tuple(range(least, most + 1)), _FOREVER, timeouts)
@@ -98,7 +98,7 @@ class Client(member_client.Client):
         atexit.unregister(self.close)
         super().close()
         if self._candidate_started:
-            self._running.close(done=self._standing == world.MemberState.DONE)
+            self._running.close(done=self._standing == who_trains.MemberState.DONE)
 
 
 class Printer:

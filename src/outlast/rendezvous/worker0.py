@@ -24,7 +24,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.ledger import Ledger
 from outlast.job.status import State
-from outlast.rendezvous import coordinator, world
+from outlast.rendezvous import coordinator, who_trains
 from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
@@ -128,7 +128,7 @@ class Host:
             match effect:
                 case coordinator.Send(to, kind, message):
                     self._server.send(to, kind, message)
-                case world.Wait(reason, steady=steady) if self.state.world is None and steady != self._printed:
+                case who_trains.Wait(reason, steady=steady) if self.state.world is None and steady != self._printed:
                     self._printed = steady
                     self.say(reason)
                 case _:

@@ -11,7 +11,7 @@ from datetime import timedelta
 from torch.distributed import TCPStore  # type: ignore[attr-defined] # its type stubs forget it
 
 from outlast.base import tcp
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 TIMEOUT_S = 30.0
 """Timeout for requests to a world's store, once connected."""

@@ -23,7 +23,7 @@ from outlast.job.status import State
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.manifests import labels
 from outlast.rendezvous.restart_budget import History, Record
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.who_trains import Call, World
 
 Document = dict[str, Any]
 T = TypeVar("T")

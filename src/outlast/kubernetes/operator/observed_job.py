@@ -27,7 +27,7 @@ from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leaving_nodes import Departure
 from outlast.rendezvous import root_cause
 from outlast.rendezvous.messages import Report
-from outlast.rendezvous.world import Member
+from outlast.rendezvous.who_trains import Member
 
 Document = Mapping[str, Any]
 

@@ -15,8 +15,8 @@ from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.operator import desired, elasticjob_status, kueue_workloads
 from outlast.kubernetes.operator.observed_job import JobSnapshot, MemberReport, Pod
 from outlast.kubernetes.operator.plan import Deletion, Document, Event, Plan
-from outlast.rendezvous import restart_budget, world
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous import restart_budget, who_trains
+from outlast.rendezvous.who_trains import MemberState
 
 UNREACHABLE = "Unheard"
 """Condition reason while most workers are silent."""
@@ -46,7 +46,7 @@ class ReconcilePass:
         """How the workers of these pods ended, by uid."""
         self._alive_pods = [pod for pod in snapshot.pods if pod.alive]
         self._requeue_times: list[float] = []
-        self._members: tuple[world.World | None, frozenset[int]] = (None, frozenset())
+        self._members: tuple[who_trains.World | None, frozenset[int]] = (None, frozenset())
 
     @property
     def spec(self) -> spec.Spec:
@@ -108,8 +108,8 @@ class ReconcilePass:
         return late if held or 2 * len(late) > len(expected) else []
 
     @property
-    def timeouts(self) -> world.Timeouts:
-        return dataclasses.replace(world.Timeouts(), leave=self.spec.interruption.grace.total_seconds())
+    def timeouts(self) -> who_trains.Timeouts:
+        return dataclasses.replace(who_trains.Timeouts(), leave=self.spec.interruption.grace.total_seconds())
 
     @property
     def policy(self) -> restart_budget.Policy:
@@ -128,9 +128,9 @@ class ReconcilePass:
         return max(now, default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
-        """Return the end of a wait that began at this time, or None once the wait is over. See `world.until` about clock
+        """Return the end of a wait that began at this time, or None once the wait is over. See `who_trains.until` about clock
         jumps."""
-        return world.until(at, wait_s, self.now)
+        return who_trains.until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)

@@ -25,7 +25,7 @@ from outlast.job.contract import Env
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.member import EtcdMember, Identity
 from outlast.rendezvous.messages import Closed, Published, Report
-from outlast.rendezvous.world import Call, World
+from outlast.rendezvous.who_trains import Call, World
 
 if TYPE_CHECKING:
     from outlast.rendezvous.etcd.election import ElectionConfig

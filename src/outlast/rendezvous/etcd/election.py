@@ -19,7 +19,7 @@ from outlast.base.errors import EtcdError
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import Ending, State
-from outlast.rendezvous import coordinator, messages, world
+from outlast.rendezvous import coordinator, messages, who_trains
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
 from outlast.rendezvous.etcd.member import TTL_S, Store
@@ -124,7 +124,7 @@ class Term:
             return
         ranks, generation = self.state.world.members, self.state.world.generation
         for id in set(last.done if last else ()) & set(ranks) - self.state.members.keys():
-            self.state = self.state.reported(world.Member(id, "", world.MemberState.DONE, generation, now))
+            self.state = self.state.reported(who_trains.Member(id, "", who_trains.MemberState.DONE, generation, now))
         inside = [member.id for member in self.state.inside]
         if not inside:
             self._listen_until = now + REPORT_S
@@ -243,9 +243,9 @@ class Term:
         self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
         for effect in effects:
             match effect:
-                case world.Wait(steady=steady):
+                case who_trains.Wait(steady=steady):
                     self._own = replace(self._own, why=steady)
-                case world.World(members=ranks):
+                case who_trains.World(members=ranks):
                     self._own = replace(self._own, tokens=tuple(self._seen[id][0] for id in ranks))
                 case coordinator.Fence(id, reason):  # recorded by the process's token
                     ended = [*self._own.ended.items(), (self._seen[id][0], reason)]
@@ -265,12 +265,12 @@ class Term:
         if self.state.world and not self.state.inside:
             min_generation = max(self.state.min_generation, self.state.generation)
             reason = "no member of the last world is left"
-            called = world.Call(min_generation + 1, reason, False, self.clock(), cause=world.Cause.LOST)
+            called = who_trains.Call(min_generation + 1, reason, False, self.clock(), cause=who_trains.Cause.LOST)
             self.state = replace(self.state, world=None, called=called, min_generation=min_generation, since=-math.inf)
 
     def _state_to_publish(self) -> key_schema.Published:
         state, tokens = self.state.persisted(self.clock()), self._own.tokens if self.state.world else ()
-        done = sorted(member.id for member in self.state.inside if member.standing is world.MemberState.DONE)
+        done = sorted(member.id for member in self.state.inside if member.standing is who_trains.MemberState.DONE)
         return replace(self._own, **vars(state), tokens=tokens, done=tuple(done))
 
     def _publish(self) -> None:

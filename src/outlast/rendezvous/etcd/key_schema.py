@@ -22,7 +22,7 @@ from outlast.job import contract
 from outlast.rendezvous.coordinator import PersistedState
 from outlast.rendezvous.etcd.gateway import KeyValue
 from outlast.rendezvous.messages import Report
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 
 _WIRE = {
     "nnodes": "terms",

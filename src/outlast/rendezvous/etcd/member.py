@@ -19,7 +19,7 @@ from outlast.job import contract
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous.messages import Called, Closed, Report
-from outlast.rendezvous.world import MemberState, World
+from outlast.rendezvous.who_trains import MemberState, World
 
 
 class Store(Protocol):

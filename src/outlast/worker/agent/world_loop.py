@@ -28,7 +28,7 @@ from outlast.rendezvous.attempts import Past
 from outlast.rendezvous.membership import Membership, RunClosed
 from outlast.rendezvous.messages import Closed
 from outlast.rendezvous.repairs import Repairs
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank_failures, rank_processes, script_files, warm_request
 from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess

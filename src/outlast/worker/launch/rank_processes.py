@@ -19,7 +19,7 @@ import time
 from collections.abc import Mapping, Sequence
 
 from outlast.base import unix_sockets
-from outlast.rendezvous.world import World
+from outlast.rendezvous.who_trains import World
 from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
 

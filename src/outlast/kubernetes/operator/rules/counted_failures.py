@@ -15,9 +15,9 @@ from outlast.kubernetes.operator.elasticjob_status import CountedFailure
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.plan import Document, Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
-from outlast.rendezvous import attempts, restart_budget, root_cause, world
+from outlast.rendezvous import attempts, restart_budget, root_cause, who_trains
 from outlast.rendezvous.root_cause import Pending
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 
 
 def uncounted(rec: ReconcilePass) -> list[Pending]:
@@ -60,7 +60,7 @@ def member_has_not_failed(rec: ReconcilePass) -> bool:
     )
 
 
-def count_reported(rec: ReconcilePass, pending: list[Pending], new: world.World | None = None) -> None:
+def count_reported(rec: ReconcilePass, pending: list[Pending], new: who_trains.World | None = None) -> None:
     """Count one generation's failures as one, the failure that caused them. Secondary failures are explained by a member that is
     missing from the new world."""
     echo, failure = root_cause.cause(pending)
@@ -128,7 +128,7 @@ def count(
     status, committed = rec.status, root_cause.committed(past.failure) if past else None
     told = root_cause.Known(failure, raised_step, rec.committed if committed is None else committed)
     reports = (report.member for report in rec.snapshot.reports.values())
-    fits = world.fits(status.world, rec.spec.workers.allowed(), reports)
+    fits = who_trains.fits(status.world, rec.spec.workers.allowed(), reports)
     failure, verdict = root_cause.judge(
         told, status.history, rec.policy, rec.now - ago_s, pending=pending, current=status.world, fits=fits
     )

@@ -10,7 +10,7 @@ from outlast.kubernetes.api import document_parsing, pod_status
 from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
-from outlast.rendezvous.world import Call, Cause
+from outlast.rendezvous.who_trains import Call, Cause
 
 
 def unreadable(rec: ReconcilePass) -> None:

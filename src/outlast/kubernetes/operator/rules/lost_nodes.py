@@ -76,7 +76,7 @@ def cut_off_workers(rec: ReconcilePass) -> None:
 
 
 def excluded(rec: ReconcilePass) -> dict[int, Loss]:
-    """Return the workers excluded from worlds, as `rendezvous.world` represents them."""
+    """Return the workers excluded from worlds, as `rendezvous.who_trains` represents them."""
     return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
 
 

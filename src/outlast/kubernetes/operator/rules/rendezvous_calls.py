@@ -1,4 +1,4 @@
-"""Rules that decide, with `rendezvous.world`, which workers train together. Pure."""
+"""Rules that decide, with `rendezvous.who_trains`, which workers train together. Pure."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from outlast.kubernetes.operator import desired, elasticjob_status, reconcile_pa
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures, lost_nodes
 from outlast.kubernetes.operator.rules.replaced_workers import desired_indices
-from outlast.rendezvous import root_cause, world
-from outlast.rendezvous.world import Call, Cause, MemberState
+from outlast.rendezvous import root_cause, who_trains
+from outlast.rendezvous.who_trains import Call, Cause, MemberState
 
 ARRIVE_S = 2.0
 """Debounce: missing workers are reported only once no worker has joined for this long."""
@@ -23,15 +23,15 @@ _SUSPENDED_STATES = (State.SUSPENDED, State.QUEUED)
 def world_decided(rec: ReconcilePass) -> None:
     """Decide which workers train together, and publish the world for the agents."""
     state = _state(rec)
-    request = world.Desired(rec.desired, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
+    request = who_trains.Desired(rec.desired, rec.spec.workers.allowed(), frozenset(desired_indices(rec)))
     pending = counted_failures.uncounted(rec)
     since = min((each.failure.time for each in pending), default=rec.now)
-    explained = counted_failures.member_is_missing(rec) or bool(world.lost(state, rec.now).out)
+    explained = counted_failures.member_is_missing(rec) or bool(who_trains.lost(state, rec.now).out)
     if not explained and (end := root_cause.held_until(pending, since, rec.now, root_cause.OPERATOR)) is not None:
         return rec.requeue_at(end)
     for _ in range(4):
-        decision = world.decide(state, request, rec.timeouts, rec.now)
-        if isinstance(decision, world.World) and pending:
+        decision = who_trains.decide(state, request, rec.timeouts, rec.now)
+        if isinstance(decision, who_trains.World) and pending:
             counted_failures.count_reported(rec, pending, decision)
             if rec.skip_rest:
                 return
@@ -39,15 +39,15 @@ def world_decided(rec: ReconcilePass) -> None:
         state = state.after(decision)
         lost_nodes.record_losses(rec, state.lost)
         match decision:
-            case world.Call():
+            case who_trains.Call():
                 _called(rec, decision)
-            case world.World():
+            case who_trains.World():
                 _formed(rec, decision)
-            case world.Closed(reason, True):
+            case who_trains.Closed(reason, True):
                 return rec.finish(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED)
-            case world.Closed(reason):
+            case who_trains.Closed(reason):
                 return _suspended(rec, reason)
-            case world.Wait() as wait:
+            case who_trains.Wait() as wait:
                 _report_waiting(rec, state, wait)
                 rec.requeue_at(wait.look_again)
                 break
@@ -60,9 +60,9 @@ def world_decided(rec: ReconcilePass) -> None:
         rec.requeue_at(settled)
 
 
-def _state(rec: ReconcilePass) -> world.State:
-    """Return the input of `world.decide`. The newest saved step is capped at the current world's newest step, as that world may
-    have resumed from an earlier step than its predecessor had reached."""
+def _state(rec: ReconcilePass) -> who_trains.State:
+    """Return the input of `who_trains.decide`. The newest saved step is capped at the current world's newest step, as that world
+    may have resumed from an earlier step than its predecessor had reached."""
     status = rec.status
     members = {}
     for id, report in rec.snapshot.reports.items():
@@ -76,7 +76,7 @@ def _state(rec: ReconcilePass) -> world.State:
     if called is not None:  # a lost watch or a clock change must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
     held = max([rec.committed, *(report.progress.snapshot for report in rec.snapshot.reports.values())])
-    return world.State(members, status.world, called, lost=lost_nodes.excluded(rec), held=min(held, rec.step))
+    return who_trains.State(members, status.world, called, lost=lost_nodes.excluded(rec), held=min(held, rec.step))
 
 
 def _called(rec: ReconcilePass, call: Call) -> None:
@@ -88,7 +88,7 @@ def _called(rec: ReconcilePass, call: Call) -> None:
     rec.set_state(state, call.reason, what, event=True, warning=not call.planned)
 
 
-def _formed(rec: ReconcilePass, new: world.World) -> None:
+def _formed(rec: ReconcilePass, new: who_trains.World) -> None:
     size = len(new.members)
     few = size <= elasticjob_status.MAX_LEDGER_EVENTS  # a status is small
     members = {"workers": list(new.members)} if few else {"size": size}
@@ -101,7 +101,7 @@ def _formed(rec: ReconcilePass, new: world.World) -> None:
     rec.set_state(State.RUNNING, new.reason, "Training", event=True)
 
 
-def _report_waiting(rec: ReconcilePass, state: world.State, wait: world.Wait) -> None:
+def _report_waiting(rec: ReconcilePass, state: who_trains.State, wait: who_trains.Wait) -> None:
     """Report the state while there is no decision, and why pods cannot start, if that is the reason."""
     reason = wait.steady
     if state.world is not None and state.called is None:

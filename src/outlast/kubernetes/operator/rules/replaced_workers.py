@@ -17,7 +17,7 @@ from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures
 from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
-from outlast.rendezvous.world import MemberState
+from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
 """If a pod lives for less than this, a pause follows its loss: its node would reject the next pod as well."""

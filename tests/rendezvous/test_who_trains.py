@@ -7,8 +7,20 @@ from dataclasses import replace
 
 import pytest
 
-from outlast.rendezvous import world
-from outlast.rendezvous.world import Call, Cause, Closed, Decision, Desired, Member, MemberState, State, Timeouts, Wait, World
+from outlast.rendezvous import who_trains
+from outlast.rendezvous.who_trains import (
+    Call,
+    Cause,
+    Closed,
+    Decision,
+    Desired,
+    Member,
+    MemberState,
+    State,
+    Timeouts,
+    Wait,
+    World,
+)
 
 WAITING, TRAINING, LEAVING, DONE = MemberState.WAITING, MemberState.TRAINING, MemberState.LEAVING, MemberState.DONE
 TIMEOUTS = Timeouts(start=30, recovery=1, growth=5, leave=120, answer=10)
@@ -37,7 +49,7 @@ def decided(*members, world=None, called=None, want=None, now=NOW, since=-math.i
 
 
 def decide(state, want, now) -> Decision:
-    return world.decide(state, want, TIMEOUTS, now)
+    return who_trains.decide(state, want, TIMEOUTS, now)
 
 
 def training(*ids, generation=4):
@@ -146,8 +158,8 @@ def knows(member, batch, *, start=(1, 0)):
 )
 def test_the_newest_batch_says_which_sizes_are_allowed(sizes, batches, expected):
     members = [replace(a_worker(id), batch=batch) for id, batch in enumerate(batches)]
-    assert world.allowed(sizes, members) == expected
-    assert world.allowed(sizes, reversed(members)) == expected
+    assert who_trains.allowed(sizes, members) == expected
+    assert who_trains.allowed(sizes, reversed(members)) == expected
 
 
 def test_a_world_that_refused_its_size_is_followed_by_one_that_can_share_the_batch():
