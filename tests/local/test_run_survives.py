@@ -46,6 +46,8 @@ def test_whatever_is_killed_or_stopped_changes_nothing_in_the_result(machine, un
     (rank,) = before.workers[1].ranks
     assert {f"outlast: rank {rank.rank} exact.py", "outlast: agent 1", "outlast: warm process"} <= called
     assert f"outlast: launcher {machine.directory}" in " ".join(called)
+    shown = [each.environ() for each in agent.children(recursive=True)]
+    assert [environ["LOCAL_RANK"] for environ in shown if "LOCAL_RANK" in environ] == ["0"]
     after = repaired_by_its_members(machine, name, before)
     kill(before.launcher)
     after = machine.wait(name, lambda s: s.launcher not in (None, before.launcher) and s.step > 20 and bool(s.world))

@@ -168,3 +168,20 @@ def test_nobody_is_forked_for_a_launcher_that_has_stopped_waiting(
     until(lambda: (tmp_path / "log").read_bytes().endswith(b"\n"))
     assert json.loads((tmp_path / "log").read_bytes())["pid"] == pid
     os.kill(pid, signal.SIGKILL)
+
+
+def test_proc_shows_the_local_rank_of_a_rank_alone(tmp_path: Path) -> None:
+    """Tools and people find training processes by it, as they find torchrun's."""
+    program = (
+        "import os, psutil; from outlast.worker.launch import sibling\n"
+        "before = open('/proc/self/environ').read()\n"
+        "if os.fork(): os.wait()\n"
+        "else: sibling.show_local_rank('3')\n"
+        "print('\\0LOCAL_RANK=' in before, psutil.Process().environ().get('LOCAL_RANK'), psutil.Process().environ()['HERE'])"
+    )
+    process = mock.Mock()
+    with mock.patch.object(subprocess, "Popen", process):
+        sibling.start_warm(sys.executable, {**os.environ, "OUTLAST_WORKER_STATE": str(tmp_path), "HERE": "yes"})
+    environ = process.call_args.kwargs["env"]
+    done = subprocess.run([sys.executable, "-c", program], env=environ, capture_output=True, text=True, check=True)
+    assert sorted(done.stdout.splitlines()) == ["False 3 yes", "False None yes"]

@@ -33,6 +33,9 @@ KIND = "agent"
 ANSWER_S = 1.0
 """Timeout for the response in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
+ROOM = "_LOCAL_RANK"
+"""A variable of the warm process, as long as `LOCAL_RANK` with its value, in the place of which a training process shows it."""
+_ROOM_VALUE = "0000"
 
 
 class Forked:
@@ -71,7 +74,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], warm_request.SOCKET), str(os.getpid())]
-    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env=environ)
+    return subprocess.Popen(command, stdin=subprocess.DEVNULL, env={**environ, ROOM: _ROOM_VALUE})
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
@@ -117,10 +120,20 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 def show(changed: Mapping[str, str]) -> None:
     """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment that C code sees."""
+    _overwrite({f"{name}=": f"{name}={value}" for name, value in changed.items()})
+
+
+def show_local_rank(local_rank: str) -> None:
+    """Show LOCAL_RANK in this training process's /proc/<pid>/environ, as in torchrun's processes: people find ranks by it."""
+    room = f"{ROOM}={_ROOM_VALUE}"
+    _overwrite({room: f"LOCAL_RANK={local_rank}".ljust(len(room), "\0")})
+
+
+def _overwrite(entries: Mapping[str, str]) -> None:
+    """Write these texts over entries that begin with the keys; none may be longer than the entry."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)
-    for name, value in changed.items():
-        entry, text = b"\0" + os.fsencode(name) + b"=", os.fsencode(value)
-        if (at := block.find(entry)) >= 0:
-            ctypes.memmove(start + at + len(entry) - 1, text, len(text))
+    for old, new in entries.items():
+        if (at := block.find(b"\0" + os.fsencode(old))) >= 0:
+            ctypes.memmove(start + at, os.fsencode(new), len(os.fsencode(new)))

@@ -255,6 +255,8 @@ def become(request: Request) -> None:
 
         world_store.main(request.argv)
     else:
+        if sys.platform == "linux":
+            sibling.show_local_rank(request.env["LOCAL_RANK"])
         from outlast.worker.launch import training_process
 
         if request.imports_fd is not None:
@@ -321,6 +323,7 @@ def main(argv: list[str]) -> None:
     """
     os_calls.die_with(int(argv[1]))
     gc.disable()
+    os.environ.pop(sibling.ROOM, None)
     environ = dict(os.environ)
     os_calls.entitle("warm process")
     relocatable.offer()
