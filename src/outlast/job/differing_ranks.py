@@ -15,7 +15,7 @@ from outlast.job import slow_ranks
 FEWEST = 3
 """Minimum number of workers needed to tell which one is wrong."""
 WAYS_BACK = 3
-"""A run that would go back to about the same step for this many times ends instead."""
+"""A run that would have to go back to about the same step this many times ends instead."""
 _KEYS = 20
 """Maximum number of tensor names that are recorded."""
 
