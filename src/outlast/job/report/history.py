@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return about `most` segments: first the longest ones lost to training, then the longest of the rest. The time between two
-    of them becomes one segment, with the bucket that most of it belongs to."""
+    """Return about `most` segments. Half are the longest ones: first those in which training was disturbed, then the rest. The
+    time between two of them becomes one segment, with the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))

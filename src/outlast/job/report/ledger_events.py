@@ -61,7 +61,7 @@ def usable(event: Mapping[str, Any]) -> bool:
     return isinstance(kind, str) and _has_fields(kind, tuple(event), tuple(map(type, event.values())))
 
 
-@functools.lru_cache(1000)  # a month has a million events of few shapes
+@functools.lru_cache(1000)  # in a month there may be a million events, in few shapes
 def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> bool:
     given = {field: each for field, each in zip(fields, types, strict=True) if each is not type(None)}
     if kind not in KINDS or not issubclass(given.get("t", str), (int, float)):
