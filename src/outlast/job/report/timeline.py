@@ -460,7 +460,7 @@ class Timeline:
         self._keep_unreported(event["step"])
         self._roll_back(event["step"])
         if self._lost is not None:
-            source = event.get("source", "")  # if the event lacks this field, it is the event's writer
+            source = event.get("source", "")  # in events without this field, `source` names the event's writer
             self._lost.source = source if source in incidents.SOURCES else ""
         if self._phase in (Bucket.STARTUP, Bucket.RESTORE, Bucket.TRAINING):
             self._drop(Bucket.STARTUP, t)
