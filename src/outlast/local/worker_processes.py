@@ -1,4 +1,4 @@
-"""One job's worker processes on this machine: starts, adopts, stops and kills them, and detects when they have ended.
+"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended.
 
 The launcher decides how many workers run; this module starts and identifies them. A worker has the same environment as in a pod,
 sees only its own GPUs, and outlives the launcher.
