@@ -1,7 +1,7 @@
 """Outlast: distributed PyTorch training that outlasts its machines.
 
-The names of the Python API (`outlast.client`) are imported when they are used: every Outlast process imports this package, and
-few need the API. Their types are in `__init__.pyi`.
+Names in the Python API (`outlast.client`) are imported only when used: every Outlast process imports this package, but few need
+the API. Their types are in `__init__.pyi`.
 """
 
 import importlib

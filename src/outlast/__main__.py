@@ -1,7 +1,7 @@
-"""Entry point of all processes: `python -m outlast ROLE ...` for processes that Outlast starts itself, else a command of
-`outlast`.
+"""Entry point of all processes: `python -m outlast ROLE ...` for processes that Outlast starts itself; otherwise a command, as
+with `outlast`.
 
-With roles, no command line contains a module name. Only the role's module is imported, since every start delays training.
+Thanks to roles, no command line contains a module name. Only the role's module is imported, since a slow start delays training.
 """
 
 import importlib
@@ -20,11 +20,11 @@ ROLES = {
     "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }
-"""Modules by role. The module's `main` receives the other arguments and returns the exit code, or None for 0."""
+"""The module for each role. Its `main` receives the remaining arguments and returns the exit code, or None for 0."""
 
 
 def main(argv: list[str]) -> None:
-    """Run the role or the command in the first argument, and exit."""
+    """Run the role or the command named by the first argument, and exit."""
     if argv and argv[0] in ROLES:
         sys.exit(importlib.import_module(ROLES[argv[0]]).main(argv[1:]))
     importlib.import_module("outlast.cli").main(argv)

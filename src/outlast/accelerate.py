@@ -41,14 +41,14 @@ _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_ob
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Continue this process's run from its newest state. Call this after `accelerator.prepare`.
+    """Continue this process's run from the newest state. Call this after `accelerator.prepare`.
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
     than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared
-    training loader, optional if only one loader is prepared. The order of samples is a function of `seed`. The last batch of an
-    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. `output` is the checkpoint directory
-    outside a job. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step in
-    every world. Raises OutlastError if training cannot continue exactly. A collective.
+    training loader, and may be omitted if only one loader is prepared. The order of samples depends only on `seed`. An epoch's
+    last batch is filled up with the epoch's first samples unless the loader has `drop_last`. Outside a job, `output` is the
+    checkpoint directory. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step
+    in every world. Raises OutlastError if training cannot continue exactly. A collective.
     """
     if problem := _unsupported(accelerator):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
@@ -79,7 +79,7 @@ def _unsupported(accelerator: Any) -> str:
 
 
 def _training_loader(accelerator: Any, loader: Any) -> Any:
-    """Return the training loader. Raises OutlastError if it is ambiguous or cannot be used."""
+    """Return the training loader. Raises OutlastError if it is ambiguous or unusable."""
     prepared = accelerator._dataloaders
     if loader is None and len(prepared) != 1:
         raise OutlastError(
@@ -102,7 +102,7 @@ class Run:
     """A run in progress, as returned by `attach`."""
 
     session: Session
-    """This process's session, e.g. for `session.log` and `session.gather`."""
+    """This process's session, for example for `session.log` and `session.gather`."""
 
     def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
         base = loader.base_dataloader
@@ -116,7 +116,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True until the boundary of an epoch's last step, which includes the work at the end of the epoch."""
+        """True until the boundary of an epoch's last step, which also covers the work at the end of the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -128,23 +128,23 @@ class Run:
 
     @property
     def steps(self) -> int:
-        """Number of optimizer steps done."""
+        """Number of optimizer steps completed."""
         return self._position.step
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in all epochs, the same in every world."""
+        """Number of optimizer steps in all epochs together, the same in every world."""
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:
-        """Iterate over the remaining epochs. The interrupted epoch comes first, and the loader continues within it.
+        """Iterate over the remaining epochs. An interrupted epoch comes first, and the loader continues within it.
 
-        At the end the last step is saved, and the session ends.
+        At the end, the last step is saved and the session ends.
         """
         try:
             for epoch in range(self._position.step // self._order.steps_per_epoch, self._epochs):
                 self._loader.iteration = epoch
-                self._order.set_epoch(epoch)  # early versions of accelerate do not
+                self._order.set_epoch(epoch)  # early versions of accelerate do not do this
                 yield epoch
                 self._end()
         except BaseException:
@@ -153,7 +153,7 @@ class Run:
         self.session.__exit__(None, None, None)
 
     def step(self, **values: Any) -> None:
-        """Report the end of a micro-batch, with `values` to log. After an optimizer step, snapshots and checkpoints are taken.
+        """Report the end of a micro-batch, with `values` to log. After an optimizer step, takes a snapshot or checkpoint if due.
 
         If this worker is interrupted, raises SystemExit(75) once the step is saved. A collective.
         """
@@ -172,7 +172,7 @@ class Run:
             self.session.boundary(self._position.step)
 
     def _adopt(self, ranks: int) -> None:
-        """Set accumulation and schedules for this world. Raises OutlastError for a schedule that depends on the world."""
+        """Adapt accumulation and schedules to this world. Raises OutlastError if a schedule depends on the world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one schedule step per optimizer step
@@ -210,7 +210,7 @@ def _innermost(loader: Any) -> Any:
 
 
 class _Position:
-    """The number of optimizer steps done, with `state_dict` and `load_state_dict`."""
+    """The number of optimizer steps completed, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, total_steps: int) -> None:
         self.step, self.total_steps = 0, total_steps

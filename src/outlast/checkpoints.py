@@ -1,4 +1,4 @@
-"""Public API for reading checkpoints: `list_` returns the checkpoints in a directory, `latest` the newest checkpoint of a run."""
+"""Public API for reading checkpoints: `list_` returns all checkpoints in a directory, `latest` returns a run's newest one."""
 
 from outlast.storage.checkpoints import Checkpoint, Metric, Retention, latest, list_, named, ranked
 

@@ -1,4 +1,4 @@
-"""Outlast from Python: a `Job`, and a `Run` of it on this machine or in a cluster.
+"""Outlast from Python: a `Job`, and a `Run` of that job on this machine or in a cluster.
 
     import outlast
 
@@ -11,7 +11,7 @@
         print(line)
     print(run.wait().state, run.goodput)
 
-Runs outlive this process: `outlast.find(name)` returns a run again. Errors are those of the command line.
+Runs outlive this process: `outlast.find(name)` finds a run again. Errors are the same as on the command line.
 """
 
 from __future__ import annotations
@@ -50,23 +50,23 @@ if TYPE_CHECKING:
 __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
-"""Seconds between two checks that a job on this machine has a launcher."""
+"""Interval between checks that a job on this machine has a launcher, in seconds."""
 _CANCEL_TIMEOUT_S = 180.0
-"""Seconds that a cancelled run may take to end, longer than a worker's grace period."""
+"""How long a cancelled run may take to end, in seconds. Longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
-"""States that every successful run has passed through."""
+"""States that every successful run passes through."""
 _TAKEN_UP_S = 30.0
-"""Seconds that an operator may take to act on a request; the status is outdated meanwhile."""
+"""How long an operator may take to act on a request, in seconds. Until then, the status is outdated."""
 
 
 class Late(OutlastError, TimeoutError):
-    """Raised if a run does not reach the step, the state or its end within `wait`'s timeout."""
+    """Raised if a run does not reach the step, the state or its end within the timeout given to `wait`."""
 
     exit_code = 124
 
 
 class Failed(OutlastError):
-    """Raised if a run ends without success, with the first error of the first failed rank. `status` is the final status."""
+    """Raised if a run ends unsuccessfully, with the first error from the first failed rank. `status` is the final status."""
 
     exit_code = 1
 
@@ -80,16 +80,16 @@ class Failed(OutlastError):
 
 
 class Job:
-    """A job to train: a job file as an object. Its keywords are the fields of `spec` in a job file, in snake_case.
+    """A job to train: a job file as an object. Keywords are the fields in a job file's `spec`, in snake_case.
 
         Job(script="train.py", args=["--lr=0.1"], workers=2)
         Job(module="package.train", workers=(2, 1, 4), checkpoint={"every": "1m"})
         Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
 
-    `workers` is a number, (replicas, min, max), or the fields of `workers`. `name` defaults to that of the script, module or
-    function. Relative paths are resolved against the working directory; a script's code is that directory if the script is below
-    it. Other keywords are arguments of the function. Raises InvalidJob with every mistake, and OutlastError for a function that
-    cannot be sent to workers.
+    `workers` is a number, (replicas, min, max), or a mapping with the fields of `workers`. `name` defaults to the name of the
+    script, module or function. Relative paths are resolved against the working directory, which is also a script's code if the
+    script is below it. Any other keywords are passed to the function. Raises InvalidJob with every mistake, and OutlastError if a
+    function cannot be sent to workers.
     """
 
     def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
@@ -119,7 +119,7 @@ class Job:
         given = {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": metadata, "spec": given}
         self.file: JobFile = spec.anchor(spec.of(document, source="Job"), here)
-        """The job file as a frozen model. For its fields, see the reference."""
+        """The job file as a frozen model. See the reference for its fields."""
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
@@ -139,7 +139,7 @@ class Job:
         return self.file.metadata.name
 
     def to_yaml(self) -> str:
-        """Return the job as a job file, e.g. to submit it from a command line."""
+        """Return the job as a job file, for example to submit it from the command line."""
         from outlast.job import spec
 
         return spec.dump(self.file)
@@ -152,11 +152,11 @@ class Job:
         chaos: str | Path | None = None,
         say: Callable[[str], None] = print,
     ) -> Run:
-        """Start training on this machine, in the background, or continue the run of this name if it has not succeeded.
+        """Start training on this machine, in the background, or continue the run with this name if it has not succeeded.
 
-        With `fresh`, an unfinished run is cancelled, and training starts from the beginning. With `take_over`, this machine takes
-        over the store's run from another machine that is training it. `chaos` is a file with a fault schedule. Messages go to
-        `say`. Raises AlreadyRunning.
+        If `fresh` is set, an unfinished run is cancelled, and training starts from the beginning. If `take_over` is set, this
+        machine takes over the run in the store from another machine that is training it. `chaos` is a file with a fault schedule.
+        Messages go to `say`. Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -174,7 +174,7 @@ class Job:
         return Run(self.name, place)
 
     def _with_gpus(self) -> JobFile:
-        """Share this machine's GPUs among the workers, unless the job specifies them."""
+        """Divide this machine's GPUs among the workers, unless the job specifies them."""
         from outlast.local import worker_processes
 
         file = self.file
@@ -194,7 +194,7 @@ class Job:
         take_over: bool = False,
         say: Callable[[str], None] = print,
     ) -> Run:
-        """Start training in a cluster; arguments are as for `outlast submit`. Submitting the same job again changes nothing.
+        """Start training in a cluster, with the same options as `outlast submit`. Submitting the same job again changes nothing.
 
         Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
@@ -223,11 +223,11 @@ class Run:
         self.place = place
         """The run's backend: this machine or a cluster."""
         self._begun = time.monotonic()
-        """The time of the last request to train."""
+        """When training was last requested."""
 
     @property
     def status(self) -> JobStatus:
-        """The current status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
+        """The current status, with `state`, `step`, `workers`, `restarts`, `failure` and more."""
         return self.place.status(self.name)
 
     def wait(
@@ -238,9 +238,9 @@ class Run:
         timeout: str | float | None = None,
     ) -> JobStatus:
         """Wait until training reaches a step, a state (`until="Running"`) or a condition (`until=lambda status: len(status.world)
-        == 1`); by default, its end. Returns the status.
+        == 1`) or, by default, its end. Returns the status.
 
-        `timeout` is a duration (`20m`) or a number of seconds; by default there is none. Raises Failed if the run fails, is
+        `timeout` is a duration (`20m`) or a number of seconds; by default, there is none. Raises Failed if the run fails, is
         cancelled or stops first, and TimeoutError after the timeout. Neither affects the run.
         """
         from outlast.job.status import State
@@ -275,10 +275,10 @@ class Run:
         since: str | float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Return the log lines of one worker or all workers, across restarts.
+        """Return log lines from one worker or all workers, across restarts.
 
-        `follow` continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt before the
-        last one. `since`, only in a cluster, is the maximum age of a line: `10m`, or a number of seconds.
+        With `follow`, continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt
+        before the last one. `since` is the maximum age of a line, `10m` or a number of seconds, and works only in a cluster.
         """
         from outlast.job import backend
 
@@ -288,15 +288,15 @@ class Run:
         return iter(backend.previous(lines, tail=tail)) if previous else lines
 
     def scale(self, workers: int) -> None:
-        """Change the number of workers. Training saves first and loses no step."""
+        """Change the number of workers. Training saves its state first, so no step is lost."""
         self.place.scale(self.name, workers)
 
     def suspend(self) -> None:
-        """Save, and release the workers until `resume`."""
+        """Save the state, and release the workers until `resume`."""
         self.place.steer(self.name, "suspend")
 
     def resume(self, *, say: Callable[[str], None] = print) -> None:
-        """Continue a suspended run; on this machine also an interrupted, failed or cancelled run. Messages go to `say`."""
+        """Continue a suspended run or, on this machine, an interrupted, failed or cancelled one. Messages go to `say`."""
         self.place.steer(self.name, "resume")
         self._begun = time.monotonic()
         for notice in self.place.notices:
@@ -307,17 +307,17 @@ class Run:
         self.place.steer(self.name, "cancel")
 
     def forget(self, *, output: bool = False) -> None:
-        """Remove a run that has ended, and with `output` its output on this machine. Output in a store or a claim stays."""
+        """Remove a run that has ended and, if `output` is set, its output on this machine. Output in a store or a claim stays."""
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process`. Returns a sentence about it. If no `worker` is given, the seed selects one."""
+        """Inject a fault, such as `kill-process`, and return a sentence about it. If `worker` is None, `seed` selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
         """Run the script or module with `--evaluate` and `args` in one process (in a cluster, in a pod). Returns its exit code.
 
-        With `best` or `step`, `--checkpoint=` is passed as well. `show` receives the lines of a pod's log.
+        If `best` or `step` is given, `--checkpoint=` is passed as well. `show` receives the lines of the pod's log.
         """
         if best and step is not None:
             raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
@@ -326,7 +326,7 @@ class Run:
         return self.place.evaluate(self.name, [*checkpoint, *args], show=show)
 
     def why(self) -> Why:
-        """Return the causes that keep the run from training, with remedies, as `outlast why` prints them."""
+        """Return what keeps the run from training, with remedies, as printed by `outlast why`."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence, local_job
         from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -343,7 +343,7 @@ class Run:
         return Why(causes, dict(seen.forbidden))
 
     def report(self) -> Report:
-        """Return the run's time by cause. In a cluster, this needs an output in a store."""
+        """Return where the run's time went. In a cluster, the output must be in a store."""
         from outlast.job.report import page
 
         shown = page.of(self.place, self.status)
@@ -351,17 +351,17 @@ class Run:
 
     @property
     def goodput(self) -> float | None:
-        """Share of the wall time spent on steps whose results were kept, 0 ... 1; None before the first step."""
+        """Share of the wall time spent on steps whose results were kept, from 0 to 1; None before the first step."""
         return self.report().account.goodput
 
     @property
     def lost(self) -> Sequence[Incident]:
-        """The failures so far, each with the training time that it cost: `incident.lost.seconds`."""
+        """The failures so far, each with the training time that it cost (`incident.lost.seconds`)."""
         return self.report().failures
 
     @property
     def output(self) -> Path | str:
-        """Where checkpoints, logs and the ledger are: a directory on this machine, or another place, such as a URL."""
+        """Where checkpoints, logs and the ledger are: a directory on this machine, or some other place, such as a URL."""
         return self.place.output(self.name)
 
     @property
@@ -375,10 +375,10 @@ class Run:
         return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, the best one, or that of `step`, as CPU tensors by name.
+        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name.
 
-        `key` is the name of the module in `resume`, if there are several. A checkpoint that is only in a store is downloaded.
-        Raises NotFound, and OutlastError for an unknown key. Needs torch.
+        `key` is the module's name in `resume`, needed if there are several. A checkpoint that is only in a store is downloaded.
+        Raises NotFound, and OutlastError if the key is unknown. Requires torch.
         """
         from outlast.storage.checkpoints import both_places
         from outlast.training.state import weights
@@ -411,12 +411,12 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """The causes that keep a run from training, with the text of `outlast why`."""
+    """What keeps a run from training, with the text that `outlast why` prints."""
 
     causes: Sequence[Finding]
-    """Causes, the most important first; for a run that trains, a single finding that confirms this."""
+    """The causes, most important first. If the run trains, there is a single finding that confirms this."""
     unseen: Mapping[str, str]
-    """Kinds of cluster objects that could not be read, with the reasons."""
+    """Kinds of cluster objects that could not be read, each with the reason."""
 
     def __str__(self) -> str:
         from outlast.kubernetes import diagnosis
@@ -426,14 +426,14 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A run's time by cause, with the text of `outlast report`."""
+    """Where a run's time went, with the text that `outlast report` prints."""
 
     name: str
     account: Goodput
     _shown: page.Run = dataclasses.field(repr=False)
 
     def save(self, path: str | Path) -> Path:
-        """Write the report as one page with plots, as `outlast report -o html` prints it, and return its path. Needs bokeh."""
+        """Write the report as a page with plots, like `outlast report -o html`, and return its path. Requires bokeh."""
         from outlast.job.report import page
 
         path = Path(path)
@@ -448,7 +448,7 @@ class Report:
         return [each for each in self.account.incidents if each.kind in FAILURES]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the account as plain values, as `outlast report -o json` prints them. Durations are in seconds."""
+        """Return the account as plain values, as printed by `outlast report -o json`. Durations are in seconds."""
         from outlast.job.report import printed
 
         return printed.as_json(self.account)
@@ -460,7 +460,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for a job that calls a function. Other keywords are arguments of the function."""
+    """Return the fields for a job that calls a function. Any other keywords are the function's arguments."""
     from outlast import function_call
     from outlast.job import spec
 
@@ -475,7 +475,7 @@ def _function(function: Callable[..., object], args: Sequence[object], fields: M
 
 
 def find(name: str, *, namespace: str | None = None, context: str | None = None) -> Run:
-    """Return a run by its job's name: on this machine, or with `namespace` or `context` in a cluster. Raises NotFound."""
+    """Return a run by its job's name: on this machine or, if `namespace` or `context` is given, in a cluster. Raises NotFound."""
     run = Run(name, _place(namespace, context))
     run.status  # noqa: B018  raises NotFound
     return run
@@ -484,8 +484,8 @@ def find(name: str, *, namespace: str | None = None, context: str | None = None)
 def runs(
     *, namespace: str | None = None, context: str | None = None, all_namespaces: bool = False, selector: str = ""
 ) -> list[Run]:
-    """Return all runs on this machine, or in a namespace or all namespaces of a cluster, newest last. `selector` filters a
-    cluster's runs by labels, such as `team=a,tier!=test`."""
+    """Return all runs on this machine, or in one or all of a cluster's namespaces, newest last. `selector` filters a cluster's
+    runs by labels, such as `team=a,tier!=test`."""
     place = _place(namespace, context, everywhere=all_namespaces, selector=selector)
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
@@ -493,7 +493,7 @@ def runs(
 
 
 def end(place: Backend, name: str) -> None:
-    """Cancel any unfinished run, and wait for its end. Raises OutlastError after three minutes."""
+    """Cancel any unfinished run, and wait until it has ended. Raises OutlastError after three minutes."""
     try:
         if place.status(name).state.final:
             return
@@ -528,7 +528,7 @@ def _connected(namespace: str | None, context: str | None) -> Cluster:
 
 
 def _closing(place: KubernetesBackend) -> KubernetesBackend:
-    """Close a backend's connections once it is unreferenced."""
+    """Arrange that a backend's connections are closed once it is unreferenced."""
     weakref.finalize(place, place.cluster.close)
     return place
 

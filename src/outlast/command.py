@@ -1,9 +1,9 @@
-"""Runs a program outside of the job's code: a script of the image, or Python code as text. Workers run this module.
+"""Runs a program that is not in the job's code: a script in the image, or Python code given as text. Workers run this module.
 
     module: outlast.command, args: [/opt/mnist/mnist.py, --epochs=1]
     module: outlast.command, args: [-c, "import torch; ..."]
 
-`script` in a job file names a file in the job's code; documents of other systems name files in their image.
+`script` in a job file names a file in the job's code; documents from other systems name files in their image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a script or the code after `-c` as `__main__`, as Python does."""
+    """Run a script, or the code after `-c`, as `__main__`, like Python does."""
     if argv[:1] == ["-c"] and len(argv) > 1:
         sys.argv = ["-c", *argv[2:]]
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)

@@ -1,7 +1,7 @@
-"""Calls of a function as a job: `encoded` in the process that submits it, `main` in every rank.
+"""Calls to a function, run as a job: `encoded` runs in the process that submits the job, and `main` runs in every rank.
 
-A function of a module is sent by name, since the job's code contains the module. A function of a notebook or of `__main__` is
-sent by value, which needs cloudpickle. Functions of other modules are never sent as text.
+A function defined in a module is sent by name, since the job's code contains the module. A function defined in a notebook or in
+`__main__` is sent by value, which needs cloudpickle. Functions from other modules are never sent by value.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outlast.base import units
 from outlast.base.errors import OutlastError, importing
 
 MOST_BYTES = 100_000
-"""Maximum length of an encoded call, since Linux limits an argument of a program to 128 KiB."""
+"""Maximum length of an encoded call, since Linux limits a program's argument to 128 KiB."""
 
 
 def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Return a call as text for `main`. Raises OutlastError if the arguments do not fit, or something cannot be sent."""
+    """Return a call as text for `main`. Raises OutlastError if the arguments do not match, or something cannot be sent."""
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*args, **kwargs)
@@ -51,7 +51,7 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
 
 
 def _importable(function: Callable[..., object]) -> bool:
-    """Return whether workers can import the function by the name of its module."""
+    """Return whether workers can import the function by its module's name."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "<" in name:
         return False
@@ -84,7 +84,7 @@ def _culprit(
 
 
 def main(argv: Sequence[str]) -> None:
-    """Decode a call, and execute it."""
+    """Decode a call and execute it."""
     try:
         function, args, kwargs = pickle.loads(zlib.decompress(base64.b64decode(argv[0])))
     except ModuleNotFoundError as error:

@@ -7,8 +7,8 @@
     trainer.train()
 
 A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
-number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` write Hugging Face's folders
-as before. Design: docs/decisions/0060.
+number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still write Hugging Face's
+folders. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -50,25 +50,25 @@ _HOOKS: dict[str, tuple[str, ...]] = {
     "_evaluate": ("trial", "ignore_keys_for_eval"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
 }
-"""Methods of the Trainer that we override or call, and the parameters that we rely on."""
+"""Trainer methods that we override or call, each with the parameters that we rely on."""
 _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
-"""Name prefixes of trainers that generate samples during training."""
+"""Name prefixes for trainers that generate samples during training."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
-"""Attributes of the Trainer that differ between ranks. In transformers 4, the summed loss is not an attribute."""
+"""Trainer attributes that differ between ranks. In transformers 4, the summed loss is not an attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-"""Flags of the Trainer's control: the work that remains at the end of a step."""
+"""Flags in the Trainer's control: the work that remains at the end of a step."""
 
 
 def attach(trainer: Trainer, batch: int) -> None:
     """Make `trainer.train()` continue exactly after every failure, and in every world that `batch` allows.
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches of at most
-    `per_device_train_batch_size` samples; `gradient_accumulation_steps` is set accordingly. The order of samples is a function of
-    `args.seed`. The last batch of an epoch is filled up with the epoch's first samples unless `dataloader_drop_last` is set.
-    Raises OutlastError, with the reason, for a trainer that cannot continue exactly.
+    `per_device_train_batch_size` samples; `gradient_accumulation_steps` is set accordingly. The order of samples depends only on
+    `args.seed`. An epoch's last batch is filled up with the epoch's first samples unless `dataloader_drop_last` is set. Raises
+    OutlastError, with the reason, if the trainer cannot continue exactly.
     """
     if problem := _unsupported(trainer):
         raise OutlastError(f"outlast.hf.attach: {problem}")
@@ -80,7 +80,7 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """Return the reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return why a trainer cannot continue exactly, with the remedy; empty if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -134,10 +134,10 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches for the Trainer. Those already trained on, which the Trainer skips, are empty."""
+    """An epoch's micro-batches for the Trainer. It skips those already trained on, which are therefore empty."""
 
     stopped = False
-    """True if training has ended, so no batch follows."""
+    """True if training has ended, so that no batch follows."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         yield from ([] for _ in range(self.step * self.accumulate))
@@ -146,7 +146,7 @@ class _Order(loader_order.Order):
 
     @property
     def batch_sampler(self) -> _Order:
-        """Return this object, since the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
+        """Return this object: the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
         return self
 
 
@@ -163,16 +163,16 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with only the Trainer's own state, where the Trainer reads its position; empty at the first start."""
+        """Directory that holds only the Trainer's own state, from which it reads its position; empty at the first start."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
-        """The generators' states before the current evaluation."""
+        """The random generators' states before the current evaluation."""
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """Evaluation metric that ranks the job's best checkpoints; empty if there is none."""
+        """The evaluation metric that ranks the job's checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set the micro-batch size and accumulation for this world. Raises OutlastError if it cannot share the batch."""
+        """Set the micro-batch size and accumulation for this world. Raises OutlastError if the world cannot share the batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -189,14 +189,14 @@ class _Attachment:
         trainer.add_callback(_Callback(self))
         with contextlib.ExitStack() as stack:
             self.run = stack.enter_context(self.session)
-            stack.callback(setattr, self, "run", None)  # later evaluations are the script's own
+            stack.callback(setattr, self, "run", None)  # evaluations after this are the script's own
             if self.run.peek({"trainer": self.position}):
                 directory = stack.enter_context(tempfile.TemporaryDirectory(prefix="outlast-hf-"))
                 resume_from_checkpoint = self.stub = self.position.write(Path(directory))
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return the Trainer's training loader, with our order and seeded samples."""
+        """Return the Trainer's training loader, but with our order and with seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -210,7 +210,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state once the Trainer has created the model, optimizer and schedule; then do the step's remaining
+        """Load the newest state, once the Trainer has created the model, optimizer and schedule, and then do the step's remaining
         work."""
         trainer: Any = self.trainer
         assert self.run is not None
@@ -231,7 +231,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step, since its state was saved before that."""
+        """Log, evaluate and save for the resumed step, whose state was saved before that."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
@@ -249,7 +249,7 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. A checkpoint ranked by this step's evaluation is saved later, with the state as of now."""
+        """End a step. If this step's evaluation ranks its checkpoint, the checkpoint is saved later, with the state as of now."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -264,19 +264,19 @@ class _Attachment:
     def measured(self, metrics: Mapping[str, Any]) -> None:
         """Save the checkpoint that waits for this evaluation, with its metric."""
         if self.position.held and self.evaluation is not None and self.run is not None and self.by in metrics:
-            checkpoint.set_generators(self.evaluation)  # as before the evaluation
+            checkpoint.set_generators(self.evaluation)  # as they were before the evaluation
             self.run.save(self.trainer.state.global_step, metric=metrics[self.by])
             self.position.held = None
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Keep evaluation from changing training's random state."""
+        """Keep an evaluation from changing training's random state."""
         with checkpoint.kept_generators() as self.evaluation:
             yield
         self.evaluation = None
 
     def leave(self) -> None:
-        """Save and leave during an evaluation if a rank is interrupted; the evaluation is repeated after the resume."""
+        """If a rank is interrupted during an evaluation, save and leave; the evaluation is repeated after resuming."""
         run, before = self.run, self.evaluation
         if run is None or before is None:
             return
@@ -287,7 +287,7 @@ class _Attachment:
 
 
 class _Attached:
-    """Overrides of a Trainer's methods, mixed into its class."""
+    """Overrides for a Trainer's methods, mixed into its class."""
 
     _outlast: _Attachment
 
@@ -353,24 +353,24 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The Trainer's logs, callbacks, step, and work left in that step, with `state_dict` and `load_state_dict`."""
+    """The Trainer's logs, callbacks, step, and the work left in that step, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
         self.step = 0
         self.owed: dict[str, bool] = {}
-        """The flags of the Trainer's control at the end of the step: whether to log, evaluate, save and stop."""
+        """The flags in the Trainer's control at the end of the step: whether to log, evaluate, save and stop."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
         self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The state at the end of the step, and this rank's values, while a checkpoint waits for an evaluation."""
+        """The state at the end of the step, and this rank's own values, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
-        """Number of the Trainer's log entries in `_lines`, one JSON line each."""
+        """How many of the Trainer's log entries are in `_lines`, one JSON line each."""
 
     @property
     def at_end(self) -> bool:
-        """True if the saved step was the last one under the settings at that time."""
+        """True if the saved step was the last one, by the settings at that time."""
         return bool(json.loads(self._saved["state"])["max_steps"] == self.step)
 
     @property
@@ -378,7 +378,7 @@ class _Position:
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON text; each call encodes only new entries of the log."""
+        """Return the state as JSON text. Each call encodes only new log entries."""
         if self.held:
             return self.held[0]
         trainer: Any = self._attachment.trainer
@@ -420,10 +420,10 @@ class _Position:
         return str(directory)
 
     def put(self) -> None:
-        """Restore the saved values in the Trainer, after it has read its state."""
+        """Restore the saved values in the Trainer, once it has read its own state."""
         trainer: Any = self._attachment.trainer
         values = dict(self._rank)
-        if not hasattr(trainer, "_tr_loss"):  # the next log is the mean of the steps since this start
+        if not hasattr(trainer, "_tr_loss"):  # the next log is the mean over the steps since this start
             values.pop("_globalstep_last_logged", None)
         for name, value in values.items():
             setattr(trainer, name, value.to(trainer.args.device) if isinstance(value, torch.Tensor) else value)

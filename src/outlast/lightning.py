@@ -43,9 +43,9 @@ from outlast.training.state import checkpoint, weights
 log = logging.getLogger("outlast")
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
-"""Attributes of the logger connector that are saved."""
+"""Attributes that are saved from the logger connector."""
 _CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Attributes of ModelCheckpoint that its own state lacks."""
+"""ModelCheckpoint attributes that its own state lacks."""
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
@@ -62,19 +62,19 @@ _ATTRIBUTES = (
     "fit_loop.epoch_loop.automatic_optimization.optim_progress",
     "fit_loop.on_iteration_done",
 )
-"""Private attributes of a Trainer that are read or set."""
+"""Private Trainer attributes that are read or set."""
 _CHANGING = (
     callbacks.WeightAveraging, callbacks.StochasticWeightAveraging, callbacks.ModelPruning, callbacks.BaseFinetuning,
     callbacks.GradientAccumulationScheduler, callbacks.BatchSizeFinder, callbacks.LearningRateFinder,
 )  # fmt: skip
-"""Callbacks that keep extra weights, or change the batch or the set of trainable weights."""
+"""Callbacks that keep extra weights, or that change the batch or which weights are trained."""
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the Trainer arguments for this start's processes: devices, num_nodes and strategy.
+    """Return the Trainer arguments that match this start's processes: devices, num_nodes and strategy.
 
-    They come from the environment, since each start may have a different number of workers. If there are no workers, the result
-    is empty."""
+    They come from the environment, since each start may have a different number of workers. Without workers, the result is
+    empty."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -86,10 +86,10 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
 
     `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
     than the training loader's `batch_size`; `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts
-    optimizer steps. The order of samples is a function of `seed` (default: that of `L.seed_everything`). The last batch of an
-    epoch is filled up with the epoch's first samples unless the loader has `drop_last`. Only the first start reads
-    `fit(ckpt_path=...)`. Outside a job, states are in `out` below the Trainer's `default_root_dir`. Raises OutlastError with
-    the reason, here or in `fit`, if training cannot continue exactly.
+    optimizer steps. The order of samples depends only on `seed` (default: the one given to `L.seed_everything`). An epoch's last
+    batch is filled up with the epoch's first samples unless the loader has `drop_last`. Only the first start reads
+    `fit(ckpt_path=...)`. Outside a job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError
+    with the reason, here or in `fit`, if training cannot continue exactly.
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
@@ -103,12 +103,12 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
 
 
 def _at(trainer: Any, path: str) -> Any:
-    """Return a part of a trainer by its attribute path; the trainer itself if the path is empty."""
+    """Return part of a trainer by its attribute path, or the trainer itself if the path is empty."""
     return operator.attrgetter(path)(trainer) if path else trainer
 
 
 def _problem(trainer: Any) -> str:
-    """Return the reason why a trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return why a trainer cannot continue exactly, with the remedy; empty if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -139,7 +139,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need but this Lightning lacks, or defines with other parameters."""
+    """Return the first method or attribute that we need but that this Lightning lacks or defines with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -150,7 +150,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Like `_problem`, but for callbacks, some of which a module may add in `fit`."""
+    """Like `_problem`, but for callbacks, since a module may add some in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -158,7 +158,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
-        """Return this object, since the fit loop looks for `set_epoch` on the sampler of the loader's batch sampler."""
+        """Return this object: the fit loop looks for `set_epoch` on the `sampler` of the loader's batch sampler."""
         return self
 
 
@@ -173,17 +173,18 @@ class _Attachment:
         self.position = _Position(trainer)
         self.order: _Order | None = None
         self.owing = False
-        """True if the step to continue from has work left: its validation and the end of its epoch."""
+        """True if the step to continue from still has work left, such as its validation or the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
-        """True if all ranks run the current validation with the same number of batches."""
+        """True if all ranks have the same number of batches in the current validation."""
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
-        """True if the job keeps its best checkpoints: a due checkpoint waits for its step's validation, and gets its metric."""
+        """True if the job keeps its best checkpoints: a due checkpoint then waits for its step's validation, and gets the
+        metric."""
         self.unmeasured = False
         """True if a checkpoint waits for its step's validation."""
 
     def begin(self, ckpt_path: Any) -> bool:
-        """Open the session, and read the position. Returns whether a state to continue from exists."""
+        """Open the session and read the position. Returns whether there is a state to continue from."""
         trainer = self.trainer
         problem = _callback_problem(trainer)
         if not trainer.lightning_module.automatic_optimization:
@@ -199,7 +200,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return the user's training loader, with our order and seeded samples."""
+        """Return the user's training loader, but with our order and with seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -213,7 +214,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Validate after the same number of optimizer steps in every world: `val_check_batch` counts a rank's micro-batches."""
+        """Validate after the same number of optimizer steps in every world, although `val_check_batch` counts micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -227,7 +228,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state once Lightning has created the optimizers and schedules, and has read any `ckpt_path`."""
+        """Load the newest state, once Lightning has created the optimizers and schedules and has read any `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -255,10 +256,10 @@ class _Attachment:
                 f"a step has {self.order.accumulate} batches here; begin with the checkpoint of an epoch's end"
             )
         self.order.seek(epoch.processed * self.order.steps_per_epoch + batches // self.order.accumulate)
-        iter(fit._data_fetcher)  # what `setup_data` has made begins with the first batch
+        iter(fit._data_fetcher)  # the one made by `setup_data` begins with the first batch
 
     def begin_again(self) -> None:
-        """Make the loops continue as if they had not been interrupted."""
+        """Make the loops continue as if never interrupted."""
         self.owing = False
         fit = self.trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
@@ -306,7 +307,7 @@ class _Attachment:
                 self.save()
 
     def leave(self) -> None:
-        """Save and leave during a validation if a rank is interrupted; the validation is repeated after the resume."""
+        """If a rank is interrupted during a validation, save and leave; the validation is repeated after resuming."""
         if self.run is not None and self.leavable:
             self.run.alive()
             if self.run.interrupted():
@@ -320,7 +321,7 @@ class _Attachment:
                 self.run.save(self.trainer.global_step, metric=metric)
 
 
-# What we override; the names are Lightning's, and `_missing` compares their parameters
+# What we override. The names are Lightning's, and `_missing` compares their parameters.
 
 
 class _Mixin:
@@ -362,7 +363,7 @@ class _Checkpoints(_Mixin):
 
 class _Signals(_Mixin):
     def register_signal_handlers(self) -> None:
-        """Do nothing: Lightning's SIGTERM handler broadcasts in the middle of other collectives. All ranks agree to leave."""
+        """Do nothing: Lightning's SIGTERM handler broadcasts in the middle of other collectives. Our ranks agree to leave."""
 
 
 class _Data(_Mixin):
@@ -403,7 +404,7 @@ class _EpochLoop(_Mixin):
         super().on_advance_end(data_fetcher)  # type: ignore[misc]
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: no rank receives SIGTERM alone, and this would wait for the device in each batch."""
+        """Do nothing: no rank receives SIGTERM alone, and the broadcast would wait for the device in each batch."""
 
 
 class _ValidationLoop(_Mixin):
@@ -426,11 +427,11 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""Mixins for the classes of the Trainer and its parts."""
+"""Mixins for the Trainer's class and for the classes of its parts."""
 
 
 class _Held(NamedTuple):
-    """A step's position, and the generators at its end."""
+    """A step's position, and the random generators' states at its end."""
 
     shared: dict[str, Any]
     own: dict[str, Any]
@@ -438,12 +439,12 @@ class _Held(NamedTuple):
 
 
 class _Position:
-    """A Trainer's state besides weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
+    """A Trainer's state apart from weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, held while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 
@@ -480,7 +481,7 @@ class _Position:
         }
 
     def loader_state(self) -> dict[str, Any]:
-        """Return the values that only this rank has: the epoch's means of logged values, and its metrics."""
+        """Return the values that only this rank has: its means of the values logged in this epoch, and its metrics."""
         if self.held is not None:
             return self.held.own
         return {"results": self._results(), "metrics": {name: _taken(each) for name, each in self._metrics().items()}}
@@ -501,7 +502,8 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's means are used."""
+        """Restore the loops and logged values, once the module is on its device. In a different world, rank 0's means are
+        used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -525,7 +527,7 @@ class _Position:
             trainer.fit_loop.epoch_loop._results[key] = logged
 
     def _converted(self, loops: dict[str, Any], convert: Any) -> dict[str, Any]:
-        """Convert micro-batches of the training loop to optimizer steps, or back; other counts are the same in every world."""
+        """Convert the training loop's micro-batches to optimizer steps, or back. Other counts are the same in every world."""
         for tracker in ("total", "current"):
             counts = loops["epoch_loop.batch_progress"][tracker]
             counts.update({name: convert(count, self._trainer.accumulate_grad_batches) for name, count in counts.items()})
@@ -536,7 +538,7 @@ class _Position:
         return {name: module for name, module in modules if isinstance(module, Metric)}
 
     def _results(self) -> dict[str, Any]:
-        """Return the values that the module has logged in this epoch, by the keys of Lightning's collection."""
+        """Return the values that the module has logged in this epoch, by key in Lightning's collection."""
         return {
             key: {
                 "meta": {name: getattr(each.meta, name) for name in _META} | {"reduce_fx": each.meta.reduce_fx.__name__},

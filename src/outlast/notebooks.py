@@ -1,4 +1,4 @@
-"""Public API for notebooks: `follow` a job while it trains, `draw` its loss and time, and `report` its time."""
+"""Public API for notebooks: `follow` a job while it trains, `draw` its report, or get the report's figures from `report`."""
 
 from outlast.local.notebooks import draw, follow, report
 

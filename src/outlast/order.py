@@ -1,14 +1,14 @@
-"""The order of samples: a function of (seed, epoch, position), and not of the number of ranks, restarts or any generator.
+"""The order of samples, which depends only on (seed, epoch, position), not on the number of ranks, restarts or any generator.
 
-This module needs numpy and nothing else, not even the rest of Outlast. A `BatchSampler` gives a DataLoader the micro-batches of
-one rank, so that all ranks together see the same global batches in every world:
+This module needs only numpy, and not the rest of Outlast. A `BatchSampler` gives a DataLoader one rank's micro-batches, so that
+all ranks together see the same global batches in every world:
 
     sampler = BatchSampler(len(dataset), batch=64, rank=rank, ranks=ranks, most=8, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)     # sampler.accumulate micro-batches make one optimizer step
     sampler.seek(step)                                      # after a restart, with any number of ranks
 
-`permuted` shuffles all samples of an epoch. `Windows` shuffles samples in shards so that few shards are read at a time: it
-shuffles the shards, takes them in windows of a few, and shuffles the samples within each window.
+`permuted` shuffles all samples in an epoch. `Windows` shuffles samples in shards such that only a few shards are read at a time:
+it shuffles the shards, groups them into windows, and shuffles the samples within each window.
 """
 
 from __future__ import annotations
@@ -23,21 +23,22 @@ import numpy as np
 from numpy.typing import NDArray
 
 Indices = NDArray[np.int64]
-"""Sample numbers, or positions in an epoch; shape (n,)."""
+"""Sample numbers, or positions in an epoch, of shape (n,)."""
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""Number of a rank's positions that are permuted at a time."""
+"""How many of a rank's positions are permuted at a time."""
 VERSION = 1
-"""The permutation's version, which is part of every key. Changing only the permutation would make runs repeat and skip
+"""The permutation's version, which is part of every key. If the permutation changed but not this, runs would repeat and skip
 samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
-    """Return the samples at `positions` of a shuffled epoch: a bijection of 0 ... samples-1, computed without a table.
+    """Return the samples at `positions` in a shuffled epoch: a bijection on 0 to samples-1, computed without a table.
 
-    This is a Feistel network over Z_rows x Z_columns, a near-square that just holds `samples`, with cycle walking (Black and
-    Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's generator, so the order never changes.
+    This is a Feistel network over Z_rows x Z_columns, a near-square just large enough for `samples`, with cycle walking (Black
+    and Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's random generator, so the order never
+    changes.
     """
     return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
 
@@ -60,14 +61,14 @@ def _permuted(positions: Indices, samples: int, key: str) -> Indices:
 
 
 def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
-    """Apply splitmix64's finalizer: every bit of the input affects every bit of the output."""
+    """Apply splitmix64's finalizer, with which every input bit affects every output bit."""
     x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
     return x ^ (x >> np.uint64(31))
 
 
 class Windows:
-    """The order of samples in shards of `sizes` samples, shuffled in windows of `window` shards."""
+    """The order of samples in shards with `sizes` samples, shuffled in windows of `window` shards."""
 
     def __init__(self, sizes: Sequence[int], window: int, seed: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
@@ -76,7 +77,7 @@ class Windows:
         self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
 
     def at(self, positions: Indices, epoch: int) -> Indices:
-        """Return the samples at `positions` in an epoch, numbered in the order of the shards: a bijection of 0 ... samples-1."""
+        """Return the samples at `positions` in an epoch, numbered in the order of the shards: a bijection on 0 to samples-1."""
         shards, ends, lasts = self._layout(epoch)
         windows = np.searchsorted(lasts, positions, side="right")
         samples = np.empty_like(positions)
@@ -91,9 +92,9 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """Return the shards of `windows` windows in order of use, beginning with the window that holds `position`.
+        """Return the shards in the next `windows` windows, in order of use, starting with the window that holds `position`.
 
-        The windows of the next epoch follow the last window.
+        After the epoch's last window come the windows of the next epoch.
         """
         shards, _, lasts = self._layout(epoch)
         first = self.window(position, epoch)
@@ -103,11 +104,11 @@ class Windows:
         return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
-        """Return the number of the window that holds `position`."""
+        """Return which window holds `position`, counting from 0."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
-        """Return the shards of an epoch in order, and the end positions of the shards and of the windows."""
+        """Return an epoch's shards in order, and the positions at which each shard and each window ends."""
         count = len(self._sizes)
         shards = _permuted(np.arange(count), count, f"outlast shards {VERSION} {self._seed} {epoch}")
         ends = np.cumsum(self._sizes[shards])
@@ -119,9 +120,9 @@ class Plan(NamedTuple):
     """How a rank computes its share of a global batch."""
 
     microbatch: int
-    """Number of samples in one forward and backward pass."""
+    """Number of samples per forward and backward pass."""
     accumulate: int
-    """Number of a rank's micro-batches in one optimizer step."""
+    """Number of micro-batches per optimizer step on one rank."""
 
 
 def worlds(batch: int) -> list[int]:
@@ -132,7 +133,8 @@ def worlds(batch: int) -> list[int]:
 def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
     """Share a global batch of `batch` samples equally among `ranks`, in micro-batches of at most `most` samples.
 
-    Uses the largest such micro-batch. If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that can.
+    Uses the largest micro-batch possible. If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that
+    can.
     """
     for name, value in (("batch", batch), ("ranks", ranks), ("most", most)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -149,10 +151,10 @@ def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
 class BatchSampler:
     """One rank's micro-batches, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
 
-    `samples` is the length of the dataset, and `batch` the number of samples in one optimizer step over all ranks. Each rank gets
-    an equal share of every global batch, in micro-batches of at most `most` samples. The last batch of an epoch is filled up with
-    the first samples of the same epoch, or left out with `drop_last`; both are the same in every world. An iteration yields the
-    rest of one epoch; call `set_epoch` or `seek` before the next one. Raises ValueError if `ranks` cannot share the batch.
+    `samples` is the length of the dataset, and `batch` the number of samples per optimizer step over all ranks. Each rank gets an
+    equal share of every global batch, in micro-batches of at most `most` samples. An epoch's last batch is filled up with the
+    epoch's first samples, or dropped if `drop_last` is set, in the same way in every world. An iteration yields the rest of one
+    epoch; call `set_epoch` or `seek` before the next one. Raises ValueError if `ranks` cannot share the batch.
     """
 
     def __init__(
@@ -178,17 +180,17 @@ class BatchSampler:
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
         self.step = 0
-        """Number of this epoch's optimizer steps that the next iteration skips."""
+        """How many of this epoch's optimizer steps the next iteration skips."""
         self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
-        """A key, and this rank's samples in the steps computed for it, shape (steps, share)."""
+        """A key, and this rank's samples in the steps computed for that key, of shape (steps, share)."""
 
     def set_epoch(self, epoch: int) -> None:
-        """Begin with the first batch of `epoch`, unless `seek` has chosen a step in it."""
+        """Start with the first batch of `epoch`, unless `seek` has chosen a step in that epoch."""
         if epoch != self.epoch:
             self.epoch, self.step = epoch, 0
 
     def seek(self, step: int) -> None:
-        """Continue after `step` optimizer steps since the beginning of the first epoch."""
+        """Continue after `step` optimizer steps, counted from the beginning of the first epoch."""
         self.epoch, self.step = divmod(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
@@ -201,12 +203,13 @@ class BatchSampler:
             yield from self.micro_batches(step)
 
     def micro_batches(self, step: int) -> Iterator[list[Any]]:
-        """Yield this rank's micro-batches in one step of the epoch."""
+        """Yield this rank's micro-batches for one step of the epoch."""
         for piece in self._share(step).reshape(self.accumulate, self.batch_size):
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step; shape (share,). Computes a block of steps at once, at little more cost."""
+        """Return this rank's samples in one step, of shape (share,). Computes a block of steps at once, which costs little
+        more."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)
@@ -221,10 +224,10 @@ class BatchSampler:
 
 
 class Loader:
-    """Endless micro-batches of a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
+    """Endless micro-batches from a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
 
-    `sampler` is a `BatchSampler`, and `collate` joins a list of samples. The state is the number of micro-batches handed out,
-    counted in optimizer steps of the world: the same on all ranks. Take it between two optimizer steps.
+    `sampler` is a `BatchSampler`, and `collate` joins a list of samples. The state is the number of optimizer steps whose
+    micro-batches have been handed out, the same on all ranks. Take the state between two optimizer steps.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, collate: Callable[[list[Any]], Any]) -> None:
@@ -241,14 +244,14 @@ class Loader:
                     yield self.collate([self.dataset[index] for index in indices])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the optimizer steps done. Raises ValueError within a step."""
+        """Return the position: the number of optimizer steps completed. Raises ValueError within a step."""
         steps, begun = divmod(self._handed_out, self.sampler.accumulate)
         if begun:
             raise ValueError(f"the loader is {begun} of {self.sampler.accumulate} micro-batches into a step; save between steps")
         return {"version": VERSION, "steps": steps, "batch": self.sampler.batch, "samples": self.sampler.samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`. Raises ValueError for a different batch or dataset."""
+        """Continue at the position in `state`. Raises ValueError if the batch or the dataset is different."""
         for name in ("batch", "samples"):
             if state[name] != getattr(self.sampler, name):
                 raise ValueError(f"the position was saved with {name}={state[name]}, and it is {getattr(self.sampler, name)} now")

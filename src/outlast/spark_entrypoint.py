@@ -4,8 +4,8 @@
     executor                                                     an executor, configured by SPARK_...
     any other command                                            the command itself, so that the image also runs `outlast ...`
 
-Spark passes `driver` or `executor` as an argument, and the rest as variables, to the entrypoint of an image
-(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this entrypoint, Spark can use every image
+Spark passes `driver` or `executor` to an image's entrypoint as an argument, and the rest as variables
+(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this entrypoint, Spark can use any image
 that has Outlast, PySpark and Java. The process becomes the command (exec), so signals and exit codes are the command's own.
 """
 
@@ -37,7 +37,7 @@ _OPTIONS = {
 
 
 def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, java_home: Path) -> list[str]:
-    """Return the command line of a container. `spark` is the directory of Spark (SPARK_HOME), with `bin` and `jars`.
+    """Return a container's command line. `spark` is Spark's directory (SPARK_HOME), with `bin` and `jars`.
 
     Raises OutlastError if a variable is missing.
     """
@@ -68,7 +68,7 @@ def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[st
 
 
 def _classpath(environ: Mapping[str, str], spark: Path) -> str:
-    """Return the class path: the configuration, spark.executor.extraClassPath, Spark itself, and the additions of the image."""
+    """Return the class path: the configuration, spark.executor.extraClassPath, Spark itself, and what the image adds."""
     configured = (environ.get("SPARK_CONF_DIR") or str(spark / "conf"), environ.get("HADOOP_CONF_DIR"))
     added = (environ.get("SPARK_EXTRA_CLASSPATH"), environ.get("SPARK_DIST_CLASSPATH"))
     return _joined(*configured, environ.get("SPARK_CLASSPATH"), str(spark / "jars" / "*"), *added)
@@ -85,7 +85,7 @@ def _given(environ: Mapping[str, str], name: str, word: str) -> str:
 
 
 def spark_home() -> Path:
-    """Return the directory of the installed PySpark without importing it. Raises OutlastError if PySpark is missing."""
+    """Return the installed PySpark's directory without importing PySpark. Raises OutlastError if it is missing."""
     package = importlib.util.find_spec("pyspark")
     if package is None or package.origin is None:
         raise OutlastError("PySpark is not installed in this image; add outlast[spark], or use Outlast's variant spark")
@@ -109,7 +109,7 @@ def _check_user(user: int) -> None:
 
 
 def main(words: Sequence[str]) -> None:
-    """Replace this process by the container's command. Exits with a message if that is impossible."""
+    """Replace this process with the container's command. Exits with a message if that is impossible."""
     environ = dict(os.environ)
     try:
         if not words:

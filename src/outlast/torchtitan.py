@@ -35,7 +35,7 @@ from outlast.training.samples.stream import kind
 from outlast.training.state import checkpoint, weights
 
 TESTED = "0.3.0"
-"""Versions of torchtitan that the tests cover."""
+"""The torchtitan version that the tests cover."""
 _OTHER = f"torchtitan {torchtitan.__version__} has another {{}} than this Outlast knows; tested: {TESTED}"
 
 try:
@@ -45,16 +45,16 @@ except ImportError as problem:
     raise OutlastError(_OTHER.format(problem.name)) from problem
 
 _HOOKS: dict[str, tuple[str, ...]] = {"_load": ("step",), "_save": ("curr_step", "last_step"), "_close": ()}
-"""Methods of torchtitan's checkpoint manager that we override, and the parameters that we rely on."""
+"""Methods in torchtitan's checkpoint manager that we override, each with the parameters that we rely on."""
 _TRAINER = ("config", "dataloader", "metrics_processor", "model_parts", "ntokens_seen", "optimizers", "parallel_dims", "step")
-"""Attributes of the Trainer that are read or set."""
+"""Trainer attributes that are read or set."""
 
 
 class Loader(order.Loader, BaseDataLoader):
     """Endless micro-batches, in an order that does not depend on the number of ranks.
 
-    The state is the position, equal on all ranks, so a run can continue with another degree of data parallelism, unlike with
-    torchtitan's own loaders. Does not need our `CheckpointManager`.
+    The state is the position, which is equal on all ranks. Unlike with torchtitan's own loaders, a run can therefore continue
+    with a different degree of data parallelism. Does not need our `CheckpointManager`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -66,9 +66,9 @@ class Loader(order.Loader, BaseDataLoader):
         `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,). We take dataset, collator, workers, `shuffle` and
         `drop_last` from it; micro-batches have `training.local_batch_size` samples."""
         batch: int
-        """The number of samples per optimizer step, over all ranks: `training.global_batch_size`."""
+        """Number of samples per optimizer step over all ranks, equal to `training.global_batch_size`."""
         seed: int = 0
-        """The seed for the order, and for random samples."""
+        """Seed for the order, and for random samples."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
@@ -93,12 +93,12 @@ class Loader(order.Loader, BaseDataLoader):
 
 
 class CheckpointManager(checkpointer.CheckpointManager):
-    """Outlast's snapshots and checkpoints at the end of each step, in addition to torchtitan's own checkpoints.
+    """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint according to its options
-    (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are still
-    written every `interval` steps and at the end, except with `load_only`. Raises OutlastError before the first step if training
-    cannot continue exactly.
+    Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint, according to torchtitan's
+    options (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are
+    still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError before the first step if
+    training cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -109,9 +109,9 @@ class CheckpointManager(checkpointer.CheckpointManager):
         """True to save and resume."""
 
     run: Session | None = None
-    """The session while training runs, e.g. for `run.gather`."""
+    """The session while training runs, for example for `run.gather`."""
     _logged: tuple[int, dict[str, Any]] = (0, {})
-    """The last step with metrics, and its metrics."""
+    """The last step that had metrics, and those metrics."""
 
     def _load(self, step: int = -1) -> bool:
         trainer, loader = self.states[checkpointer.TRAIN_STATE], self.states[checkpointer.DATALOADER]
@@ -177,13 +177,13 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads without ending the session, which would wait for the other ranks."""
+        """Release threads without ending the session: that would wait for the other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """Return the reason why a Trainer cannot continue exactly, and the remedy; empty if it can."""
+    """Return why a Trainer cannot continue exactly, with the remedy; empty if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):

@@ -24,7 +24,7 @@ class Accelerator:
     others: tuple[str, ...] = ()
     """Patterns for other resources that the same devices offer, such as parts of a device."""
     shared: tuple[str, ...] = ()
-    """Resources of which one unit has cores for several processes."""
+    """Resources whose units each have cores for several processes."""
     device: str = ""
     """Device type in torch; `torch.<device>` is its module."""
     backend: str = ""
@@ -79,8 +79,8 @@ RESOURCES = {row.name: row.resource for row in NAMED}
 DEVICES = {row.device: row for row in TABLE if row.device}
 """Rows by torch's device type."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
-"""Libraries for collectives. An error that names one of them comes from a collective; an error that names a device may be any
-error."""
+"""Libraries for collectives. An error that names one of them comes from a collective; an error that names a device can have any
+cause."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` whose units several processes may share."""
 

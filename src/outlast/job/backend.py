@@ -36,8 +36,8 @@ class LogLine:
 
 
 def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the lines of each worker's attempt before its last one, or the last `tail` of them, in their order. Each further
-    attempt begins with a `contract.start_line`. Raises NotFound."""
+    """Return the lines from each worker's second-to-last attempt, or the last `tail` of them, in order. Every attempt but the
+    first begins with a `contract.start_line`. Raises NotFound."""
     last: dict[int, list[tuple[int, LogLine]]] = {}
     before: dict[int, list[tuple[int, LogLine]]] = {}
     for number, line in enumerate(lines):
@@ -51,7 +51,7 @@ def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLi
 
 
 def not_ended(status: JobStatus, options: str = "") -> OutlastError:
-    """Return the error for an attempt to remove an unfinished job. `options` are those of the command that ends it."""
+    """Return the error for an attempt to remove an unfinished job. `options` are for the command that ends the job."""
     return OutlastError(f"job {status.name} has not ended ({status.state}); outlast cancel {status.name}{options} ends it")
 
 
@@ -84,8 +84,8 @@ class Backend(Protocol):
         """
 
     def ensure(self, name: str) -> bool:
-        """Restart the process that drives an active job if that process is gone, and return whether it was gone. Does nothing in
-        a cluster, where controllers drive the job."""
+        """If the process that drives an active job is gone, restart it. Returns whether it was gone. Does nothing in a cluster,
+        where controllers drive the job."""
 
     def list(self) -> Sequence[JobStatus]:
         """Return the status of every job, newest last."""
@@ -94,14 +94,14 @@ class Backend(Protocol):
         """Return a job's current status."""
 
     def scale(self, name: str, replicas: int) -> None:
-        """Change the number of workers. Training saves, and a new world forms."""
+        """Change the number of workers. Training saves its state, and a new world forms."""
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb without parameters.
+        """Carry out a verb that takes no parameters.
 
-        `suspend` saves and releases the workers. `resume` continues any job that has not succeeded, as it was submitted. `cancel`
-        ends the run; its checkpoints stay, and `submit` continues from them. `interrupt` saves and stops the run; `kill` ends all
-        its processes at once.
+        `suspend` saves the state and releases the workers. `resume` continues any job that has not succeeded, as submitted.
+        `cancel` ends the run but keeps its checkpoints, from which `submit` continues. `interrupt` saves the state and stops the
+        run; `kill` ends all its processes at once.
         """
 
     def forget(self, name: str, *, output: bool = False) -> None:
@@ -120,8 +120,8 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` limits the existing lines to each worker's last ones; 0 returns only lines written from now on. `since_s` skips
-        lines older than this many seconds, if lines have times. `follow` waits for a job that has not started, calling `say`, and
+        `tail` limits the existing lines to that many per worker; 0 returns only lines written from now on. `since_s` skips lines
+        older than this many seconds, if lines have timestamps. `follow` waits for a job that has not started, calling `say`, and
         ends when the job does.
         """
 
@@ -130,14 +130,14 @@ class Backend(Protocol):
         it."""
 
     def output(self, name: str) -> Path | str:
-        """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description of
-        another place, such as a store URL."""
+        """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description such
+        as a store URL."""
 
     def events(self, name: str) -> Iterable[Event]:
         """Return the ledger of the job's run in chronological order; may be iterated more than once."""
 
     def metrics(self, name: str) -> Iterable[bytes]:
-        """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have it."""
+        """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have the file."""
 
     def job_file(self, name: str) -> str:
         """Return the job file, without secrets; empty if it cannot be read."""

@@ -38,7 +38,7 @@ def exit_code(status: int) -> int:
 
 
 def job_name(text: str) -> str:
-    """Derive a job's name from that of a script, module or function."""
+    """Derive a job's name from the name of a script, module or function."""
     words = re.sub(r"[^a-z0-9]+", "-", text.lower()).strip("-")
     return (words if words[:1].isalpha() else f"job-{words}")[:LONGEST_NAME].strip("-")
 
@@ -65,14 +65,14 @@ class FailureCause(enum.StrEnum):
     """Machine-readable cause of a worker's failure; the accompanying sentence is for people."""
 
     UNKNOWN = ""
-    """Not reported, or reported by another version of Outlast with an unknown cause."""
+    """No cause was reported, or another version of Outlast reported one that this version does not know."""
     OUT_OF_MEMORY = "oom"
     DISK_FULL = "disk"
     """The script ran out of disk space: an immediate retry would fail, too, but a later one may find space."""
     HANG = "hang"
     """The process was killed because it hung."""
     BITS = "bits"
-    """The rank's bits differed from most others'; the run goes back without its worker (decision 69)."""
+    """The rank's state differed from most others'; the run goes back to an earlier step without this worker (decision 69)."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -80,7 +80,7 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Why a job has ended for good. Also its condition's reason on Kubernetes, hence CamelCase."""
+    """Why a job has ended for good. Also the reason in its Kubernetes condition, hence CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
@@ -108,13 +108,13 @@ class Env:
     RUN = "OUTLAST_RUN"
     """Unique id of this run; two runs of the same name never share a world."""
     WORKER = "OUTLAST_WORKER"
-    """Index of the worker, 0 ... max-1; not its rank."""
+    """Index of the worker, from 0 to `workers.max` - 1; not its rank."""
     GENERATION = "OUTLAST_GENERATION"
-    """Generation of the world that trains; for the agent, the run's newest generation before this worker was started."""
+    """Generation of the current world; for the agent, the run's newest generation before this worker was started."""
     HELD = "OUTLAST_HELD"
     """The newest step that any worker of the previous world is known to have completed; 0 if unknown."""
     ATTEMPT = "OUTLAST_ATTEMPT"
-    """Number of times that the members of the world have restarted its processes without the coordinator."""
+    """How many times the world's members have restarted its processes without the coordinator."""
     DATA = "OUTLAST_DATA"
     """Directory with the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
@@ -125,14 +125,14 @@ class Env:
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """The worker's state directory: progress, errors, world."""
+    """The worker's state directory, which holds its progress, errors and current world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     """The coordinator's endpoint, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
     """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
     the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
-    """Prefix of all keys in the etcd of OUTLAST_RENDEZVOUS; default: that endpoint's path, or else `/outlast`."""
+    """Prefix of all keys in etcd. Default: the path in OUTLAST_RENDEZVOUS, or else `/outlast`."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
     """PEM file of the certificate authorities that verify etcd's certificate; turns TLS on."""
     ETCD_CERT = "OUTLAST_ETCD_CERT"
@@ -144,16 +144,16 @@ class Env:
     """Interval between checkpoints, such as `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
-    """Number of best checkpoints to keep, `min` or `max` for the best value, and the metric: `2 min val_loss`. Absent if none are
-    kept."""
+    """Number of best checkpoints to keep, whether `min` or `max` is best, and the metric, such as `2 min val_loss`. Absent if
+    none are kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
-    """A worker's memory for snapshots: `auto`, `off`, or bytes; absent if an earlier version started the worker."""
+    """A worker's memory for snapshots: `auto`, `off`, or a number of bytes; absent if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
-    """`1` makes the run go back if a rank's bits differ from most others'."""
+    """If `1`, the run goes back to an earlier step when a rank's state differs from most others'."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """`1` also writes metrics to TensorBoard event files in the output."""
+    """If `1`, metrics are also written to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
     """URI of an MLflow server, or the path of its directory; `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
@@ -167,53 +167,53 @@ class Env:
     SHARED = "OUTLAST_SHARED"
     """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
-    """Directory shared by all jobs on a machine: data, models, environments. Default: `outlast` in $XDG_CACHE_HOME, else in
-    ~/.cache."""
+    """Directory for data, models and environments, shared by all jobs on a machine. Default: `outlast` in $XDG_CACHE_HOME, else
+    in ~/.cache."""
     NETRC = "OUTLAST_NETRC"
     """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
     """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz`, `/metrics`; 0 or unset means any free one. On one machine, worker i serves on this port
-    plus i."""
+    """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to this
+    port."""
     PYTHON = "OUTLAST_PYTHON"
-    """Path of the Python that training runs in, unless it is the agent's."""
+    """Path of the Python interpreter for training, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
-    """URL of the job's output in a store; unset when the output is a directory."""
+    """URL of the job's output in a store; unset if the output is a directory."""
     STAY = "OUTLAST_STAY"
     """If `1`, this worker idles after the end of its run and never trains that run again (StatefulSets restart containers that
     exit)."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address where other workers reach this one; default: 127.0.0.1, for workers on one machine."""
+    """Address at which other workers reach this one. Default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
-    """The pod's namespace, and part of pod 0's host name in OUTLAST_RENDEZVOUS."""
+    """The pod's namespace, which is also part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
-    """`1` starts the run from the beginning, even if another run with its output has not ended."""
+    """If `1`, the run starts from the beginning, even if another run with the same output has not ended."""
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
     """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
     nodes."""
     ZONE = "OUTLAST_ZONE"
-    """That node's failure domain; empty if unknown. Replicas go to another zone if possible."""
+    """The node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
     """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
     operator sets this variable."""
     OWNER = "OUTLAST_OWNER"
     """This machine's fencing token in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
-    """The command that restarts the launcher when it cannot be reached, as a JSON list."""
+    """JSON list with the command that restarts the launcher when it cannot be reached."""
 
 
 RESERVED_ENV = re.compile(
     r"^(OUTLAST_(?!ETCD_|CACHE_SIZE$)|PET_|TORCHELASTIC_|(LOCAL_|GROUP_|ROLE_)?(RANK|WORLD_SIZE)$|ROLE_NAME$|MASTER_(ADDR|PORT)$)"
 )
-"""Names that a job file's `env` may not set: torchrun's and Outlast's own, except etcd credentials and the cache's size limit."""
+"""Names that `env` in a job file may not set: torchrun's and Outlast's own, except for etcd credentials and the cache size."""
 
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""Commands that give pods credentials for S3 if their nodes have no role."""
+"""How to give pods S3 credentials if their nodes have no role, for error messages."""
 
 
 class Pod:
@@ -222,25 +222,25 @@ class Pod:
     TRAINER = "trainer"
     """Container that runs the agent."""
     CONTAINER = "worker"
-    """Container in other pods: datasets, Spark, checks. Also runs the agent in pods that earlier versions created."""
+    """Container in other pods: dataset downloads, Spark, checks. In pods created by earlier versions, it also runs the agent."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
-    """User and group id of the pod's processes."""
+    """User and group id of the processes in a pod."""
     CODE = "/workspace"
     DATA = "/data"
     MODELS = "/models"
     OUTPUT = "/out"
-    """Parent directory of all jobs' outputs: a job's output is `/out/<job>`."""
+    """Parent directory of all job outputs: each job writes to `/out/<job>`."""
     STATE = "/run/outlast"
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory with the job file, and with the submitter's local files that the job refers to."""
+    """Directory with the job file, and with the local files of the submitter that the job refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     INJECTED = "/opt/outlast-agent"
     """Directory to which an init container copies the agent, for images without Outlast."""
     SHIPPED = "/etc/outlast-code"
-    """Directory of a code archive that is mounted from a ConfigMap."""
+    """Directory at which a code archive is mounted from a ConfigMap."""
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
@@ -263,7 +263,7 @@ class Label:
 
 
 class Annotation:
-    """Annotations that agents, pods and the operator communicate through."""
+    """Annotations through which agents, pods and the operator communicate."""
 
     REPORT = f"{GROUP}/report"
     """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
@@ -273,11 +273,11 @@ class Annotation:
     """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
     `snapshot` and `every` are absent while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
     JOB_FILE = f"{GROUP}/job-file"
-    """On a pod that the operator creates: the job file as pods read it."""
+    """On a pod that the operator creates: the job file, as read by pods."""
     LEAVING_AT = f"{GROUP}/leaving-at"
     """On a node that is about to go away, or on a worker's pod that must leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """The reason as one sentence, together with LEAVING_AT."""
+    """The reason, as one sentence. Set together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
     """`true` on a node that the node watcher has cordoned. A node that was already cordoned does not get this annotation, and
     stays cordoned."""
@@ -290,7 +290,7 @@ class LeavingKind(enum.StrEnum):
     REBALANCE = "rebalance"
     MAINTENANCE = "maintenance"
     UNKNOWN = ""
-    """Not given, or given by another version of Outlast with an unknown kind."""
+    """No kind was given, or another version of Outlast gave one that this version does not know."""
 
     @classmethod
     def _missing_(cls, value: object) -> LeavingKind:
@@ -304,28 +304,29 @@ LEAVING = f"{GROUP}/leaving"
 LEASE_S = 30.0
 """A member is considered dead if it has not renewed its Lease for this many seconds."""
 RENEW_S = 10.0
-"""Seconds between two renewals of a member's Lease."""
+"""Interval between renewals of a member's Lease, in seconds."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""The same two durations in worlds whose members watch each other: peers report a lost member at once."""
+"""The same two durations for worlds whose members watch each other, where peers report a lost member at once."""
 RENEWALS_PER_S = 200
-"""Maximum number of one job's Lease renewals per second: with many workers, Leases are renewed less often and last longer.
-Kubernetes is tested with 500 per second for its nodes."""
+"""Maximum Lease renewals per second for one job: with many workers, Leases are renewed less often and last longer. Kubernetes
+is tested with 500 per second for its nodes."""
 OPERATOR = "outlast-operator"
 """Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""Value of a job's `managedBy` if the operator manages the job."""
+"""Value of `managedBy` in jobs that the operator manages."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint if the operator coordinates, followed by the ElasticJob's name."""
+"""Scheme of the rendezvous endpoint if the operator coordinates; the ElasticJob's name follows."""
 ETCD = ("etcd://", "etcds://")
-"""Schemes of the endpoint if agents elect a coordinator through etcd: without and with TLS."""
+"""Schemes of the endpoint if agents elect a coordinator through etcd, without and with TLS."""
 Backend = Literal["auto", "etcd", "c10d"]
 """Values of `rendezvous.backend` in a job file."""
 SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
 }
-"""Schemes of `rendezvous.endpoint` by backend, each with its replacement in Env.RENDEZVOUS (see `rendezvous.transport`)."""
+"""For each backend, the schemes allowed in `rendezvous.endpoint`, mapped to those used in Env.RENDEZVOUS (see
+`rendezvous.transport`)."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
 """A cluster's DNS domain."""
@@ -342,14 +343,14 @@ def worker_name(job: str, index: int) -> str:
 
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
-"""Maximum length of a job's name, since the names of its pods are host names."""
+"""Maximum length of a job's name: its pods' names are derived from it and must be valid host names."""
 
 EVALUATE = "--evaluate"
 """Argument that makes a job's module evaluate its model instead of training it."""
 EVALUATED = "--checkpoint="
 """Argument for the checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`. By default, the module decides."""
 
-# Below the output of a job
+# In a job's output directory
 CHECKPOINTS = "checkpoints"
 LOGS = "logs"
 LEDGER = "ledger"
@@ -357,21 +358,21 @@ METRICS = "metrics.jsonl"
 JOB_FILE = "job.yaml"
 """The job file, without secrets."""
 PARAMETERS = "parameters.json"
-"""Settings of the run, see `training.parameters`."""
+"""Settings of the run; see `training.parameters`."""
 TENSORBOARD = "tensorboard"
-"""Directory of TensorBoard event files: Outlast's are in `metrics/`, a script's are beside that directory."""
+"""Directory for TensorBoard event files: Outlast's go into `metrics/`, a script's go next to that subdirectory."""
 TRACKING = ".tracking"
 """Directory for the process that forwards metrics; see `tracking.follower_handle`."""
 WORK = "work"
 """The training processes' working directory; see `prepare.workdir`."""
 WORKED = ".outlast-generation"
-"""File in WORK with the generation whose rank 0 ran there last; written by `launch.training_process`."""
+"""File in WORK with the generation of the last rank 0 that ran there; written by `launch.training_process`."""
 OWNER = ".owner"
 """Lock file of the launcher that uses this output. It contains the path of that launcher's state directory."""
 COMMIT = "COMMIT"
-"""File written last into a checkpoint's directory: a checkpoint exists once this file does."""
+"""Last file written to a checkpoint's directory: a checkpoint exists once this file does."""
 
-# Below a worker's state directory
+# In a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
 """File with a process's progress; see `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
@@ -384,8 +385,8 @@ WORKER = "worker.json"
 WORLD = "world.json"
 """File with this worker's current world, written by its membership in the rendezvous."""
 NOTICE = "notice.json"
-"""`{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator requests a new
-rendezvous for `generation`. Training saves at the next step boundary and exits with 75."""
+"""File with `{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls
+for a new rendezvous, for `generation`. Training saves at the next step boundary and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
 """Socket on which the agent serves memory for snapshots; absent if it serves none. See `snapshots.server`."""
@@ -397,15 +398,15 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return a training process's name in the ledger, which contains its worker: a rank may move to another worker, but its files
-    do not."""
+    """Return a training process's name in the ledger. The name includes the worker, since a rank may move to another worker but
+    its files do not."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name for the checkpoint of `step`. Names sort by step."""
+    """Return the directory name for the checkpoint at `step`. Names sort by step."""
     return f"step-{step:08d}"
 
 
@@ -416,11 +417,11 @@ _START_LINE = re.compile(r"outlast \| (attempt \d+ of )?generation \d+: ")
 
 
 ECHO = "outlast echo | "
-"""Prefix of log lines that only echo another rank's end; log readers skip these lines."""
+"""Prefix of log lines that only repeat how another rank ended; log readers skip these lines."""
 
 
 def start_line(generation: int, attempt: int, reason: str) -> str:
-    """Return the log line written when a worker's training processes start again, in a new world or for another attempt of it."""
+    """Return the log line written when a worker's training processes start again, for a new world or another attempt."""
     return f"outlast | {f'attempt {attempt} of ' if attempt else ''}generation {generation}: {reason}"
 
 
@@ -430,7 +431,7 @@ def is_start_line(line: str) -> bool:
 
 
 def end_line(worker: int | str, reason: str, code: int | None) -> str:
-    """Return the log line about a worker's end."""
+    """Return the log line that says how a worker ended."""
     return f"outlast | worker {worker}: {reason} (exit {code})"
 
 

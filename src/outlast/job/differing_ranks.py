@@ -1,4 +1,4 @@
-"""Finds ranks whose copy of the common state differs from the others', by their snapshots' checksums. Pure.
+"""Compares snapshot checksums to find ranks whose copy of the common state differs from the others'. Pure.
 
 Under DDP all ranks have the same parameters and the same optimizer state, bit for bit. A worker's ranks share the work
 of copying and checksumming them, so there is one copy for each worker.
@@ -13,9 +13,9 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.job import slow_ranks
 
 FEWEST = 3
-"""Minimum number of workers for telling which one is wrong."""
+"""Minimum number of workers needed to tell which one is wrong."""
 WAYS_BACK = 3
-"""A run ends instead of going back to about the same step this many times."""
+"""A run that would have to go back to about the same step this many times ends instead."""
 _KEYS = 20
 """Maximum number of tensor names that are recorded."""
 
@@ -29,7 +29,7 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 
 
 def weight(worker: int, workers: int) -> int:
-    """Return the factor of a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
+    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
 
     If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is its position among the workers.
     """
@@ -38,7 +38,7 @@ def weight(worker: int, workers: int) -> int:
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One share of the state common to all ranks, in one rank's memory."""
+    """One rank's copy of one share of the state common to all ranks."""
 
     rank: int
     worker: int
@@ -76,9 +76,9 @@ class Difference:
 
 
 def differing(copies: Sequence[Copy]) -> list[Difference]:
-    """Return the differences between the copies of each share, listing modules' tensors before optimizers'."""
+    """Return the differences between the copies of each share. Tensors of modules are listed before those of optimizers."""
     found: dict[tuple[int | None, int], list[str]] = {}
-    """Tensor names by the rank that differs (None if unknown) and the share."""
+    """Tensor names, by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
     for each in copies:
         if each.checksums:
@@ -99,13 +99,13 @@ def differing(copies: Sequence[Copy]) -> list[Difference]:
 
 
 def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
-    """Return the ranks that differ from a majority; none unless this is clear for every difference."""
+    """Return the ranks that differ from the majority; none unless every difference has a clear majority."""
     return () if any(len(each.ranks) > 1 for each in found) else tuple(sorted({each.ranks[0].rank for each in found}))
 
 
 def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
-    """Return whether going back to step `agreed` once more would not help, because too many `earlier` ways back, given as
-    (generation, step), led as far or further."""
+    """Return whether going back to step `agreed` again would not help, because the run has gone back to that step or a later one
+    too often. `earlier` lists where it went back to, as (generation, step)."""
     return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 

@@ -12,7 +12,7 @@ from outlast.job.contract import FailureCause
 
 CATEGORIES = ("oom", "disk", "hang", "bits", "killed", "error")
 _INTERNAL = {"exclude": True}
-"""Metadata for pydantic, for fields that only decisions use and no status contains."""
+"""Metadata that tells pydantic to leave a field out of statuses: it is used only for decisions."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -40,17 +40,16 @@ class Failure:
     hung: bool = field(default=False, metadata=_INTERNAL)
     """True if the process was killed because it hung, unless it was stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """True if the worker's processes exited with 0, as if done, before other workers failed. This exit is the cause if all other
-    failures are only its consequences."""
+    """True if the worker's processes exited with 0, as if done, before other workers failed. If all the other failures are only
+    consequences, this exit is the cause."""
     early: str = field(default="", metadata=_INTERNAL)
-    """Type of an error that the worker's processes raised before their first step, and that a restart would raise again."""
+    """Type of an error that the worker's processes raised before their first step, and would raise again after a restart."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})
     """The last lines of the worker's log; with several processes, only those of the failed one."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt, which identify the failed process start. Failures are counted in this order, one for each
-        start."""
+        """Generation and attempt, which identify the start that failed. Failures are counted in this order, one per start."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
@@ -61,7 +60,7 @@ class Failure:
 
 
 def category(failure: Mapping[str, Any]) -> str:
-    """Return one of `CATEGORIES` for a failure's fields. There are few because each is a time series."""
+    """Return one of `CATEGORIES` for a failure's fields. There are few categories because each is a time series."""
     if reported := FailureCause(failure.get("cause") or ""):
         return str(reported)
     code = failure.get("code")

@@ -57,7 +57,7 @@ class Fault:
     step: int | None = None
 
     def due(self, elapsed: timedelta, step: int) -> bool:
-        """Return whether to inject the fault at this time and step."""
+        """Return whether the fault is due at this time and step."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
 
 
@@ -132,7 +132,7 @@ def every(text: str) -> timedelta:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator for a schedule, seeded by its content. The seed is explicit text instead of a repr, so that
+    """Return a random generator seeded with the content of a schedule. The seed is explicit text instead of a repr, so that
     renaming a class does not change the sequence."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
@@ -146,7 +146,7 @@ def play(
     *,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject every fault of a schedule once, when it is due, and yield a sentence about each.
+    """Inject each fault in a schedule once, when it is due, and yield a sentence about it.
 
     Stops after the last fault, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
     """
@@ -170,7 +170,7 @@ def repeat(
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject the same fault at an interval, beginning now, and yield a sentence about each.
+    """Inject the same fault at an interval, starting now, and yield a sentence about each injection.
 
     Stops after `times` faults, or when the run stops or is replaced.
     """
@@ -192,8 +192,8 @@ def _pause_s(backend: Backend) -> float:
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """Return the status of the run. Returns None once the run has stopped or a later run, which must not be harmed, has its
-    name."""
+    """Return the status of the run. Returns None once the run has stopped, or once a later run, which must not be harmed, has the
+    same name."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
@@ -202,7 +202,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject one of several faults. A fault without a target, e.g. while workers restart, does not end the schedule."""
+    """Inject one of several faults. If there is no target, e.g. while workers restart, the schedule continues."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

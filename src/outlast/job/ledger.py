@@ -26,12 +26,12 @@ Every event has `t` (seconds since the epoch), `kind` and `source`. The kinds an
                                                          beginning); source: memory | peer | disk | store; warning: the
                                                          run had already reached a later step, which is lost
     step         generation, step, steps?, waited_s?, copied_s?    training, rank 0: this step has ended, or it is the last of
-                                                         `steps` steps that have; waited_s, copied_s: the seconds of their time
-                                                         spent waiting for data, and copying the state into memory
+                                                         `steps` steps that have; waited_s, copied_s: seconds spent waiting
+                                                         for data, and copying the state into memory, in these steps
     slow         generation, step, rank, worker, node, own_s, reason    training, rank 0: a rank is slow, or no longer is
-    differs      generation, step, rank | ranks, worker?, node?, tensors, copies, agreed, reason    training, rank 0: bits of what
-                                                         every rank has differ from the other ranks' in a snapshot; agreed:
-                                                         the step of the last one in which all were equal, 0: unknown
+    differs      generation, step, rank | ranks, worker?, node?, tensors, copies, agreed, reason    training, rank 0: copies of
+                                                         the common state differ between ranks in a snapshot; agreed: the
+                                                         step of the last one in which all were equal, or 0 if unknown
     snapshots    generation, every, step, copied_s, bytes, replicas, reason    training, rank 0: from now on, a snapshot is made
                                                          every `every` steps
     saving       step                                    training, rank 0: a save begins, training stalls
@@ -63,12 +63,12 @@ from typing import Any
 Event = dict[str, Any]
 
 TOGETHER_S = 1.0
-"""Steps that end within this time are one event: steps of 100 ms would write 1 kB a second, for months."""
+"""Steps that end within this time share one event: otherwise, 100 ms steps would write 1 kB per second, for months."""
 _PIECE = 64 << 10
-"""Number of bytes read from a source at a time."""
+"""How many bytes to read from a source at a time."""
 _UNSORTED = 1024
-"""Maximum distance, in events, between an event's position in its file and its position by time. Arbitrary: threads
-write a few events at once."""
+"""How many events an event may be away from its chronological position in its file. Arbitrary: threads write a few events at
+once."""
 
 
 class Ledger:
@@ -78,20 +78,20 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The pending event for completed steps that have not been written yet."""
+        """The pending event, for completed steps that have not been written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None
 
     def write(self, kind: str, **fields: Any) -> None:
-        """Append one event at once. If the disk is full, drop the event, since a full disk must not end a training run."""
+        """Append one event immediately. If the disk is full, the event is dropped: a full disk must not end a training run."""
         with self._lock:
             self._flush()
             self._step_written = float("-inf")  # the next step, e.g. after a save or a restore, is written at once
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Record the end of a step, at once or together with other steps within TOGETHER_S, but before any other event.
+        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event.
 
         `waited_s` and `copied_s` are the seconds that the step spent waiting for data and copying its state into memory.
         """
@@ -150,13 +150,13 @@ Source = Callable[[], Iterable[bytes]]
 
 class Events:
     """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory, and skips a last line
-    torn by the death of its writer.
+    that was torn when its writer was killed.
     """
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
         self.broken = 0
-        """Number of lines that the newest iteration has skipped so far: torn, damaged, or not an event."""
+        """Number of lines that the latest iteration has skipped so far because they were torn, damaged, or not events."""
 
     def merged(self, entries: Iterable[Event]) -> Events:
         """Return these events together with entries from elsewhere."""
@@ -218,8 +218,8 @@ def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Yield the events of source `number` in chronological order, each with its sort key. After a clock was set back, an event
-    may be out of order by more than `_UNSORTED` events. It then gets the time of the event before it."""
+    """Yield the events from source `number` in chronological order, each with its sort key. If the clock was set back, an event
+    may be out of order by more than `_UNSORTED` events; it is then given the time of the event before it."""
     waiting = deque[tuple[float, int, int, Event]]()
     last = float("-inf")
 

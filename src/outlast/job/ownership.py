@@ -1,7 +1,7 @@
-"""Ownership of objects in clusters and places in stores, so that no command replaces or deletes somebody else's work. Pure.
+"""Ownership of cluster objects and store locations, so that no command replaces or deletes somebody else's work. Pure.
 
-Labels mark an object as Outlast's. A command may use a place in a store if the place is empty, or has this command's mark: a
-marker, a manifest, a note.
+Labels mark an object as Outlast's. A command may use a location in a store if the location is empty or contains the command's
+own mark, such as a manifest.
 """
 
 from __future__ import annotations
@@ -13,17 +13,17 @@ from outlast.base.errors import OutlastError, Taken
 from outlast.job.contract import Label
 
 _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
-"""Labels with the value `outlast`; some of Outlast's objects have only one of them."""
+"""Labels whose value is `outlast` on our objects; some objects have only one of them."""
 
 
 def owned(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
-    """Return whether Outlast has created an object, and the object has these labels."""
+    """Return whether an object was created by Outlast and has these labels."""
     existing = document["metadata"].get("labels") or {}
     return any(existing.get(name) == "outlast" for name in _OURS) and labels.items() <= existing.items()
 
 
 def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for an existing object unless Outlast has created it with these labels; `instead` is the remedy."""
+    """Raise Taken for an existing object unless it was created by Outlast and has these labels; `instead` is the remedy."""
     if existing is None or owned(existing, labels):
         return
     meta = existing["metadata"]
@@ -35,7 +35,7 @@ def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *,
 def check_place(
     place: str, names: Iterable[str], mark: str | None, expected: str = "", *, instead: str = "choose a new or empty place"
 ) -> None:
-    """Raise OutlastError unless a place is empty, or its `mark` (None if it has none) equals `expected`."""
+    """Raise OutlastError unless a location is empty or its `mark` equals `expected`. `mark` is None if it has none."""
     if mark is None and (first := min(names, default="")):
         raise OutlastError(f"{place} holds other files ({first}); {instead}")
     if mark not in (None, expected):

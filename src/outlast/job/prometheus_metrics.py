@@ -1,8 +1,8 @@
-"""A job's metrics for Prometheus: one table of names, types, labels and units, and the text that workers respond with.
+"""A job's metrics for Prometheus: a table of their names, types, labels and units, and the text format that workers serve.
 
-The operator and the agents expose what is in `TABLE` and nothing else. docs/reference/metrics.md shows it; the alerts and the
-dashboard (`kubernetes/manifests/installed/monitoring.yaml`) refer to nothing else. Names follow Prometheus' conventions: base
-units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
+The operator and the agents expose only the metrics in `TABLE`, and the alerts and the dashboard
+(`kubernetes/manifests/installed/monitoring.yaml`) use no others. docs/reference/metrics.md documents them. Names follow
+Prometheus' conventions: base units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 
 from __future__ import annotations
@@ -85,14 +85,14 @@ METRICS = {metric.name: metric for metric in TABLE}
 Value = float | tuple[float, int]
 """A number, or a summary's sum and count."""
 Sample = tuple[str, Mapping[str, object], Value]
-"""Name without the prefix, labels besides the common ones, value."""
+"""A metric's name without the prefix, its labels besides the common ones, and its value."""
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
 """Escape sequences in label values."""
 
 
 def exposition(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
-    """Return samples in Prometheus' text format, all with the `common` labels."""
+    """Return samples in Prometheus' text format, each with the `common` labels added."""
     lines = []
     for name, of_name in itertools.groupby(sorted(samples, key=lambda sample: sample[0]), key=lambda sample: sample[0]):
         metric = METRICS[f"{PREFIX}{name}"]

@@ -1,8 +1,8 @@
 """Lines between a member and the coordinator, authenticated with the run's key.
 
-Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256, keyed by the run's key and both nonces, of the
-direction, a counter and the line. Nobody without the key can therefore write, replay or reflect a line. Lines are not
-encrypted, since reports are not secret.
+Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256 over the direction, a counter and the line, keyed
+by the run's key and both nonces. Without the key, nobody can write, replay or reflect a line. Lines are not encrypted, since
+reports are not secret.
 
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
@@ -25,20 +25,20 @@ from outlast.job.contract import Env
 
 Side = Literal["decider", "member"]
 LONGEST_NONCE = 256
-"""Maximum length in bytes of the line that contains a nonce."""
+"""Maximum length of the line that contains a nonce, in bytes."""
 _OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
 _DIGITS = 64
 
 
 class Forged(ValueError):
-    """A line was written without the key, for another connection, or for another position in the connection."""
+    """A line was written without the key, for another connection, or for another position in this connection."""
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """Return a run's key, from a Secret or the launcher, or else derived from the job. Empty under plain torchrun.
+    """Return a run's key: the one from a Secret or the launcher, or else one derived from the job. Empty under plain torchrun.
 
-    Pods that meet at worker 0 share one job file, which therefore serves as the secret. Other jobs may be changed while they run,
-    so their key comes from the run's name.
+    Pods that meet at worker 0 all have the same job file, so it serves as the secret. Other jobs may change while they run, so
+    their key is derived from the run's name.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -49,7 +49,7 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Derive a key from the run's key for a purpose other than the coordinator's lines. Lines sealed with one key are invalid
+    """Derive a key for a purpose other than the coordinator's lines from the run's key. Lines sealed with one key are invalid
     under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
@@ -65,7 +65,7 @@ class Plain:
 
 
 class Seal(Plain):
-    """One side of a connection with sealed lines."""
+    """One side of a connection that carries sealed lines."""
 
     def __init__(self, key: bytes, side: Side, *, own: str, peer: str) -> None:
         nonces = (own, peer) if side == "decider" else (peer, own)

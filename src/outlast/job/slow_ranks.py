@@ -1,6 +1,6 @@
-"""Finds slow ranks, whose own time per step (`training.own_time`) exceeds the others'. Pure.
+"""Finds slow ranks, those whose own time per step (`training.own_time`) exceeds the others'. Pure.
 
-Under DDP the fast ranks wait for the slow ones, so steps are equally long on all of them, and only own times differ.
+Under DDP, fast ranks wait for slow ones, so steps take equally long on all ranks, and only their own times differ.
 """
 
 from __future__ import annotations
@@ -12,30 +12,30 @@ from collections.abc import Mapping, Sequence
 from outlast.base import units
 
 Window = Sequence[tuple[float, float]]
-"""For each rank, the median of its own time per step in one window and the median's standard error, in seconds; 0 if unknown."""
+"""The median of each rank's own time per step in one window, and that median's standard error, in seconds; 0 if unknown."""
 
 WINDOWS = 3
-"""Number of consecutive windows in which a slow rank must be above the limit: bursts of other load are shorter."""
+"""How many consecutive windows a rank must be above the limit to count as slow. Bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum excess of a slow rank over the others, as a share. A rank slowed by a fifth sometimes measures less than that."""
+"""Minimum excess over the other ranks, as a share. It is below 0.2 because a rank slowed by a fifth may measure less."""
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
-"""The mean share must exceed `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones vary."""
+"""The mean excess must be above `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones fluctuate."""
 
 
 def measured(samples: Sequence[float]) -> tuple[float, float]:
-    """Return the median of a rank's own times in a window, and its standard error for a normal distribution."""
+    """Return the median of a rank's own times in a window, and the median's standard error for a normal distribution."""
     middle = statistics.median(samples)
     return middle, 1.25 * 1.48 * statistics.median(abs(each - middle) for each in samples) / math.sqrt(len(samples))
 
 
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with the share by which its own time exceeds the others' median: 0.25 for a quarter.
+    """Return the slow ranks, each with its excess: the share by which its own time exceeds the others' median, such as 0.25.
 
-    `windows` are the latest ones. `named` is the previous result: a rank keeps its share, and stays named while it is above the
-    limit in one of the windows. `work` is each rank's amount of work per step in any unit; a rank with more work than the others
-    may take longer in proportion.
+    `windows` are the latest ones. `named` is the previous result: a rank in it stays named, with the same share, while it is
+    above the limit in one of the windows. `work` is the amount of work per step for each rank, in any unit; a rank with more work
+    than the others may take proportionally longer.
     """
     slow = {}
     for rank in range(len(work)):
@@ -53,7 +53,7 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the share by which a rank exceeds the others, and its standard error."""
+    """Return the share by which a rank exceeds the others, and that share's standard error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -72,7 +72,7 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank that exceeds the others by this share, or no longer does if the share is 0."""
+    """Return a sentence about a rank that exceeds the others by this share, or that no longer does, if the share is 0."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

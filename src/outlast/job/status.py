@@ -1,4 +1,4 @@
-"""A job's status, during and after its run: one document, written by its coordinator.
+"""A job's status, during and after its run: one document, written by the coordinator.
 
 On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
 epoch (UTC).
@@ -22,15 +22,15 @@ class State(enum.StrEnum):
 
     PENDING = "Pending"
     QUEUED = "Queued"
-    """The job waits in a queue to be admitted; earlier training is saved."""
+    """The job waits in a queue to be admitted; any earlier training is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
-    """A planned change: the world saves and forms again; no step is lost."""
+    """After a planned change: the world has saved its state and forms again. No step is lost."""
     RESTARTING = "Restarting"
-    """A failure: the world forms again from the newest checkpoint."""
+    """After a failure: the world forms again, from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
-    """Training stopped before its end (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
+    """Training stopped early (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     CANCELLED = "Cancelled"
@@ -53,12 +53,12 @@ class State(enum.StrEnum):
 
 @dataclasses.dataclass(frozen=True)
 class Ending:
-    """A decision that a run ends."""
+    """A decision to end a run."""
 
     state: State
     reason: str
     code: int
-    """Exit code of the job. With INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
+    """Exit code of the job. If INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
     end: End = End.UNKNOWN
 
 
@@ -91,9 +91,9 @@ class WorkerStatus(_Model):
     node: str = ""
     """Name of the pod's node."""
     step: int | None = None
-    """Number of completed steps, if the steps of single processes are unknown."""
+    """Number of completed steps, if the individual processes' steps are unknown."""
     reason: str = ""
-    """Why the worker waits, where the worker hangs, or how the worker ended."""
+    """Why the worker waits, where it hangs, or how it ended."""
     slow: str = ""
     """A sentence about the worker's slowest rank if its own time per step exceeds the others'; also among `warnings`."""
     differs: str = ""
@@ -102,7 +102,7 @@ class WorkerStatus(_Model):
 
     @property
     def suspicions(self) -> list[str]:
-        """The sentences about ranks that are slow or differ."""
+        """The sentences about ranks that are slow or that differ."""
         return [sentence for sentence in (self.slow, self.differs) if sentence]
 
 
@@ -123,11 +123,11 @@ class CheckpointStatus(_Model):
     time: float
     bytes: int = 0
     best: BestStatus | None = None
-    """The best retained checkpoint, if the script logs the metric for the comparison; only for jobs on this machine."""
+    """The best retained checkpoint, if the script logs the metric that defines it; only for jobs on this machine."""
 
 
 class SnapshotStatus(_Model):
-    """The newest complete snapshot in the workers' memory. Unlike a checkpoint, it is lost with the last of these workers."""
+    """The newest complete snapshot in the workers' memory. Unlike a checkpoint, it is lost once all these workers are gone."""
 
     step: int
     every: int = 0
@@ -151,7 +151,7 @@ class StoreStatus(_Model):
     step: int = 0
     """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """Last time that the upload was complete, in seconds since the epoch; None before that."""
+    """When everything was last uploaded, in seconds since the epoch; None if it never was."""
     since: float | None = None
     """When uploads began to fail; None while they succeed."""
     error: str = ""
@@ -163,7 +163,7 @@ class StoreStatus(_Model):
 
 
 class LostStatus(_Model):
-    """Training time lost to failures: detection, re-forming, restoring, and repeated steps."""
+    """Training time lost to failures: detecting them, re-forming the world, restoring, and repeating steps."""
 
     failures: int
     """Number of failures that training has recovered from."""
@@ -174,7 +174,7 @@ class LostStatus(_Model):
     generation: int = -1
     """Generation of the world that the last failure ended."""
     up_to: bool = False
-    """True if the costs are upper bounds, since the time of a fault is not always known."""
+    """True if the costs are upper bounds, because the time of a fault is unknown."""
 
 
 class JobStatus(_Model):
@@ -206,8 +206,8 @@ class JobStatus(_Model):
     """The epoch whose steps `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
-    """Source of the step: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty if there is
-    none yet. With `data`, the job downloads data and has no steps."""
+    """Where the step comes from: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty if
+    there is none yet. `data` means that the job downloads data and has no steps."""
     rate: float | None = None
     """Recent rate, in steps per second."""
     restarts: int = 0
@@ -216,7 +216,7 @@ class JobStatus(_Model):
     checkpoint: CheckpointStatus | None = None
     snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """The last values passed to `run.log`, with their `step`; only for jobs on this machine."""
+    """The last values passed to `run.log`, including their `step`; only for jobs on this machine."""
     saved: SavedStatus | None = None
     """The newest checkpoint of a plain script, guessed from file names."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
@@ -225,18 +225,18 @@ class JobStatus(_Model):
     """Problems that training survives, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
-    """Share of the wall time spent on steps whose results were kept, 0 ... 1."""
+    """Share of the wall time spent on steps whose results were kept, from 0 to 1."""
     lost: LostStatus | None = None
-    """Cost of failures so far; None before the first failure, and for jobs in a cluster, where `outlast report` computes it."""
+    """Cost of failures so far; None before the first failure. For jobs in a cluster always None: use `outlast report`."""
     output: str = ""
     file: str = ""
     """Path of the job file, for jobs on this machine; empty if the file is gone."""
     command: str = ""
     """The command that runs the job again, if it differs from `outlast run FILE`: for a script on this machine."""
     store: StoreStatus | None = None
-    """Uploads of the output to its store, if it has one."""
+    """Progress of uploads to the output's store, if it has one."""
     launcher: int | None = None
-    """Process id of the launcher, on this machine."""
+    """Process id of the launcher, for jobs on this machine."""
     submitted: float = 0.0
     started: float | None = None
     finished: float | None = None
@@ -266,8 +266,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step at the recent rate. None if the job does not train, or its last step or rate is
-        unknown."""
+        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or if its last step or rate
+        is unknown."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

@@ -1,4 +1,4 @@
-"""Logins and signatures in URLs: detection, removal from public text, and logins from the environment or ~/.netrc.
+"""Detects logins and signatures in URLs, removes them from public text, and looks up logins in the environment or ~/.netrc.
 
 A store's own login comes from the environment (see `storage.store.s3`).
 """
@@ -20,17 +20,17 @@ _SIGNATURE = re.compile(
     r"[^#\s]*",
     re.IGNORECASE,
 )
-"""A query with a parameter whose name suggests a secret: `X-Amz-Signature`, `sig`, `access_token`, `Key-Pair-Id`."""
+"""A query with a parameter whose name suggests a secret, such as `X-Amz-Signature`, `sig`, `access_token` or `Key-Pair-Id`."""
 
 
 def hidden(text: str) -> str:
-    """Remove logins, and queries with a signature, from the URLs in text."""
+    """Remove logins, and queries that contain a signature, from the URLs in text."""
     return _SIGNATURE.sub("", _LOGIN.sub("", text))
 
 
 def exposed(url: str, where: str) -> str:
-    """Return the problem with a URL that contains a secret; empty for any other URL. `where` is a clause about who can read the
-    URL."""
+    """Return the problem with a URL that contains a secret; empty for any other URL. `where` is a clause that says who can read
+    the URL."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "
@@ -42,7 +42,7 @@ def exposed(url: str, where: str) -> str:
 
 
 def of(host: str) -> tuple[str, str] | None:
-    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if that is
+    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if the file is
     unreadable."""
     text, where = os.environ.get(Env.NETRC), Env.NETRC
     try:

@@ -1,1 +1,1 @@
-"""Jobs in a Kubernetes cluster: the API client, the manifests, the operator, what users see of their jobs, and diagnosis."""
+"""Jobs in a Kubernetes cluster: the API client, the manifests, the operator, what users see of their jobs, and diagnostics."""

@@ -1,5 +1,5 @@
 """The rendezvous transport between a worker's pod in an ElasticJob and the operator (`kubernetes://<job>`). Both write to the API
-server, and each works while the other is down.
+server, and each keeps working while the other is down.
 
     member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Seconds between two progress reports from rank 0's worker. Users see the steps that it reports."""
+"""Interval between progress reports from rank 0's worker, in seconds. Users see the steps in these reports."""
 LONGEST_PAUSE_S = 1.0
-"""Maximum seconds between two attempts to send a changed report, or to watch. For a plain renewal, the maximum is RENEW_S."""
+"""Maximum pause between attempts to send a changed report, or to watch, in seconds. For a plain renewal, it is RENEW_S."""
 ANSWER_S = 10.0
-"""Seconds to wait for the API server's response to a report. Arbitrary: a newer report soon follows."""
+"""How long to wait for the API server's response to a report, in seconds. Arbitrary: a newer report soon follows."""
 
 
 def board(endpoint: str, member: Member) -> Board:
@@ -55,7 +55,7 @@ def board(endpoint: str, member: Member) -> Board:
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the seconds between two Lease renewals in a job with this many workers. With `mesh`, peers watch one another."""
+    """Return the interval between Lease renewals, in seconds, for this many workers. With `mesh`, peers watch one another."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
@@ -70,14 +70,14 @@ class _Leaving:
 
 @dataclass(frozen=True)
 class _Rendezvous(Published):
-    """The field `.status.rendezvous` of an ElasticJob; see `operator.elasticjob_status`."""
+    """An ElasticJob's `.status.rendezvous`; see `operator.elasticjob_status`."""
 
     run: str = ""
     leaving: tuple[_Leaving, ...] = ()
 
 
 class Board:
-    """A member's side; see `member_client.Board`: its Lease, and the newest state that the operator published."""
+    """A member's side: its Lease, and the newest state that the operator published; see `member_client.Board`."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -108,7 +108,7 @@ class Board:
         """The latest deadline for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client that `put` uses; no other thread uses it, so it may be closed when its login expires."""
+        """The client for `put`. No other thread uses it, so it may be closed when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:
@@ -211,7 +211,7 @@ class Board:
             ledger.copy(new)
             ledger.close()
 
-    # Reports of this member
+    # This member's reports
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
         """Write the Lease. After the first write, require that no other process has written it since. Raises Superseded."""
@@ -225,7 +225,7 @@ class Board:
             except Conflict:
                 try:  # an empty patch returns the current Lease, and needs no right to read
                     current = cluster.patch(LEASE, meta["name"], {})
-                except Absent:  # somebody has deleted it
+                except Absent:  # somebody has deleted the Lease
                     self._resource_version = ""
                     continue
                 holder = current["spec"].get("holderIdentity")

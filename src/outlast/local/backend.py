@@ -1,9 +1,9 @@
-"""The backend for jobs on this machine: starts a launcher for each job, reads the job's status, and writes the user's requests.
+"""The backend for jobs on this machine: starts a launcher for each job, reads job statuses, and writes the user's requests.
 
     <state>/jobs/<name>/      see `local.state_dir`
     <output>/<name>/          checkpoints, logs, ledger; the files of earlier runs are in `previous/<time>/`
 
-The command line is the only caller. Requests are files, so they survive the launcher, and no verb waits for the launcher.
+Only the command line calls it. Requests are files, so they survive the launcher, and no verb waits for it.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ from outlast.worker.prepare import cache_eviction, phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
-"""Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
+"""How long a launcher may take to acquire its lock, in seconds: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""Seconds that a launcher may take to exit: the workers save, and the launcher reads the whole ledger for the final goodput."""
+"""How long a launcher may take to exit, in seconds: workers save, and the launcher reads the whole ledger for the goodput."""
 _NOTICE_DELAY_S = 1.0
-"""Seconds to wait for workers to exit before telling the user."""
+"""How long to wait for workers to exit before telling the user, in seconds."""
 
 
 class LocalBackend:
@@ -83,7 +83,7 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if an active job has none running or starting. Returns whether one was started."""
+        """Start a launcher if the job is active and no launcher is running or starting. Returns whether one was started."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -107,7 +107,7 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, state_dir: StateDir, *, new: bool = False) -> None:
-        """Start the launcher from the run's copy of Outlast. A `new` or resumed run first gets a copy of this version."""
+        """Start the launcher from the run's copy of Outlast. If `new` is set, the run first gets a copy of this version."""
         if new:
             try:
                 copy = str(package_copy.make(cache_eviction.cache(os.environ)))
@@ -118,14 +118,15 @@ class LocalBackend:
         self._start_role("launcher", [str(state_dir.path)], state_dir)
 
     def _start_role(self, role: str, argv: Sequence[str], state_dir: StateDir) -> None:
-        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # empty for an earlier version's run
+        copy = state_dir.package.read_text() if state_dir.package.exists() else ""  # runs from earlier versions have none
         environ = package_copy.ahead(os.environ, Path(copy) if copy else None)
         self._start([sys.executable, "-m", "outlast", role, *argv], state_dir.log, env=environ)
 
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of all jobs in this state directory, newest last. For damaged files, `reason` is the error."""
+        """Return the status of every job in this state directory, newest last. If a job's files are damaged, `reason` is the
+        error."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -176,8 +177,8 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines; see `job.backend.Backend.logs`. Lines have no times here: existing lines come worker by
-        worker, and `since_s` raises OutlastError."""
+        """Yield the workers' log lines; see `job.backend.Backend.logs`. Lines have no timestamps here: existing lines come worker
+        by worker, and `since_s` raises OutlastError."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -227,7 +228,7 @@ class LocalBackend:
         Request.read(state_dir).replaced(state_dir, replicas=replicas)
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb whose only argument is the job's name."""
+        """Carry out a verb that takes only the job's name."""
         match verb:
             case "resume":
                 self.resume(name)
@@ -238,7 +239,7 @@ class LocalBackend:
                 self._end(name, verb)
 
     def resume(self, name: str) -> None:
-        """Resume a job that has not succeeded, with its code and job file unchanged."""
+        """Resume a job that has not succeeded, with the same code and job file."""
         state_dir = self._existing(name)
         self._wait_until_stopped(state_dir)
         status = self.status(name)
@@ -248,7 +249,7 @@ class LocalBackend:
         self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. If no launcher is running, do its work here."""
+        """Cancel or kill a run. If no launcher is running, do the launcher's work here."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -272,7 +273,7 @@ class LocalBackend:
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove the state of an ended job, and with `output` also the job's output on this machine.
+        """Remove an ended job's state and, if `output` is set, its output on this machine.
 
         Output in a store is kept. Raises OutlastError if the job has not ended, or if another job uses its output.
         """
@@ -287,7 +288,7 @@ class LocalBackend:
             if owner := output_dir.last_owner(directory, state_dir):
                 raise OutlastError(f"output {directory} is that of the job in {owner} now; forget {name} without --output")
         try:
-            state_dir.run.unlink()  # first: the job exists only while this does
+            state_dir.run.unlink()  # first, since the job exists as long as this file does
             shutil.rmtree(state_dir.path)
             if output and directory.exists():
                 shutil.rmtree(directory.resolve())
@@ -295,8 +296,8 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """Return a job's state directory, its output directory, and the URL of its output in a store (empty if there is no
-        store)."""
+        """Return a job's state directory, its output directory, and the URL of its output in a store, which is empty if there is
+        no store."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store
@@ -332,7 +333,7 @@ class LocalBackend:
     # State directories
 
     def state_dir(self, name: str) -> StateDir:
-        """Return the state directory of a job, which may not exist."""
+        """Return a job's state directory, which may not exist."""
         return StateDir(self._root / "jobs" / name)
 
     def _existing(self, name: str) -> StateDir:
@@ -350,7 +351,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the launcher's last status. A run with no readable status can still resume from its checkpoints."""
+        """Return the launcher's last status. Without a readable status, a run can still resume from its checkpoints."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

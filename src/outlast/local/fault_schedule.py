@@ -13,7 +13,7 @@ from outlast.local.backend import LocalBackend
 
 
 def main(argv: list[str]) -> None:
-    """Inject and log every fault of the schedule when it is due."""
+    """Inject and log each fault in the schedule when it is due."""
     state, name, schedule = Path(argv[0]), argv[1], Path(argv[2])
     faults = chaos.load(schedule)
     for sentence in chaos.play(LocalBackend(state), name, faults, chaos.seed(faults)):

@@ -1,11 +1,11 @@
-"""The launcher of one job on this machine: starts workers, coordinates their rendezvous, counts failures, and writes the status.
+"""One job's launcher on this machine: starts workers, coordinates their rendezvous, counts failures, and writes the status.
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers continue to train, start a new
-launcher if theirs is unreachable, and are adopted by the new launcher. The launcher writes its state to `launcher.json` before
-anything that depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`.
-The launcher coordinates one machine; see `rendezvous.coordinator`.
+A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers keep training and, if they cannot
+reach it, start a new launcher, which adopts them. The launcher writes its state to `launcher.json` before it does anything that
+depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`. The
+launcher coordinates workers on one machine; see `rendezvous.coordinator`.
 """
 
 from __future__ import annotations
@@ -45,15 +45,15 @@ if TYPE_CHECKING:
     from outlast.storage.runs import heartbeat
 
 TICK_S = 0.1
-"""Seconds between two iterations of the loop if there are no events."""
+"""Interval between iterations of the loop while nothing happens, in seconds."""
 WAIT_NOTICE_S = 2.0
-"""The status explains a wait that has lasted this many seconds."""
+"""The status explains a wait once it has lasted this many seconds."""
 EARLY_FAILURE_S = 60.0
-"""A script that fails within this many seconds, before any step, counts as failed at startup."""
+"""A script that fails within this many seconds, and before any step, counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
-"""Timeout in seconds for uploading the files that the workers could not upload."""
+"""Timeout for uploading what the workers could not upload, in seconds."""
 EXIT_TIMEOUT_S = 15.0
-"""Seconds that workers may take to exit after the job ends."""
+"""How long workers may take to exit after the job ends, in seconds."""
 
 
 class Launcher:
@@ -76,14 +76,14 @@ class Launcher:
         self.displaced = False
         """True if another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
-        """Time of the run's submission or resumption, on this launcher's clock."""
+        """When the run was submitted or resumed, on this launcher's clock."""
         self.started: float | None = None
         """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
-        """Why workers failed to join the running world, by index."""
+        """Why workers failed to join the running world, by worker index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Why workers that others cannot reach were killed, by index."""
+        """Why workers that others could not reach were killed, by worker index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -96,7 +96,7 @@ class Launcher:
         )
         self.live = LiveStatus(state_dir, record, self.pool, self.status, self.clock)
         self._started = 0, 0
-        """The `newest_start` recorded by the previous launcher."""
+        """The `newest_start` that the previous launcher recorded."""
         self.output_lock: int | None = None
         self.heartbeat: heartbeat.Heartbeats | None = None
         self._written = ""
@@ -145,14 +145,14 @@ class Launcher:
     # Recovery
 
     def _recover(self) -> None:
-        """Restore a dead launcher's counts, and adopt its live workers."""
+        """Restore the counts of a launcher that died, and adopt its workers that are still alive."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())
         except FileNotFoundError:
             return
         ages = [(memory["time"] - at, committed, step) for at, committed, step in memory["history"]]
-        before = {"counted": memory["judged"], "failures": ages}  # all that the previous version wrote
+        before = {"counted": memory["judged"], "failures": ages}  # the previous version wrote no more than this
         last = decode(PersistedState, {**before, **memory, "closed": None})  # the end is in `closing`
         generation, now = max(memory["generation"], self.record.generation), self.clock()
         restored = last.restored(now, max(0.0, time.time() - memory["time"]))
@@ -166,15 +166,15 @@ class Launcher:
             if shown.started is not None:
                 self.started = now - max(0.0, time.time() - shown.started)
         self._started = memory["generation"], memory.get("start", 0)
-        self.pool.gpus = memory["gpus"]  # a worker that restarts us sees only its own
+        self.pool.gpus = memory["gpus"]  # if a worker restarts us, we see only that worker's GPUs
         self.pool.adopt(memory["workers"])
         state, reason, code = memory["closing"] or (State.RUNNING, "", 0)
-        if state in (State.SUCCEEDED, State.FAILED):  # other ends are the user's, and in `wanted.json`
+        if state in (State.SUCCEEDED, State.FAILED):  # other ends were requested by the user, in `wanted.json`
             ending = Ending(State(state), reason, code, End(memory.get("end", "")))
             self.state = replace(self.state, ending=ending)
             self.close_by = now + self.settings.timeouts.leave + EXIT_TIMEOUT_S
         self._collect_ended()
-        if self.pool.present and last.world:  # it may still be training, so wait for its reports
+        if self.pool.present and last.world:  # the world may still be training, so wait for reports
             self.state = replace(self.state, world=restored.world, called=None, since=self.clock())
             self.say(State.RUNNING, "the launcher was started again over a running world")
         self.remember()
@@ -213,7 +213,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing. Their peers, which do not hear from them either, may already train without them."""
+        """Kill agents that do nothing. Peers do not hear from them either, and may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -236,13 +236,13 @@ class Launcher:
         reason = self.unreachable.pop(index, end.reason)
         self.pool.pause(index)
         training = self.state.world if self.state.called is None else None
-        if training is not None and index not in training.members:  # the world continues without it
+        if training is not None and index not in training.members:  # the world continues without this worker
             self.not_joined[index] = f"{end.reason}; it will be started again"
             return
         (generation, attempt), step = self.newest_start(), self.status.step
         inside = self.state.world is not None and index in self.state.world.members and self.pool.trained(index)
         if inside and self.state.counted >= (generation, attempt):
-            return  # part of a world's failure that is already counted
+            return  # part of a failure that is already counted
         died = Failure(worker=index, code=end.code, reason=reason, step=step, time=time.time())
         self._take(Pending(False, replace(died, generation=generation, attempt=attempt)))
 
@@ -265,7 +265,7 @@ class Launcher:
             self._wake.set()
         lasting, last = ((each.world, each.counted, each.history, each.ending) for each in (self.state, before))
         if lasting != last:
-            self.remember()  # before anybody is told
+            self.remember()  # before anyone learns of it
         for effect in effects:
             match effect:
                 case coordinator.Record(kind, facts, state, reason, failure):
@@ -305,7 +305,7 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the cause of the pending failures. An echo without a step gets the run's step."""
+        """Return what is known about the cause of the pending failures. An echo without a step is given the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)
@@ -319,16 +319,16 @@ class Launcher:
         failure, committed, step = cause.failure, self.live.committed(), self.status.step
         if failure.hung:  # a hung process has reported its step
             return root_cause.Known(failure, failure.step, committed)
-        if self.live.has_session and failure.step:  # its own rank's step: the others may be a step ahead
+        if self.live.has_session and failure.step:  # the failed rank's own step: others may be a step ahead
             step = failure.step
-        # Neither a secondary failure nor one of a plain script that ran for a while shows the step.
+        # The step is unknown from a secondary failure, or from a plain script that ran for a while.
         silent = not self.live.has_session and self.status.told != "script" and self.clock() - self.formed_at > EARLY_FAILURE_S
         raised = 0 if self.status.told == "log" else step  # a step read from a log is shown, but decides nothing
         shown = replace(failure, step=step if self.status.told else failure.step)
         return root_cause.Known(shown, None if cause.echo or silent else raised, committed)
 
     def _keep_deadlines(self) -> None:
-        """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
+        """End a job that starts too late or runs too long. The clock does not advance while the machine sleeps."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
@@ -358,10 +358,10 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end, and ask workers to leave if it is an interruption or they do not learn of it themselves."""
+        """Announce the end. Also ask workers to leave if it is an interruption, or if they do not learn of it otherwise."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
-            self.say(State.RUNNING, "the job fails; its workers are told to end")  # its last state has the reason
+            self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason
         else:
             state = State.RUNNING if ending.state is State.SUCCEEDED else State.RESIZING if leave else self.status.state
             self.say(state, ending.reason)
@@ -387,7 +387,7 @@ class Launcher:
     def _finish(self) -> int:
         assert self.state.ending is not None
         state, reason, code = self.state.ending.state, self.state.ending.reason, self.state.ending.code
-        if self.state.pending and self.status.failure is None and state is State.FAILED:  # arrived with the end, so not counted
+        if self.state.pending and self.status.failure is None and state is State.FAILED:  # came with the end, so not counted
             self.status.failure = root_cause.cause(self.state.pending).failure
         if self.status.told != "session" and self.status.checkpoint is None:
             self.live.finish()
@@ -400,13 +400,13 @@ class Launcher:
         if self.store and self.request.end != "kill":
             state, reason, code = self._upload_rest(state, reason, code)
         if self.heartbeat is not None:
-            with contextlib.suppress(OutlastError):  # otherwise it appears alive until the heartbeat expires
+            with contextlib.suppress(OutlastError):  # if this fails, the run looks alive until the heartbeat expires
                 self.heartbeat.stop(left=True)
         self.status.finished = time.time()
         self.status.exit_code = code
         self.status.state, self.status.reason, self.status.waits = state, reason, ""
         self.status.launcher = None
-        self._write_status(final=True)  # before the whole ledger is read, during which we may be killed
+        self._write_status(final=True)  # first, since we may be killed while the whole ledger is read
         self.live.final_goodput()
         self._write_status(final=True)
         if self.output_lock is not None:
@@ -414,7 +414,7 @@ class Launcher:
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the end of the ledger, and the files of killed workers. If this fails, a successful job ends as interrupted."""
+        """Upload the rest of the ledger, and killed workers' files. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")

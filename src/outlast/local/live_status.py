@@ -33,9 +33,9 @@ from outlast.rendezvous.who_trains import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
-"""Minimum seconds between two scans for a plain script's files, and between two computations of the live goodput."""
+"""Minimum interval in seconds between scans for a plain script's files, and between computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans, and for goodput computations. Slow ones run less often."""
+"""Maximum share of the launcher's time spent on scans, and on computing goodput. Slow ones run less often."""
 
 
 class LiveStatus:
@@ -46,25 +46,25 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """True if training in the current world reports its steps through a session, unlike a plain script."""
+        """True if the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
         """A problem that training reports, such as a full disk."""
         self.begun_anew = self.alone = ""
-        """Warnings about a plain script that restarts from the beginning, or trains without a process group."""
+        """Warnings that a plain script trains from the beginning after a restart, or without a process group."""
         self._pid = 0
-        """The pid of a plain script's rank 0."""
+        """A plain script's pid on rank 0."""
         self._previous: guessed_progress.Logged | None = None
         """The last step of the process before `_pid`; None once it has been compared with `_pid`'s first step."""
         self._first_of_run: guessed_progress.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
-        """Recent times and steps, from which the rate is computed."""
+        """Recent steps with their times, from which the rate is computed."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
         self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint from earlier worlds, or the newest file that a plain script saved."""
+        """Fill in the newest checkpoint that earlier worlds committed, or the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -138,7 +138,7 @@ class LiveStatus:
             self.status.store = self._store(self.status.store)
 
     def update_goodput(self) -> None:
-        """Compute the goodput periodically, in a thread: reading the ledger of a long run takes a minute."""
+        """Compute the goodput periodically, in a thread: a long run's ledger takes a minute to read."""
         now = self._clock()
         if self._computing is None and now >= self._next_goodput:
             self._next_goodput = now
@@ -188,14 +188,14 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Scan for a plain script's saves every few seconds, less often if the scan is slow."""
+        """Scan for a plain script's saves every few seconds, or less often if scans are slow."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = guessed_progress.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the status from the newest uploader's report; the uploader may run on any worker."""
+        """Return the store's status from the newest uploader's report. The uploader may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

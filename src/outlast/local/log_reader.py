@@ -1,4 +1,4 @@
-"""Reading and following workers' log files on this machine."""
+"""Reads and follows workers' log files on this machine."""
 
 from __future__ import annotations
 
@@ -11,23 +11,23 @@ _CHUNK = 1 << 20
 
 
 def logs(directory: Path) -> dict[int, Path]:
-    """Return the paths of the workers' logs in a directory, by worker index."""
+    """Return the paths of workers' logs in a directory, by worker index."""
     matches = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
     return {int(match[1]): directory / match[0] for match in matches if match}
 
 
 class Tail:
-    """Reads a log from its beginning, or from its `last` lines, and then the lines appended later."""
+    """Reads a log, all of it or only its `last` lines, and then the lines appended later."""
 
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._begun: list[bytes] = []
-        """Parts of an unfinished line."""
+        """The parts of an unfinished line."""
         if last is not None:
             self._file.seek(self._offset_of(last))
 
     def lines(self, *, rest: bool) -> Iterator[str]:
-        """Yield the new complete lines, and with `rest` also an unfinished last line."""
+        """Yield the new complete lines and, if `rest` is set, also an unfinished last line."""
         while piece := self._file.read(_CHUNK):
             first, *others = piece.split(b"\n")
             self._begun.append(first)

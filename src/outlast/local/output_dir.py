@@ -1,4 +1,4 @@
-"""A job's output directory on this machine: its location and owner, and archiving earlier files."""
+"""A job's output directory on this machine: where it is, who owns it, and moving earlier files out of the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""Seconds that an output's lock may outlive the launcher that acquired it."""
+"""How long a lock on an output may outlive the launcher that acquired it, in seconds."""
 
 
 def store_url(job: spec.Job) -> str:
@@ -29,7 +29,7 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for an ending launcher."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for a launcher to exit."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -46,8 +46,8 @@ def resumable(run: Run, state_dir: StateDir) -> bool:
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """Return the state directory of another job that used an output last; empty if this job was the last user, or the output has
-    none. A state directory that no longer exists is ignored, since it may be the old path of this job's state directory."""
+    """If another job used an output last, return that job's state directory; otherwise an empty string. A state directory that no
+    longer exists is ignored, since it may be this job's own, before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -65,13 +65,13 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 
 def make_room(output: Path, run: str) -> Path | None:
-    """Make an output directory for `run`. Moves the files of an earlier run, including its working directory, to `previous/`, and
+    """Create an output directory for `run`. Moves an earlier run's files, including its working directory, to `previous/`, and
     returns their new directory, or None if there are none."""
     archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)
         if checkpoints.generation(output / contract.CHECKPOINTS, run):
-            return None  # it belongs to this run: only the state directory was lost
+            return None  # this run's own output: only the state directory was lost
         earlier = [entry for entry in output.iterdir() if entry.name != runs.PREVIOUS]
         if earlier:
             archived = store_takeover.archive(

@@ -1,7 +1,7 @@
-"""Messages for the user about a resumed run: its first step, and the changes to its job.
+"""Messages for the user about a resumed run: the step it continues from, and what changed in its job.
 
-A run is over when it has succeeded, unless its job then requests more steps or epochs (`spec.version_differences.longer`).
-Running a failed, cancelled or interrupted job again resumes the run from its newest checkpoint. Docs:
+A run is over once it has succeeded, unless its job then requests more steps or epochs (`spec.version_differences.longer`).
+Running a failed, cancelled or interrupted job again resumes the run from its newest checkpoint. See
 docs/decisions/0021-a-run-goes-on.md.
 """
 
@@ -35,18 +35,18 @@ _LEFT = {
     State.SUSPENDED: "was suspended",
 }
 _LOCAL_FIELDS = ("code", "data", "env", "environment")
-"""Fields that contain local paths, or that are missing from the output's job file."""
+"""Fields that contain local paths, or that the job file in the output lacks."""
 _SHELL_VARIABLES = re.compile(
     r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
     r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
     r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
 )
-"""Variables that differ between shells without any effect on training, and Outlast's variables."""
+"""Variables that differ between shells but do not affect training, and Outlast's own variables."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """A run that is resumed."""
+    """A run to be resumed."""
 
     state: State
     """The run's last state."""
@@ -55,7 +55,7 @@ class Resumption:
     ago_s: float | None = None
     """Seconds since the run ended; None if unknown."""
     where: str = ""
-    """URL of the output if the run comes from a store; empty if it was on this machine."""
+    """The output's URL if the run comes from a store; empty if it was on this machine."""
     saved: SavedStatus | None = None
     """The newest checkpoint of a plain script, guessed from file names."""
 
@@ -95,28 +95,28 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """Yield the changes to a job since the last submission of its run with the job file `old`.
+    """Yield the changes to a job since its run was last submitted, with the job file `old`.
 
-    `files` are the code files that changed. The output stays in the directory `current` even if the job now has another
-    `output`. `current` is empty if the run was on another machine, with other directories.
+    `files` are the code files that changed. The output stays in the directory `current`, even if the job's `output` is now
+    different. `current` is empty if the run was on another machine, with other directories.
     """
     if current and files:
         yield f"changed since: {code_files.some(files)}"
-    with contextlib.suppress(OSError, OutlastError):  # another version's file, or none
+    with contextlib.suppress(OSError, OutlastError):  # there is no file, or another version wrote it
         yield from version_differences.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
     if current and output != current:
         yield f"output: the run stays where its checkpoints are, in {current}; --fresh starts anew in {output}"
 
 
 def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """Return a 16-bit hash of each shell variable: long enough to detect a changed value, too short to reveal a secret."""
+    """Return a 16-bit hash of each shell variable: long enough to detect a change, but too short to reveal a secret."""
     names = (name for name in environ if not _SHELL_VARIABLES.match(name))
     return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
 
 
 def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """Yield at most one message about changed variables that the training inherits from its shell. `was` and `now` are the
-    `marks` of the two shells. The job's own variables, `env`, do not count."""
+    """Yield at most one message, about changed variables that training inherits from the shell. `was` and `now` are the `marks`
+    of the two shells. The job's own variables, `env`, do not count."""
     gone = sorted(name for name in was if name not in now and name not in env)
     other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
     parts = [f"no longer has {code_files.some(gone)}"] if gone else []

@@ -1,8 +1,8 @@
 """One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
-Every file is replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
-`wanted.json`, `shell.json` and `package`. The launcher writes `launcher.json`, `rendezvous.key` and `status.json`, and a worker's
-agent `workers/<index>/`. All files except `shell.json`, `package` and `status.json` survive a power loss.
+Files are replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
+`wanted.json`, `shell.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's
+agent writes `workers/<index>/`. All files except `shell.json`, `package` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -35,28 +35,28 @@ def root() -> Path:
 
 
 class StateDir:
-    """Paths below one job's state directory."""
+    """Paths in one job's state directory."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """File with a `Run`, written last at submission: the run exists once this file does."""
+        """File with a `Run`. Submission writes it last: the run exists once this file does."""
         self.request = path / "wanted.json"
         """File with a `Request`."""
         self.status = path / "status.json"
         """File with a `status.JobStatus`."""
         self.recovery = path / "launcher.json"
-        """The launcher's state, for the next launcher in case this one dies."""
+        """File with the launcher's state, for the next launcher in case this one dies."""
         self.shell = path / "shell.json"
-        """`resumption.marks` of the shell that last submitted or resumed the run."""
+        """File with the `resumption.marks` of the shell that last submitted or resumed the run."""
         self.package = path / "package"
-        """File with the path of the run's copy of Outlast, see `worker.launch.package_copy`; empty if there is none."""
+        """File with the path of the run's copy of Outlast (see `worker.launch.package_copy`); empty if there is none."""
         self.lock = path / "launcher.lock"
         """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
-        """The key that the run's workers authenticate with; readable by this user only."""
+        """File with the key that the run's workers authenticate with, readable only by this user."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 
@@ -71,7 +71,7 @@ class StateDir:
             return False
 
     def secret(self) -> str:
-        """Return the run's key, which the launcher generates if it does not exist. Raises OSError."""
+        """Return the run's key, generating it if it does not exist. Raises OSError."""
         with contextlib.suppress(FileNotFoundError):
             return self.key.read_text()
         partial = self.key.with_name(f".{self.key.name}.{os.getpid()}")
@@ -82,11 +82,11 @@ class StateDir:
         return self.key.read_text()
 
     def started_at(self) -> float:
-        """Return the time of the run's last submission or resumption."""
+        """Return when the run was last submitted or resumed."""
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Return whether a process is a worker's agent or one of its training processes, since pids are reused."""
+        """Return whether a process is a worker's agent or one of its training processes. Pids are reused."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -110,9 +110,9 @@ class Run:
     code: str
     """Working directory of the training processes."""
     store: str = ""
-    """URL of the output in a store; empty if the output is the directory `output`."""
+    """The output's URL in a store; empty if the output is the directory `output`."""
     generation: int = 0
-    """The run's newest generation at submission or resumption."""
+    """The run's newest generation when it was submitted or resumed."""
     owner: str = ""
     """See `storage.runs.Run.owner`."""
     command: str = ""
@@ -124,7 +124,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the run as submitted or resumed now. The run exists from now on."""
+        """Record that the run was submitted or resumed now. The run exists from now on."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -134,7 +134,7 @@ class Request:
 
     replicas: int
     end: str = ""
-    """One of `interrupt`, `suspend`, `cancel` and `kill`; empty to train to the end."""
+    """`interrupt`, `suspend`, `cancel` or `kill`; empty to train to the end."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Request:
@@ -142,7 +142,7 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request, which the launcher polls several times a second."""
+        """Record the request. The launcher polls for it several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
@@ -167,11 +167,11 @@ ENDINGS = {
 
 
 _TAIL = 8192
-"""Number of bytes to read at the end of `metrics.jsonl`; arbitrary, but longer than a line."""
+"""How many bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:
-    """Return the step and the values in the newest line of `metrics.jsonl`; empty if there is no line or no readable file."""
+    """Return the step and the values in the newest line of `metrics.jsonl`; empty if there is none or the file is unreadable."""
     try:
         with (output / contract.METRICS).open("rb") as file:
             file.seek(max(0, os.fstat(file.fileno()).st_size - _TAIL))

@@ -1,4 +1,4 @@
-"""Taking over a run whose output is in a store: which machine owns and trains the run, claiming the run, and fetching its files.
+"""Takes over a run whose output is in a store: finds out which machine owns and trains it, claims it, and fetches its files.
 
 Called by `LocalBackend` before a run starts, and by the launcher at the end of a run. Every function in this module may raise
 `StoreError`.
@@ -30,7 +30,7 @@ _ADVICE = (
 
 
 def reach(url: str) -> store.Store:
-    """Open the store at `url`, and check that it is writable."""
+    """Open the store at `url`, and check that it can be written."""
     place = store.open_(url)
     place.conditional()
     return place
@@ -45,11 +45,11 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """Return the unsuccessful run that owns the place. Returns None if no such run exists, or if it is `ended`, a run that has
-    ended on this machine.
+    """Return the run that owns the place, unless it has succeeded. Returns None if there is no such run, or if it is `ended`, a
+    run that has ended on this machine.
 
-    Raises OutlastError if `own`, the unfinished run of this machine, no longer owns the place. Unless `take_over` is set, raises
-    AlreadyRunning if a machine other than `home` trains the run. While this is unclear, the function waits and calls `say`.
+    Raises OutlastError if `own`, this machine's unfinished run, no longer owns the place. Unless `take_over` is set, raises
+    AlreadyRunning if a machine other than `home` trains the run; while this is unclear, waits and calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:
@@ -59,7 +59,7 @@ def unfinished(
         )
     if record is None or (record.succeeded and not own):
         return None
-    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # its end is not recorded in the store yet
+    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # the store does not know yet that it has ended
         return None
     if not take_over and not (own and own.owner == record.owner):
         heartbeat.wait(place, record.run, home, advice=_ADVICE, say=say)
@@ -67,7 +67,7 @@ def unfinished(
 
 
 def owned(run: Run) -> bool:
-    """Return whether a run that has ended on this machine still owns its output, and has not succeeded elsewhere."""
+    """Return whether a run that has ended on this machine still owns its output and has not succeeded elsewhere since."""
     record = runs.read(store.open_(run.store)) if run.store else None
     if record is None:
         return Path(run.output).is_dir()
@@ -75,22 +75,22 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """Return the identity of this machine and state directory, see `runs.heartbeat`. Since machines may share a host name such as
-    `localhost`, the identity includes a random id, which is stored beside the jobs."""
+    """Return a name for this machine and state directory; see `runs.heartbeat`. Since machines may share a host name such as
+    `localhost`, the name includes a random id, which is stored next to the jobs."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
         with tree.AtomicFile(str(id_file)) as file:
             tree.write(file.fd, secrets.token_hex(4).encode(), 0)
-            file.finish_unless_there()  # another process may be faster
+            file.finish_unless_there()  # another process may have been faster
     return f"{socket.gethostname()}:{state} (id {id_file.read_text()})"
 
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | None, replace: bool = False) -> int:
-    """Claim a run, so that earlier owners can no longer write to it, and download its missing files, except checkpoints. Returns
-    the fenced generation; this machine continues with the next generation.
+    """Claim a run, so that its earlier owners can no longer write to it, and download its missing files, except for checkpoints.
+    Returns the fenced generation; this machine continues with the next one.
 
-    `last` is this machine's last record of the run. If the run has had another owner since, the older files on this machine are
+    `last` is this machine's last record of the run. If the run has had another owner since then, this machine's older files are
     archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.
     """
     old = runs.claim(place, new, replace=replace)

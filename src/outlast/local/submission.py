@@ -1,7 +1,7 @@
-"""Submission of a job on this machine: preparing a new or resumed run, up to but not including the start of its launcher.
+"""Submits a job on this machine: prepares a new or resumed run, but does not start its launcher.
 
-A run exists once `run.json` is written. Since this happens last, a submission that is killed half-way leaves the old state.
-Submission waits only for a store, and for a lock that is about to be released.
+A run exists once `run.json` is written. Since this happens last, a submission killed half-way leaves the old state in place. A
+submission waits only for a store, and for a lock that is about to be released.
 """
 
 from __future__ import annotations
@@ -49,12 +49,12 @@ class _Earlier:
 
     status: JobStatus | None = None
     here: Run | None = None
-    """The run, if it was on this machine."""
+    """The earlier run, if it was on this machine."""
     elsewhere: runs.Run | None = None
-    """The run as recorded in the store, if another machine began it."""
+    """The earlier run as recorded in the store, if another machine began it."""
     place: Store | None = None
     replace: bool = False
-    """True if this run may replace another owner of the place in the store."""
+    """True if the new run may take the place in the store from another owner."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -62,9 +62,9 @@ class _Earlier:
 
 
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run, up to but not including the start of its launcher. Returns the run's id and messages for the user.
+    """Prepare a run, but do not start its launcher. Returns the run's id, and messages for the user.
 
-    `root` is the directory of all jobs. `last` is the status of the job's last run, or None to ignore that run.
+    `root` is the directory that holds all jobs. `last` is the status of the job's last run, or None to ignore that run.
     """
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
@@ -103,7 +103,7 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A copy of a run's code. Editing the original does not change a run in progress."""
+    """A copy of a run's code, so that editing the original does not change a run in progress."""
 
     directory: Path
     changed: tuple[str, ...] = ()
@@ -114,8 +114,8 @@ class _Copy:
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a job's code into its working directory. If `code` is unset, the job runs in the directory of its file. The first
-    worker fetches code from a store. `exclude` lists directories that are not code."""
+    """Copy a job's code to its working directory. If `code` is unset, the job runs in its file's directory. Code in a store is
+    left to the first worker to fetch. `exclude` lists directories that are not code."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, checksum = spec.pinned(job.spec.code)
@@ -130,7 +130,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy the files in a code directory that pods would get."""
+    """Copy those files in a code directory that pods would get."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -152,7 +152,7 @@ def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, 
 
 
 def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
-    """Prepare to resume a run with its code and job file unchanged. Returns messages for the user."""
+    """Prepare to resume a run with the same code and job file. Returns messages for the user."""
     run = Run.read(state_dir)
     if status.state.final and not output_dir.resumable(run, state_dir):
         raise OutlastError(f"the output of run {run.run} is gone, or another run has it; `{status.again}` starts job {name} anew")
@@ -175,11 +175,11 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
 
 def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobStatus | None) -> _Earlier:
     """Find the earlier run, on this machine and in the store. Raises AlreadyRunning if another machine trains it."""
-    ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # maybe not recorded in its store yet
+    ended = Run.read(state_dir) if last and last.state is State.SUCCEEDED else None  # its store may not know yet
     unfinished = last if not (last and ended) or _longer(state_dir, job, ended, last) else None
     here = Run.read(state_dir) if unfinished else None
     if unfinished and here and (unfinished.state.final or not here.store) and not output_dir.resumable(here, state_dir):
-        unfinished = here = None  # its output is gone, or another run has it
+        unfinished = here = None  # the output is gone, or another run has it
     url = here.store if here else output_dir.store_url(job)
     place = store_takeover.reach(url) if url else None
     elsewhere = None
@@ -191,18 +191,18 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Return whether the job requests more steps or epochs of a run that has succeeded here, and that has a checkpoint."""
+    """Return whether the job requests more steps or epochs from a run that has succeeded here and has a checkpoint."""
     resumed = resumption.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns at most one message, about an unknown run's files."""
+    """Clear the output and state directories for a new run. Returns at most one message, about files from an unknown run."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
     unknown = moved and not request.fresh and not state_dir.run.exists()
-    state_dir.run.unlink(missing_ok=True)  # first: without it the job does not exist
+    state_dir.run.unlink(missing_ok=True)  # first, since without this file the job does not exist
     if state_dir.path.exists():
         shutil.rmtree(state_dir.path)
     sentence = f"output: {output} held a run that is not known here; it is kept in {moved}, and this one starts anew"
@@ -210,7 +210,7 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
-    """Return messages about the job's changes since the last submission of the run."""
+    """Return messages about changes to the job since the run was last submitted."""
     old = state_dir.job if earlier.here else output / contract.JOB_FILE
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
@@ -218,7 +218,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
 
 
 def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:
-    """Record in the ledger that a run was submitted (`new` is its job), or resumed; `digest` is its code's digest."""
+    """Record in the ledger that a run was submitted or, if its job `new` is None, resumed. `digest` is the code's digest."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
     code = {"code_digest": digest} if digest else {}
     if new:
@@ -230,7 +230,7 @@ def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> N
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """Return a resumed run's newest generation. If the run had ended, discard its failures, restarts and end."""
+    """Return a resumed run's newest generation. If the run had ended, discard its failures, its restarts and its end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -240,22 +240,22 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the status of the ended run. Deadlines start with the next world."""
+    """Replace the ended run's status. Deadlines start with the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
 def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
-    """Record the environment of this shell. Returns messages about its changes since the last submission or resumption."""
+    """Record this shell's environment. Returns messages about changes since the run was last submitted or resumed."""
     now = resumption.marks(os.environ, run)
-    was = files.mapping(state_dir.shell)  # empty for a new run
+    was = files.mapping(state_dir.shell)  # a new run has none
     files.replace(state_dir.shell, json.dumps(now))
     return list(resumption.shell(was, now, job.spec.env))
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
-    """Check the job, and fill in its default output. Raises OutlastError if a requirement of the job is missing."""
+    """Check the job, and fill in the default output. Raises OutlastError if something that the job requires is missing."""
     phases.check(job, root / "jobs" / job.metadata.name / phases.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
@@ -264,6 +264,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Make git ignore the directory of all jobs, unless the directory has other entries."""
+    """Make git ignore the directory that holds all jobs, unless the directory has other entries."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

@@ -1,7 +1,7 @@
-"""One job's worker processes on this machine: how they are started, adopted, stopped and killed, and how their end is detected.
+"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended.
 
-The launcher decides the number of workers; this module starts and identifies them. A worker has a pod's environment, sees only
-its own GPUs, and outlives the launcher.
+The launcher decides how many workers run; this module starts and identifies them. A worker has the same environment as in a pod,
+sees only its own GPUs, and outlives the launcher.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for an agent in seconds. An agent touches its file every second, but pauses while dumping a hang's stacks."""
+"""Timeout for a silent agent, in seconds. Agents touch their file every second, but pause while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
-"""Pauses in seconds before restarting a worker that has joined no world since its last start."""
+"""Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Maximum seconds that the other workers wait for the first, which forks them; arbitrary."""
+"""How long the other workers wait at most for the first one, which forks them, in seconds. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -61,17 +61,17 @@ class Ended:
 
     @property
     def reason(self) -> str:
-        """How the worker ended, as one sentence."""
+        """One sentence that says how the worker ended."""
         if contract.killed(self.code):
             return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
         return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.message}" if self.message else "")
 
 
 class WorkerPool:
-    """The workers of one job."""
+    """One job's workers."""
 
     def __init__(self, state_dir: StateDir, job: spec.Job, run: Run, clock: Callable[[], float]) -> None:
-        """`clock` measures silence and backoff, see `clock.Awake`."""
+        """`clock` measures silence and backoff; see `clock.Awake`."""
         self._state_dir, self._job = state_dir, job
         self._run, self._output, self._code = run.run, Path(run.output), Path(run.code)
         self._store, self._owner = run.store, run.owner
@@ -80,10 +80,10 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Number of starts of each worker since its last world."""
+        """How often each worker was started since its last world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """Time until which the other workers wait for the first one."""
+        """When the other workers stop waiting for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -92,7 +92,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over an earlier launcher's workers. `ended` detects workers that have died since."""
+        """Take over an earlier launcher's workers. Those that have died since are detected by `ended`."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -103,10 +103,11 @@ class WorkerPool:
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int, reported: Container[int]) -> list[int]:
-        """Return the indices of the workers to start now for a total of `desired`: the lowest free indices whose pause is over.
+        """Return the indices of the workers to start now, for a total of `desired`: the lowest free indices whose backoff is
+        over.
 
-        On a machine with fewer cores than workers, the first worker starts alone. The others are forked from it once it has
-        `reported` to the launcher, which spares them importing torch.
+        On a machine with fewer cores than workers, the first worker starts alone. Once it has `reported` to the launcher, it
+        forks the others, which then need not import torch.
         """
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
@@ -120,7 +121,7 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, preferably as a fork of one that has `reported`. Raises OutlastError if there are too few GPUs, and
+        """Start a worker, preferably by forking one that has `reported`. Raises OutlastError if there are too few GPUs, and
         OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
@@ -133,7 +134,7 @@ class WorkerPool:
         logs = self._output / contract.LOGS
         with contextlib.suppress(OSError):
             logs.mkdir(parents=True, exist_ok=True)
-        place = logs if os.access(logs, os.W_OK) else state  # a read-only disk costs the log, not the worker
+        place = logs if os.access(logs, os.W_OK) else state  # if the disk is read-only, only the log is lost
         with open(place / contract.worker_log(index), "ab") as log:
             pid, child = None if failed_starts else self._fork(environ, log.fileno(), reported), None
             if pid is None:
@@ -155,7 +156,7 @@ class WorkerPool:
         return not self._job.spec.environment.requirements and not self._job.spec.environment.conda  # agents do not run there
 
     def _fork(self, environ: Mapping[str, str], log: int, reported: Container[int]) -> int | None:
-        """Let another worker fork a new worker. Returns the new worker's pid, or None if no worker can fork."""
+        """Have another worker fork a new one. Returns the new worker's pid, or None if no worker can fork."""
         if not self._may_fork():
             return None
         parents = [each.index for each in self.staying() if self.trained(each.index) or each.index in reported]
@@ -166,7 +167,7 @@ class WorkerPool:
         return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Record that this worker is in a world, and is therefore restarted at once if it dies."""
+        """Record that this worker is in a world; if it dies, it is restarted at once."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -174,7 +175,7 @@ class WorkerPool:
         return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
-        """Delay this worker's restart by a backoff that grows with its failed starts."""
+        """Delay this worker's restart, for longer after each failed start."""
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
@@ -191,12 +192,12 @@ class WorkerPool:
             yield Ended(worker, contract.exit_code(status), report.get("reason") or "", bool(report.get("displaced")))
 
     def report(self, worker: Worker) -> dict[str, Any]:
-        """Return the report from a worker's agent (`contract.WORKER`); empty before the first report."""
+        """Return the report from a worker's agent (`contract.WORKER`); empty before the first one."""
         report = files.mapping(self._state_dir.worker(worker.index) / contract.WORKER)
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Return the workers whose agent sends no heartbeat because it is stopped or stuck."""
+        """Return the workers whose agents send no heartbeats because they are stopped or stuck."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -215,12 +216,12 @@ class WorkerPool:
         """Kill a worker, and log the reason."""
         if worker := self.present.get(index):
             with contextlib.suppress(ProcessLookupError, PermissionError):
-                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its session; its forks die with it
+                os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its process group; its forks die with it
             with contextlib.suppress(OSError):
                 print(f"worker {index} {why}; killed it", flush=True)
 
     def uploader_environ(self) -> dict[str, str]:
-        """Return the environment for an uploader that has no worker."""
+        """Return the environment for an uploader that belongs to no worker."""
         environ = {
             **os.environ,
             contract.Env.RUN: self._run,
@@ -232,7 +233,7 @@ class WorkerPool:
         return self._with_env(environ)
 
     def tracker_environ(self) -> dict[str, str]:
-        """Return the environment for a process that forwards metrics and has no worker."""
+        """Return the environment for a process that forwards metrics but belongs to no worker."""
         return {
             **self.uploader_environ(),
             contract.Env.JOB: self._job.metadata.name,
@@ -274,12 +275,12 @@ class WorkerPool:
         return self._with_env(environ)
 
     def _with_env(self, environ: dict[str, str]) -> dict[str, str]:
-        """Return an environment with the job's `env`; its PYTHONPATH comes after our copy of Outlast."""
+        """Return an environment with the job's `env` added. The job's PYTHONPATH comes after our copy of Outlast."""
         return package_copy.ahead({**environ, **substitution.values(self._job.spec.env, environ)})
 
 
 def gpus() -> dict[str, list[str]]:
-    """Return the accelerators visible to this process, by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
+    """Return the accelerators visible to this process, by the variable that selects them, such as `CUDA_VISIBLE_DEVICES`."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 
@@ -296,11 +297,11 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """Return the `count` GPUs of worker `index`, out of the GPUs `shown` to this process; empty if there are none, or if the job
+    """Return the `count` GPUs for worker `index`, out of those `shown` to this process; empty if there are none, or if the job
     requests none.
 
-    As in a pod, a worker sees only its own GPUs, so the device of its first process is device 0. Raises OutlastError if the
-    machine has too few GPUs.
+    As in a pod, a worker sees only its own GPUs, so its first process uses device 0. Raises OutlastError if the machine has too
+    few GPUs.
     """
     if not shown or not count:
         return []

@@ -1,1 +1,1 @@
-"""Stores training state in memory, on disks and in stores."""
+"""Keeps training state in memory, on disks and in stores."""

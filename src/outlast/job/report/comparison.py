@@ -1,7 +1,7 @@
-"""Several runs side by side: duration, workers and speed-up of each. Pure.
+"""Compares several runs by duration, workers and speed-up. Pure.
 
-The first run is the baseline. Speed-ups compare the times from submission to the end, so all runs must do the same training. The
-speed-up of a run that has not succeeded is unknown.
+The first run is the baseline. Speed-ups compare the times from submission to the end, so all runs must do the same training. A
+run that has not succeeded has no known speed-up.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ HEADINGS = ("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One run of a comparison. Times are in seconds."""
+    """One of the runs compared. Times are in seconds."""
 
     name: str
     state: str
@@ -36,7 +36,7 @@ class Run:
     """The part of `time_s` spent on steps whose results were kept."""
     steps: int
     steps_per_s: float | None
-    """Steps per second while the run trained, without the first step of each world."""
+    """Steps per second while the run trained, not counting the first step of each world."""
     goodput: float
     """Share of the time spent on steps whose results were kept, from 0 to 1."""
     loss: float | None = None
@@ -53,11 +53,11 @@ class Row:
     speedup: float | None
     """The first run's time divided by this run's time."""
     efficiency: float | None
-    """The speed-up divided by the ratio of workers, 0 ... 1."""
+    """The speed-up divided by the ratio of the worker counts: 1 is ideal."""
 
 
 def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[str | bytes]) -> Run:
-    """Summarise a run from its account, its ledger and the lines of its metrics.jsonl."""
+    """Summarise a run, given its account, its ledger's events and the lines of its metrics.jsonl."""
     loss, throughput = _logged(metrics)
     return Run(
         name,
@@ -74,8 +74,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return the world sizes in order, with consecutive repeats merged. Sizes are numbers of workers, or of ranks under plain
-    torchrun."""
+    """Return the world sizes in order, with consecutive repeats merged: numbers of workers or, under plain torchrun, of ranks."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
@@ -90,7 +89,7 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """Return the last loss and the median of the first speed in the lines of metrics.jsonl."""
+    """Return the last loss in the lines of metrics.jsonl, and the name and median of the first speed."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:

@@ -1,7 +1,7 @@
 """Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`.
 
-Bokeh does not render their text as markup. `_INK` and `_LINE` stand for the colours of text and lines, which `page.js` replaces
-with those of a light or a dark page.
+Bokeh does not render text as markup. `_INK` and `_LINE` are placeholders for the colours of text and lines: `page.js` replaces
+them with colours for a light or a dark page.
 """
 
 from __future__ import annotations
@@ -19,13 +19,13 @@ from outlast.job.report.series import Series
 
 _INK, _LINE = "#0a0b0c", "#0a0b0d"
 _TICKS = 4
-"""Number of labels on a horizontal axis that fit on a phone."""
+"""Number of labels on a horizontal axis, few enough for a phone."""
 _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """A page's plots by name. All plots over `time`, in seconds since the start of the run, are zoomed together, and
-    so are all plots over `step`."""
+    """A page's plots by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots
+    over `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
         self.drawn: dict[str, Any] = {}
@@ -59,9 +59,9 @@ class Plots:
         drawn.ygrid.visible = False
 
     def packed(self) -> dict[str, Any]:
-        """Return the plots as `page.js` draws them."""
+        """Return the plots in the form that `page.js` draws."""
         document = Document()
-        with document.models.freeze():  # only now, and at once: a document looks at all of its plots whenever one changes
+        with document.models.freeze():  # not earlier, and frozen: a document inspects all its plots whenever one changes
             for drawn in self.drawn.values():
                 document.add_root(drawn)
         roots = {drawn.id: name for name, drawn in self.drawn.items()}
@@ -70,7 +70,7 @@ class Plots:
 
 
 def line(drawn: Any, series: Series, colour: str, **tips: str) -> None:
-    """Draw a series: its last values, and their range if a point stands for several."""
+    """Draw a series: the last value of each point, and the range if a point stands for several values."""
     thinned = series.per > 1
     range_ = {"low": _finite(series.low), "high": _finite(series.high)} if thinned else {}
     source = columns(x=np.array(series.x, float), last=_finite(series.last), **range_)
@@ -100,12 +100,12 @@ def columns(**values: Any) -> ColumnDataSource:
 
 
 def javascript() -> str:
-    """Return the source text of BokehJS without widgets, tables, WebGL and MathJax."""
+    """Return the source text of BokehJS, without widgets, tables, WebGL or MathJax."""
     return str(Resources(mode="inline", components=["bokeh"]).js_raw[0])
 
 
 def _finite(values: Sequence[float]) -> Any:
-    """Return the values in single precision, with gaps where they are not finite or too large for that."""
+    """Return the values in single precision, with gaps for those that are not finite or do not fit."""
     with np.errstate(over="ignore"):
         array = np.array(values).astype(np.float32)
     array[~np.isfinite(array)] = np.nan

@@ -1,6 +1,6 @@
-"""Accounts for a job's time: every instant from submission to the end belongs to exactly one bucket.
+"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket.
 
-Pure. The buckets add up to the wall time, exact to the microsecond, whatever the ledger contains.
+Pure. The buckets add up to the wall time, to the microsecond, whatever the ledger contains.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "han
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A period of time, in seconds since the epoch. Consecutive segments touch, and have different buckets."""
+    """A period of time, in seconds since the epoch. Consecutive segments touch but have different buckets."""
 
     start: float
     end: float
@@ -38,13 +38,13 @@ class Goodput:
     state: str | None
     """The final state in the ledger, e.g. `Succeeded`; None while the job runs."""
     microseconds: Mapping[Bucket, int]
-    """Microseconds in every bucket: whole numbers, so that the sum is exact."""
+    """Microseconds in each bucket, as whole numbers, so that the sum is exact."""
     segments: tuple[Segment, ...]
     incidents: tuple[Incident, ...]
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median covers the
+    """Mean duration of all executed steps except the first one in each world, which includes the warm-up. The median is over the
     same steps."""
     step_median_s: float | None
     worlds: int
@@ -59,7 +59,7 @@ class Goodput:
     """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
-    """The last reported snapshot interval; None if never reported."""
+    """Snapshots as last reported; None if never reported."""
 
     @property
     def wall_s(self) -> float:
@@ -68,26 +68,26 @@ class Goodput:
 
     @property
     def seconds(self) -> dict[Bucket, float]:
-        """Seconds in every bucket."""
+        """Seconds in each bucket."""
         return {bucket: us / 1e6 for bucket, us in self.microseconds.items()}
 
     @property
     def goodput(self) -> float:
-        """Share of the wall time spent on steps whose results were kept, 0 ... 1. Suspended time does not count."""
+        """Share of the wall time spent on steps whose results were kept, from 0 to 1. Suspended time does not count."""
         us = self.microseconds
         return us[Bucket.TRAINING] / max(1, sum(us.values()) - us[Bucket.SUSPENDED])
 
     def share(self, bucket: Bucket) -> float:
-        """Return a bucket's share of the wall time, 0 ... 1."""
+        """Return a bucket's share of the wall time, from 0 to 1."""
         return self.microseconds[bucket] / max(1, sum(self.microseconds.values()))
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Return the account for the time from the first event to the end of the job, or to `now` (seconds since the epoch) while the
-    job runs.
+    """Return the account for the time from the first event to the job's end or, while it runs, to `now`, in seconds since the
+    epoch.
 
-    A sequence of events may be in any order. Any other iterable, such as `ledger.Events`, must be ordered by time and allow two
-    passes, which bounds memory. If `now` is None, for a job without a launcher, the account ends with the last event.
+    A sequence may be in any order. Any other iterable, such as `ledger.Events`, must be in chronological order and allow two
+    passes, so that memory stays bounded. If `now` is None, as for a job without a launcher, the account ends with the last event.
     """
     if isinstance(events, Sequence):
         events = sorted(events, key=lambda event: microseconds(event["t"]))
@@ -122,14 +122,14 @@ _Stretch = tuple[int, int, Bucket]
 
 
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
-    """Yield the spans, each with its owner's final bucket.
+    """Yield the spans, split where needed, each with its final bucket.
 
-    `ordinary` is the duration of a step in microseconds; the extra time of a first step is start-up. By convention, the phases of
-    a step are waiting for data, copying the state, warm-up and training, in this order.
+    `ordinary` is the usual duration of a step in microseconds; a first step's extra time is start-up. By convention, a step waits
+    for data, copies the state, warms up and trains, in this order.
     """
-    stalling: dict[tuple[int, Bucket], int] = {}  # step and its stall -> microseconds of that still to be taken from its spans
-    warming: dict[int, int] = {}  # id of a first step -> microseconds of start-up still to be taken from its spans
-    keeping: dict[int, int] = {}  # id of steps of which some were taken back -> microseconds still to be given to the others
+    stalling: dict[tuple[int, Bucket], int] = {}  # (step id, stall) -> microseconds still to be taken from its spans
+    warming: dict[int, int] = {}  # first step's id -> microseconds of start-up still to be taken from its spans
+    keeping: dict[int, int] = {}  # id of partly rolled-back steps -> microseconds left for the kept ones
     for start, end, owner in spans:
         if isinstance(owner, Bucket):
             yield start, end, owner

@@ -1,4 +1,4 @@
-"""A run's history from its ledger, in addition to `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
+"""A run's history from its ledger, beyond `report.goodput`: worlds, workers, steps, saves, errors, versions. Pure."""
 
 from __future__ import annotations
 
@@ -15,25 +15,25 @@ from outlast.job.report.series import Series
 from outlast.job.report.steps import Bucket
 
 _ERRORS = 50
-"""Maximum number of errors kept: the first ones, since later ones often repeat them."""
+"""Maximum number of errors kept. The first ones are kept, since later ones often repeat them."""
 _FINE = 2000
 """Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
 """Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
-"""Name of a training process in the ledger."""
+"""The name of a training process, as in the ledger."""
 
 
 class History:
-    """A run's events, recorded in bounded memory while they are iterated over for the first time. Times are in seconds since the
-    epoch; steps are those of rank 0, which alone reports them."""
+    """A run's history, recorded in bounded memory the first time that its events are iterated over. Times are in seconds since
+    the epoch. Steps are rank 0's, the only ones reported."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
         self.worlds: list[tuple[float, float]] = []
-        """Each world's start and number of workers."""
+        """The start and number of workers of each world."""
         self.progress = Series(_FINE)
-        """Step over time."""
+        """Steps over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
         """Seconds per step over time, excluding the first step of each world."""
         self.saves = {"until committed": Series(), "training stood still": Series()}
@@ -41,12 +41,12 @@ class History:
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
-        """For each counted failure: time, worker, reason, and the traceback with the end of the log."""
+        """The time, worker and reason of each counted failure, and its traceback and the end of the log."""
         self.versions: dict[str, str] = {}
         self.code = ""
         """Digest of the most recently submitted code."""
         self.unusable = 0
-        """Number of events that lack fields of their kind."""
+        """Number of events that lack fields required for their kind."""
         self._stepped: float | None = None  # end of the last step of the current processes
 
     def __iter__(self) -> Iterator[Event]:
@@ -90,7 +90,7 @@ class History:
         self._stepped = None
         if found := _SOURCE.match(str(event.get("source"))):
             self._set(int(found[1]), t, "there")
-        if not self.worlds:  # plain torchrun: ranks
+        if not self.worlds:  # under plain torchrun, count ranks
             self.worlds.append((t, _number(event.get("world_size"))))
         if isinstance(event.get("versions"), dict):
             self.versions = {str(name): str(version) for name, version in event["versions"].items()}
@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return at most `most` segments: the longest of those lost to training, then the longest of the rest. The time between two
-    of them is one segment, of the bucket that most of it belongs to."""
+    """Return about `most` segments. Half are the longest ones: first those in which training was disturbed, then the rest. The
+    time between two of them becomes one segment, with the bucket that most of it belongs to."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))
@@ -147,9 +147,9 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return what the workers did: the workers by period, given as start, end, and a bucket's name or `starting`.
+    """Return what the workers did. Keys are periods (start, end, and a bucket's name or `starting`), values are workers.
 
-    A member of the world does what the job does. A worker that is gone has no period.
+    Members of the world do what the job does. A worker that is gone has no period.
     """
     found: dict[tuple[float, float, str], list[int]] = {}
     starts = [segment.start for segment in segments]

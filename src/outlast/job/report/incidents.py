@@ -1,7 +1,7 @@
 """A run's incidents, and the training time that each failure cost. Used by `report.timeline`.
 
-The measure: seconds of training lost = detection + re-forming + restoring + repeated steps. The loss begins at the fault and ends
-with the next completed step; the time of an ordinary step is not lost.
+Training time lost = detection + re-forming + restoring + repeated steps. The loss begins with the fault and ends with the next
+completed step; the duration of an ordinary step is not lost.
 """
 
 from __future__ import annotations
@@ -16,21 +16,21 @@ from outlast.job.report.steps import WAITING, Bucket
 
 @dataclasses.dataclass(slots=True)
 class Lost:
-    """Training time lost to an incident, in whole microseconds, without suspended and queued time."""
+    """Training time lost to an incident, in whole microseconds. Suspended and queued time is not included."""
 
     detection_us: int = 0
     """Time from the fault until a process noticed it."""
     reforming_us: int = 0
-    """Rendezvous, starting processes, importing, building the model, and the extra time of the first step."""
+    """Rendezvous, starting processes, importing, building the model, and the first step's extra time."""
     restoring_us: int = 0
     """Reading a snapshot or a checkpoint."""
     again_us: int = 0
-    """Time of the steps whose results were lost, and of the interrupted step."""
+    """Time spent on steps whose results were lost, and on the interrupted step."""
     up_to: bool = False
-    """True if the moment of the fault is unknown: the loss is then counted from the end of the last step in the ledger, and is
-    an upper bound."""
+    """True if the time of the fault is unknown: the loss then counts from the end of the last step in the ledger, and is an
+    upper bound."""
     source: str = ""
-    """Source of the restored state: memory | peer | disk | store; empty if not reported."""
+    """Where the state was restored from: memory | peer | disk | store; empty if not reported."""
 
     @property
     def seconds(self) -> float:
@@ -47,18 +47,18 @@ class Lost:
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:
-        """Subtract the ordinary time of the first step, now that training has continued."""
+        """Subtract the ordinary duration of the first step, now that training has continued."""
         self.reforming_us = max(0, self.reforming_us - us)
 
     def recover(self, us: int) -> None:
-        """Subtract the time of steps that seemed lost but had ended, although the ledger does not contain them."""
+        """Subtract the time of steps that seemed lost but had completed, although they are not in the ledger."""
         taken = min(us, self.detection_us)
         self.detection_us -= taken
         self.again_us = max(0, self.again_us - (us - taken))
 
 
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
-    """Return the loss so far when a world ends at the time `at`. All times are in microseconds.
+    """Return the loss so far when a world ends at time `at`. All times are in microseconds.
 
     `progress` is the end of the world's last step, or None if no step has ended; `fault` is when the fault happened, if known;
     `noticed` is when it was first reported.
@@ -82,21 +82,21 @@ class Incident:
     kind: str
     """failure | hang | unheard | interruption | change | launcher | save | damaged"""
     text: str
-    """One sentence from the process that made the change or detected the problem."""
+    """One sentence, from the process that made the change or detected the problem."""
     worker: int | None = None
     generation: int = -1
-    """Generation of the world that the incident happened in, or that it ended."""
+    """Generation of the world in which the incident happened, or which it ended."""
     recovery_s: float | None = None
-    """Seconds until the end of the next step, or until the next world for a script that reports no steps. None before that, or if
+    """Seconds until the end of the next step or, if the script reports no steps, until the next world. None before that, or if
     training never stopped."""
     replayed: int = 0
     """Number of steps whose results were lost."""
     attempt: int = 0
-    """Which start of that world's processes the incident ended; above 0 if the members had already repaired the world by
+    """Which start of that world's processes the incident ended: above 0 if the members had already repaired the world
     themselves."""
     lost: Lost | None = None
-    """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or the script reports
-    no steps."""
+    """Training time lost to the incident; final once `recovery_s` is known. None if training never stopped, or if the script
+    reports no steps."""
     cause: str = ""
     """One of `CAUSES`, for incidents that cost training time."""
 
@@ -117,7 +117,7 @@ def cause(kind: str, event: Mapping[str, Any]) -> str:
 
 @dataclasses.dataclass(frozen=True)
 class Total:
-    """Total cost of all incidents of certain kinds, after recovery."""
+    """Total cost of all incidents of certain kinds that training has recovered from."""
 
     failures: int
     seconds: float
@@ -130,7 +130,7 @@ class Total:
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:
-    """Add up the cost of incidents of these kinds."""
+    """Add up the cost of incidents of these kinds that training has recovered from."""
     over = [(i, i.lost) for i in incidents if i.kind in kinds and i.lost is not None and i.recovery_s is not None]
     if not over:
         return Total(0, 0.0, 0.0, -1, up_to=False)
@@ -141,7 +141,7 @@ def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Tot
 
 
 def seconds_by_cause(incidents: Iterable[Incident]) -> dict[str, float]:
-    """Add up the training seconds that incidents have cost, after recovery, by cause; every cause is included."""
+    """Return the training seconds that incidents have cost, by cause, once training has recovered. Every cause is included."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for incident in incidents:
         if incident.lost is not None and incident.recovery_s is not None:

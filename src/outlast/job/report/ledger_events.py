@@ -27,7 +27,7 @@ _NEEDED = {
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),
 }
-"""Required fields by kind of event: an event without them comes from another program or version."""
+"""Required fields for each kind of event. An event that lacks any comes from another program or version."""
 _NUMBERS = (
     *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
     *("silent_s", "step", "steps", "waited_s", "worker"),
@@ -37,14 +37,14 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""Types of fields, which are the same in all kinds of events."""
+"""Types by field name, the same for all kinds of events."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
         *("saving", "staged", "committed", *_NEEDED),
     }
 )
-"""Kinds of events that enter the account."""
+"""Kinds of events that the account uses."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
@@ -56,12 +56,12 @@ def microseconds(t: float) -> int:
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Return whether an event has a time, a known kind, and the required fields with the right types."""
+    """Return whether an event has a time, a known kind, and all required fields, with the right types."""
     kind = event.get("kind")
     return isinstance(kind, str) and _has_fields(kind, tuple(event), tuple(map(type, event.values())))
 
 
-@functools.lru_cache(1000)  # a month has a million events of few shapes
+@functools.lru_cache(1000)  # in a month there may be a million events, in few shapes
 def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> bool:
     given = {field: each for field, each in zip(fields, types, strict=True) if each is not type(None)}
     if kind not in KINDS or not issubclass(given.get("t", str), (int, float)):
@@ -72,9 +72,9 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events for the account in chronological order, without duplicates: equal events at the same instant count once.
+    """Yield the events for the account in chronological order, without duplicates: equal events at the same instant count as one.
 
-    An event that another machine's clock dates after `finished` happened before it, unless the job was resumed.
+    Unless the job was resumed, an event after `finished` is moved before it: another machine's clock was ahead.
     """
     finished: Timed | None = None
     for t, event in _once(events):
@@ -104,12 +104,12 @@ def _once(events: Iterable[Event]) -> Iterator[Timed]:
 
 @dataclasses.dataclass
 class Survey:
-    """Facts about all events that the timeline needs before its own pass over them."""
+    """Facts about the events as a whole, which the timeline needs before its own pass."""
 
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """When the last step ended, by generation and attempt. The world was intact up to this time, whatever was reported."""
+    """When the last step of each generation and attempt ended. The world was intact until then, whatever was reported."""
     blind: bool = True
     """True if the script does not report progress."""
 

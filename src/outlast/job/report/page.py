@@ -38,21 +38,21 @@ from outlast.job.report.steps import Bucket
 from outlast.job.status import JobStatus
 
 _INCIDENTS = 200
-"""Maximum number of incidents on a page: those that cost most."""
+"""Maximum number of incidents on a page, which shows the costliest ones."""
 _ROWS = 60
-"""Maximum number of rows in a series' table."""
+"""Maximum number of rows in the table for a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
-"""Maximum number of periods in the job's timeline, and in those of all workers."""
+"""Maximum number of periods in the job's timeline, and in the timelines of all workers together."""
 TAIL = 40
 """Number of lines shown from the end of a log."""
 _LOGS = 8
 """Maximum number of workers whose logs are shown."""
 _TALL, _ROW = 640, 22
-"""Height of a timeline with many workers, and of a row in a small one, in pixels."""
+"""Height in pixels of a timeline with many workers, and of a row in a smaller one."""
 _BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
 _WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
 _PARTS = ("detection", "reforming", "restoring", "again")
-"""Parts of a loss, as in the JSON."""
+"""Parts of a loss, named as in the JSON."""
 _LOST = {"detection": _RED, "re-forming": _PURPLE, "restoring": _BLUE, "repeated steps": _ORANGE}
 
 
@@ -64,7 +64,7 @@ class Run:
     run: str
     events: Iterable[Event]
     active: bool
-    """True if a launcher or an operator drives the job. Its account then extends to now."""
+    """True if a launcher or an operator drives the job; the account then extends to now."""
     metrics: Callable[[], Iterable[str | bytes]]
     """Function that reads the lines of the job's metrics.jsonl."""
     job_file: Callable[[], str]
@@ -93,7 +93,7 @@ def of(place: Backend, status: JobStatus) -> Run:
 
 
 def run(shown: Run) -> str:
-    """Return a run's page as a file. Raises OutlastError if bokeh is missing."""
+    """Return a run's page as an HTML file. Raises OutlastError if bokeh is missing."""
     return built(shown).html()
 
 
@@ -130,7 +130,7 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page for several runs; `logged` has the lines of their metrics.jsonl. Raises OutlastError if bokeh is
+    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError if bokeh is
     missing."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
@@ -178,8 +178,8 @@ class Page:
         self.library = figures.javascript()
 
     def add(self, title: str, note: str = "", **more: Any) -> None:
-        """Add a section: the name of a `plot`, a `legend` (colours by their meanings), a `table` (caption, headings, rows), or
-        `texts` with titles."""
+        """Add a section. `more` may have a `plot` (by name), a `legend` (colours by meaning), a `table` (caption, headings,
+        rows), and `texts` with titles."""
         self.sections.append({"title": title, "note": note, **more})
 
     @functools.cached_property
@@ -188,23 +188,23 @@ class Page:
         return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
     def html(self, **more: object) -> str:
-        """Return the page as a file or, with more fields, as a page of `outlast ui`."""
+        """Return the page as an HTML file or, with more fields, as a page for `outlast ui`."""
         fields = {"title": self.title, "facts": self.facts, "sections": self.sections, "plots": self.packed, **more}
         return _rendered("live.html" if more else "page.html", self.library, fields)
 
 
 def live(**fields: object) -> str:
-    """Return a page of `outlast ui` without plots; `live.html` describes the fields."""
+    """Return a page for `outlast ui` that has no plots; `live.html` describes the fields."""
     return _rendered("live.html", "", fields)
 
 
-@functools.lru_cache(4)  # for the library
+@functools.lru_cache(4)  # BokehJS is large
 def _packed(text: str) -> str:
     return base64.b64encode(gzip.compress(text.encode(), mtime=0)).decode()
 
 
 def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
-    """Return a page. Only here does text become markup."""
+    """Return a page. This is the only place where text becomes markup."""
     import jinja2  # comes with bokeh
 
     names = [*(["live.js"] if template == "live.html" else []), *(["page.js"] if library else [])]
@@ -220,7 +220,7 @@ def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
         library=library and _packed(library),
         version=__version__,
     )
-    return text.encode("ascii", "xmlcharrefreplace").decode()  # whatever the terminal's encoding, and for half a character
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for half a character
 
 
 def _many(count: int, noun: str) -> str:
@@ -228,7 +228,7 @@ def _many(count: int, noun: str) -> str:
 
 
 def _thinned(series: Series) -> str:
-    """Return a note on how many values each point of a long series stands for."""
+    """Return a note that says how many values each point stands for; empty if the series is short."""
     return f" Each point is the last of {series.per} values, with their range." if series.per > 1 else ""
 
 
@@ -254,7 +254,7 @@ def _metrics(page: Page, logged: Mapping[str, Series], past: History, account: G
 
 
 def _timeline(page: Page, past: History, account: Goodput) -> None:
-    """Show what the job and each worker did. Workers that did the same at the same time are one shape."""
+    """Show what the job and each worker did. Workers that did the same thing at the same time share one shape."""
     place = {worker: number for number, worker in enumerate(sorted(past.presence))}
     job = longest(account.segments, _PERIODS)
     coarse = longest(account.segments, max(50, min(_PERIODS, _PERIODS_OF_ALL // max(1, len(place)))))
@@ -307,7 +307,7 @@ def _goodput(page: Page, account: Goodput) -> None:
 
 
 def _incidents(page: Page, account: Goodput) -> None:
-    """Show the incidents, and the parts of each one's cost."""
+    """Show the incidents, with a breakdown of what each cost."""
     free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
     every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
     found = sorted(
@@ -332,7 +332,7 @@ def _incidents(page: Page, account: Goodput) -> None:
 
 
 def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
-    """Show errors with their processes' last output, and the ends of failed workers' logs."""
+    """Show errors, each with the last output of its process, and the ends of the failed workers' logs."""
     texts = [(f"{printed.at(t - account.start)} {reason}", text) for t, _, reason, text in past.errors if text]
     if not texts and shown.status and (last := shown.status.failure):
         texts = [(last.reason, last.traceback or last.log_tail)]
@@ -344,7 +344,7 @@ def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
 
 
 def _times(page: Page, past: History, account: Goodput) -> None:
-    """Show how long steps and saves took over the course of the run."""
+    """Show how long steps and saves took as the run went on."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
         used = {what: each for what, each in series.items() if each.count}

@@ -1,7 +1,7 @@
 """A job's panel: its current state, progress, workers and loss, as HTML and SVG without widgets. Pure.
 
-Notebooks show it, and so do the pages of `outlast ui`, which have plots instead of the curve. The colours of text and lines are
-JupyterLab's variables, which follow dark themes. Outside JupyterLab, the fallback values apply.
+Notebooks show it, and so does `outlast ui`, with plots instead of the curve. The colours of text and lines are JupyterLab's CSS
+variables, which follow dark themes. Outside JupyterLab, their fallback values apply.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _STATES = {
 _WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
 _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
-"""Size and margins of the curve, in pixels."""
+"""The size and margins of the curve, in pixels."""
 _LABEL = 60
-"""Width of a world's label, in pixels."""
+"""Width of the label for a world, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric, such as an unfinished
+    """Return a metric's values from the lines of `metrics.jsonl`. Lines without the metric are skipped, as is an unfinished
     line."""
     found = []
     for line in lines:
@@ -64,7 +64,7 @@ def text(status: JobStatus, metric: str = "loss") -> str:
 
 
 def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
-    """Return the panel as HTML. It has no curve if `metric` is empty."""
+    """Return the panel as HTML, without a curve if `metric` is empty."""
     rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now)]
     if metric:
         rows.append(_curve(curve, metric, status.steps))
@@ -118,7 +118,7 @@ def _facts(status: JobStatus, now: float) -> str:
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
-    """Draw the metric's finite values over the steps, with a line at the start of each world."""
+    """Plot the metric's finite values against the step, with a vertical line where each world starts."""
     finite = [point for point in points if math.isfinite(point.value)]
     if len(finite) < 2:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
@@ -134,7 +134,7 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
 
     base = _TOP + tall
     shapes = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + wide}" fill="none" stroke="{_LINE}"/>']
-    free = 0.0  # where a label has room
+    free = 0.0  # x from which there is room for a label
     for before, after in itertools.pairwise(points):
         if after.generation > before.generation:
             at = x((before.step + after.step) / 2)

@@ -1,4 +1,4 @@
-"""Plots a comparison of runs: each run's time, and the measured and ideal speed-ups. The only module that imports matplotlib."""
+"""Plots a comparison of runs: their times, and the measured and ideal speed-ups. The only module that imports matplotlib."""
 
 from __future__ import annotations
 
@@ -30,14 +30,14 @@ COLOURS = {
 
 
 def check(path: Path) -> None:
-    """Raise OutlastError if a plot cannot be written to this file."""
+    """Raise OutlastError if a plot cannot be written to this path."""
     if path.suffix.lower() not in KINDS:
         raise OutlastError(f"--plot {path} must end in {', '.join(KINDS[:-1])} or {KINDS[-1]}")
     _figure()
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Plot a comparison to a file: bars of minutes or seconds, and the known speed-ups over the number of workers.
+    """Plot a comparison to a file: bars for the times, in minutes or seconds, and the known speed-ups over the number of workers.
 
     Raises OutlastError if matplotlib is missing or the file cannot be written.
     """
@@ -67,7 +67,7 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
-    """Draw the speed-up over the number of workers, and the ideal speed-up."""
+    """Plot the speed-up against the number of workers, and the ideal speed-up."""
     workers = [count for count, _ in points]
     base = points[0][0] / points[0][1]
     axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")
@@ -80,7 +80,7 @@ def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
 
 
 def _figure() -> Any:
-    """Return matplotlib's class Figure, which needs no display. Raises OutlastError if matplotlib is missing."""
+    """Return matplotlib's Figure class, which needs no display. Raises OutlastError if matplotlib is missing."""
     with importing("drawing", "plots"):
         from matplotlib.figure import Figure
     return Figure

@@ -32,19 +32,19 @@ _LOOK = {
     Bucket.IDLE: (" ", "bright_black", "idle"),
     Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
 }
-"""Glyph, colour and name of each bucket. The glyph identifies the bucket in a timeline without colours."""
+"""Glyph, colour and name of each bucket. Without colours, the glyphs tell buckets apart in a timeline."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
-"""Fields of an incident that go into the JSON unchanged."""
+"""Incident fields that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
-"""Call that a script without a session uses to report its steps."""
+"""How a script without a session reports its steps."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""Number of incidents listed in the terminal, the latest ones."""
+"""How many incidents are listed in the terminal: the latest ones."""
 
 _Line = list[tuple[str, str]]
-"""Fragments of text with their style."""
+"""Fragments of text, each with its style."""
 
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
@@ -75,7 +75,7 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Return the seconds of training lost to an incident. None while the incident continues, or if training never stopped."""
+    """Return the training seconds lost to an incident. None while the incident continues, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -99,7 +99,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """Return a line for every bucket that took time: training first, then the others by size."""
+    """Return a line for each bucket that took time: training first, then the others by size."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:
@@ -113,12 +113,12 @@ def _buckets(goodput: Goodput) -> list[_Line]:
 
 
 def _seconds(seconds: float) -> str:
-    """Format seconds as `units.human_seconds` does, but in seconds for all durations below a minute."""
+    """Format a duration as `units.human_seconds` does, but in seconds if it is below a minute."""
     return f"{seconds:.2f}s" if seconds < 59.995 else units.human_seconds(seconds)
 
 
 def _bar(share: float) -> str:
-    """Return a bar of up to `_BAR` columns, in eighths of a column; at least one eighth for a share above 0."""
+    """Return a bar of up to `_BAR` columns, in steps of an eighth. A share above 0 gets at least one eighth."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -148,7 +148,7 @@ def _strip(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def counts(goodput: Goodput) -> dict[str, str]:
-    """Return the counts in words, by name: steps, saves, worlds, snapshots, lost."""
+    """Return the counts as text, by name: steps, saves, worlds, snapshots, lost."""
     steps = f"{goodput.steps_kept:,} kept"
     if goodput.steps_replayed:
         steps += f", {goodput.steps_replayed:,} replayed"
@@ -163,7 +163,7 @@ def counts(goodput: Goodput) -> dict[str, str]:
     happened = [_many(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
     worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
     if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
-        saves = ""  # a script that reports no steps saves by itself
+        saves = ""  # a script that reports no steps saves on its own
     found = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}
     return {name: text for name, text in found.items() if text}
 
@@ -199,7 +199,7 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return the cost of an incident: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
+    """Return what an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
     return only the time."""
     if not incident.recovery_s:
         return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""

@@ -1,5 +1,5 @@
-"""A run's series in bounded memory: in a long one, each bucket of neighbouring values keeps the smallest, largest and last.
-Pure."""
+"""A run's series of values, in bounded memory: for a long series, only the smallest, largest and last value in each bucket of
+neighbouring values are kept. Pure."""
 
 from __future__ import annotations
 
@@ -9,20 +9,20 @@ from collections.abc import Iterable
 from pydantic_core import from_json
 
 BUCKETS = 400
-"""Minimum number of buckets in a long series; at most twice as many are kept. About one per pixel of a plot."""
+"""A long series has at least this many buckets and at most twice as many: about one per pixel of a plot."""
 METRICS = 24
-"""Maximum number of metrics that are kept."""
+"""Maximum number of metrics to keep."""
 
 
 class Series:
-    """Values over x, which must not decrease. In a bucket without a finite value, `low` is above `high`."""
+    """Values over x, which must never decrease. In a bucket without finite values, `low` is above `high`."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self.count = 0
         self.per = 1
         """Maximum number of values in a bucket."""
         self.x: list[float] = []
-        """The x of each bucket's last value."""
+        """The last x in each bucket."""
         self.low: list[float] = []
         self.high: list[float] = []
         self.last: list[float] = []
@@ -52,8 +52,8 @@ class Series:
 
 
 def metrics(lines: Iterable[str | bytes]) -> tuple[dict[str, Series], int]:
-    """Return the first METRICS metrics in the lines of metrics.jsonl over their steps, the loss first, and the number of lines
-    that could not be read."""
+    """Return the first METRICS metrics in the lines of metrics.jsonl, over their steps and with the loss first, and the number of
+    lines that could not be read."""
     found, broken = {"loss": Series()}, 0
     for line in lines:
         try:

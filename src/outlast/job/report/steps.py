@@ -1,4 +1,4 @@
-"""Buckets of time, and the steps that own spans of time until their bucket is known. Used by `report.timeline`."""
+"""Buckets of time, and steps, which own spans of time until the bucket is known. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -10,10 +10,10 @@ from collections import Counter
 
 
 class Bucket(enum.StrEnum):
-    """The use of a span of time."""
+    """How a span of time was used."""
 
     TRAINING = "training"
-    """Steps whose results were kept. Goodput is the share of this time in all time that is not suspended."""
+    """Steps whose results were kept. Goodput is this bucket's share of all time that was not suspended."""
     REPLAYED = "replayed"
     """Steps whose results were lost: rolled back by a restore, or cut short by a failure."""
     DATA = "data stall"
@@ -21,21 +21,21 @@ class Bucket(enum.StrEnum):
     SNAPSHOT = "snapshot stall"
     """Copying the state into memory during steps whose results were kept."""
     CHECKPOINT = "checkpoint"
-    """Training stalled for a save. A save in the background takes no time here."""
+    """Training stalled for a save. Saves in the background do not count."""
     RENDEZVOUS = "rendezvous"
-    """Time from the end of a world (failure, interruption, planned change) until the next world was formed."""
+    """Time from the end of a world (a failure, an interruption, a planned change) until the next world formed."""
     RESTORE = "restore"
     """Reading a checkpoint back."""
     STARTUP = "startup"
-    """Starting processes, importing, building the model; the extra time of a first step; exiting at the end."""
+    """Starting processes, importing, building the model, the extra time of a first step, and exiting at the end."""
     QUEUE = "queue"
-    """Time from submission (or resumption) until the request for pods or the start of the first worker, and time in a queue."""
+    """Time from submission (or resumption) until pods are requested or the first worker starts, and time in a queue."""
     PODS = "pod start"
-    """Time from the request for pods until the first pod runs: scheduling, images, volumes."""
+    """Time from the request for pods until the first one runs: scheduling, pulling images, mounting volumes."""
     HANG = "hang"
     """Time from the last step until a hang was detected."""
     IDLE = "idle"
-    """The job was interrupted, or had no launcher and no workers."""
+    """The job was interrupted, or had neither a launcher nor workers."""
     SUSPENDED = "suspended"
     """Suspended by the user. Goodput does not count this time."""
 
@@ -46,15 +46,15 @@ WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
 
 @dataclasses.dataclass(slots=True)
 class Step:
-    """One execution of a step, finished or not, or of several steps that were reported together or joined later."""
+    """One execution of a step, finished or not, or of several steps that were reported together or merged later."""
 
     bucket: Bucket = Bucket.TRAINING
     first: bool = False
     """True for a world's first step, whose extra time is start-up."""
     before: int = 0
-    """Number of the step that precedes the first of these steps."""
+    """The number of the step before the first of these steps."""
     number: int = 0
-    """Number of the last step whose results are kept."""
+    """The number of the last step whose results are kept."""
     count: int = 0
     """Number of kept steps; 0 while the step runs."""
     life: int = 0
@@ -64,12 +64,12 @@ class Step:
     copied_us: int = 0
     """The part of `us` spent copying the state into memory."""
     kept_us: int = -1
-    """The part of `us` for the kept steps, if later steps were rolled back; -1 means all of it."""
+    """The part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0
-    """Number of spans that the step owns."""
+    """How many spans the step owns."""
 
     def join(self, other: Step) -> bool:
-        """Merge the following step into this one unless they differ, and return whether they were merged."""
+        """Merge the following step into this one if both are alike, and return whether they were merged."""
         one = (self.bucket, self.life) == (other.bucket, other.life) and self.number == other.before
         whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
         if not one or not whole or self.first or other.first:
@@ -81,7 +81,7 @@ class Step:
 
 
 _DIGITS = 1 << 16
-"""Maximum number of distinct step durations; beyond it, durations are rounded to a thousandth."""
+"""Maximum number of distinct step durations. Beyond it, durations are rounded to about a thousandth of their length."""
 
 
 class Durations:

@@ -1,14 +1,14 @@
-"""A job's timeline: the ledger's events, folded in order into spans of time, each with an owner.
+"""A job's timeline: folds the ledger's events, in order, into spans of time, each with an owner.
 
-Called by `report.goodput` only. Events arrive in chronological order, each once (`ledger_events`), with the fields listed in
-`ledger`. An event may be missing because its writer was killed, or come from a replaced generation or a slightly wrong clock. In
-every case, each instant between the first event and the end has one owner.
+Called only by `report.goodput`. Events arrive in chronological order, each once (`ledger_events`), with the fields listed in
+`ledger`. An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong
+clock. Whatever happens, each instant between the first event and the end has exactly one owner.
 
-A step owns the time from the end of the previous step to its end. This time is training if the step is kept, except for time
-spent waiting for data. It is replayed if a restore rolls the step back or a failure cuts it short. All other time has the bucket
-of the job's phase. Reasons: `docs/decisions/0004-goodput.md`.
+A step owns the time from the end of the previous step to its own end. If the step is kept, this time is training, except for
+stalls. If a restore rolls the step back or a failure cuts it short, it is replayed. All other time goes into the bucket for the
+job's phase. See `docs/decisions/0004-goodput.md`.
 
-Memory is bounded, since consecutive old steps of a long run are joined (`_join`).
+Memory is bounded: in a long run, consecutive old steps are joined (`_join`).
 """
 
 from __future__ import annotations
@@ -22,32 +22,32 @@ from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""Bucket for a stopped job, by its state: suspended by its user, or queued again because its queue withdrew the quota."""
+"""Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
-"""Number of spans above which old spans are joined."""
+"""Number of spans beyond which old ones are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Snapshots:
-    """Interval and size of snapshots, as last reported."""
+    """Snapshot interval and size, as last reported."""
 
     every: int
     """Number of steps between two snapshots, or 0 if there are none."""
     bytes: int = 0
-    """Total size in bytes of all ranks' parts, as reported by rank 0."""
+    """Total size of all ranks' parts in bytes, as reported by rank 0."""
     replicas: int = 0
     reason: str = ""
 
 
 class Timeline:
-    """Folds events, in order, into spans of time. The owner of a span is a bucket, or a step that gets its bucket later."""
+    """Folds events, in order, into spans of time. A span's owner is a bucket, or a step, which gets its bucket later."""
 
     def __init__(self, start: int, survey: Survey) -> None:
         self.spans: list[tuple[int, int, Bucket | Step]] = []
         self.kept: list[Step] = []
         self.steps_executed = self.steps_kept = 0
         self.durations = Durations()
-        """Durations of all executed steps except the first of each world."""
+        """Durations of all executed steps except each world's first."""
         self._full = _SPANS
         self.incidents: list[Incident] = []
         self.seen = start  # time of the newest event
@@ -61,18 +61,18 @@ class Timeline:
         self._last_step = start
         self._durable = start
         self._generation = -1
-        self._life = 0  # grows with every start of the training processes, and with every restore
+        self._life = 0  # incremented at every start of the training processes, and at every restore
         self._members: frozenset[int | None] | None = None
         self._broken = False
-        self._why = ""  # reason of the planned rendezvous that the current world is to join
+        self._why = ""  # why the current world is to join a planned rendezvous
         self._next = Bucket.RENDEZVOUS  # bucket after the current world
         self._early: Event | None = None  # a newer world, formed before the last step of the current one
         self._launchers = 0
-        self._open: list[Incident] = []  # incidents without recovery so far
+        self._open: list[Incident] = []  # incidents that training has not recovered from
         self.snapshots: Snapshots | None = None
-        self._announced = self._begun = 0  # attempts of the current world: requested, and with a session
+        self._announced = self._begun = 0  # latest attempts of the current world: announced, and with a session
         self._progress: int | None = None  # end of the last step of the current processes
-        self._fault: int | None = None  # moment of a fault after that step, if known
+        self._fault: int | None = None  # time of a fault after that step, if known
         self._noticed: int | None = None  # time of the first report of that fault
         self._lost: Lost | None = None  # the loss while training stands still
         self._cut_short: Step | None = None  # the step that the latest failure ended
@@ -106,7 +106,7 @@ class Timeline:
             self._join()
 
     def _join(self) -> None:
-        """Join consecutive equal spans, except in the latest quarter, where a restore may roll steps back."""
+        """Join consecutive steps, except in the latest quarter of the spans, where a restore may roll steps back."""
         old = len(self.spans) * 3 // 4
         joined, gone = self.spans[:1], set()
         for start, end, owner in self.spans[1:old]:
@@ -133,11 +133,11 @@ class Timeline:
             self._step = None
 
     def _intact(self, t: int) -> bool:
-        """Return whether the current world still has steps to make, and is therefore intact, whatever was reported."""
+        """Return whether the current world completes more steps later, so that it is intact, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
-        """End training in the current world, at once or after its last step."""
+        """End training in the current world, now or after its last step."""
         if self._intact(t):
             self._broken = True
         elif self._phase not in WAITING:
@@ -145,7 +145,7 @@ class Timeline:
             self._phase = self._next
 
     def _stop(self, fate: Bucket, t: int) -> None:
-        """Record that training has stopped making progress and is losing time."""
+        """Record that training has stopped and is losing time."""
         if self._lost is not None or self._blind:
             self._drop(fate, t)
             return
@@ -170,14 +170,14 @@ class Timeline:
             self._recovered(t)
 
     def _start_processes(self) -> None:
-        """Record that a world's processes start."""
+        """Record that the world's processes are starting."""
         self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
         self._life += 1
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event of a newer world proves that the newer world was
+        """Return whether a training event belongs to the current world. An event from a newer world proves that this world has
         formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
@@ -195,7 +195,7 @@ class Timeline:
         before, again_us = self.steps_kept, 0
         while self.kept and self.kept[-1].number > step:
             last = self.kept[-1]
-            if last.before < step:  # the first of several steps are kept; all are assumed to be equally long
+            if last.before < step:  # of several steps, the first ones are kept; all are assumed to be equally long
                 stays, of = step - last.before, last.number - last.before
                 whole = last.us if last.kept_us < 0 else last.kept_us
                 last.kept_us = whole * stays // of
@@ -219,13 +219,13 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """Return these steps' time in microseconds, without the extra time of a world's first step."""
+        """Return the time of these steps in microseconds, without a first step's extra time."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _keep_unreported(self, step: int) -> None:
-        """Keep completed steps that the ledger lacks: if the restored state is newer than the ledger's last step, the interrupted
-        span included them."""
+        """Keep completed steps that are missing from the ledger: if the restored state is newer than the last step in the ledger,
+        they were part of the interrupted span."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -236,7 +236,7 @@ class Timeline:
         (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).recover(done.kept_us)
 
     def _recovered(self, t: int) -> None:
-        """End the incidents of older worlds, since training continues in a newer one."""
+        """Close the incidents of older worlds, since training continues in a newer one."""
         for incident in self._open:
             if (incident.generation, incident.attempt) < (self._generation, self._begun):
                 incident.recovery_s = t / 1e6 - incident.time
@@ -251,7 +251,7 @@ class Timeline:
         if self._lost is not None:
             if all(other.lost is not self._lost for other in self._open):
                 incident.lost = self._lost
-            elif kind in incidents.FAILURES:  # another failure before recovery, which is charged from now on
+            elif kind in incidents.FAILURES:  # another failure before recovery: from now on, the loss is its own
                 self._cut(t)
                 incident.lost = self._lost = Lost()
         self._open.append(incident)
@@ -262,12 +262,12 @@ class Timeline:
         return next((incident for incident in self._open if (incident.generation, incident.attempt) == present >= (0, 0)), None)
 
     def _close_planned(self) -> None:
-        """Close incidents other than failures. A planned stop needs no recovery, so the time after it is no loss."""
+        """Close incidents other than failures. A planned stop needs no recovery, so the time after it is not lost."""
         self._open = [incident for incident in self._open if incident.kind in incidents.FAILURES]
         if all(incident.lost is not self._lost for incident in self._open):
             self._lost = None
 
-    # Events of the launcher
+    # Events from the launcher
 
     def _on_resumed(self, t: int, event: Event) -> None:
         self._close_planned()
@@ -283,7 +283,7 @@ class Timeline:
             self._relaunched(t, event)
 
     def _relaunched(self, t: int, event: Event) -> None:
-        """Record that the job has a launcher again. If the job had not ended, its processes have been gone since the last
+        """Record that the job has a launcher again. Unless the job had ended, its processes have been gone since the last
         event."""
         if self._phase not in WAITING and not self._intact(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
@@ -340,19 +340,19 @@ class Timeline:
         self.failures += counted
         reason = event.get("reason") or f"worker {event.get('worker')} failed"
         if event.get("repaired") is not None:
-            return  # the members have repaired the world themselves, as `attempt` reported; counted afterwards
+            return  # counted late: the members repaired the world themselves, as `attempt` reported
         concerns = self._concerns(event)
         cause = self._cause() if concerns else self._unexplained(event.get("generation"))
         if cause is None:
             self._incident(t, "failure" if counted else "interruption", reason, event, stops=concerns)
         elif not self._unheard_failed(cause, reason, event) and cause.kind == "failure" and cause.worker is None:
-            # so far only the resulting rendezvous was known
+            # so far, only the resulting rendezvous was known
             cause.text, cause.worker, cause.cause = reason, event.get("worker"), incidents.cause("failure", event)
         if concerns:
             self._end_world(Bucket.REPLAYED, t)
 
     def _unexplained(self, generation: int | None) -> Incident | None:
-        """Return the incident that ended an earlier world if nothing but the resulting rendezvous is known so far."""
+        """Return the incident that ended an earlier world, if only the resulting rendezvous is known so far."""
         found = (i for i in reversed(self.incidents) if i.generation == generation and i.kind == "failure" and i.worker is None)
         return next(found, None)
 
@@ -384,7 +384,7 @@ class Timeline:
             self.finished = None
         self._close_planned()
 
-    # Events of agents
+    # Events from agents
 
     def _on_hang(self, t: int, event: Event) -> None:
         self.hangs += 1
@@ -427,7 +427,7 @@ class Timeline:
     def _on_chaos(self, t: int, event: Event) -> None:
         self._fault = t if self._fault is None else self._fault
 
-    # Events of training
+    # Events from training
 
     def _on_snapshots(self, t: int, event: Event) -> None:
         if self._current(event, t):
@@ -460,7 +460,7 @@ class Timeline:
         self._keep_unreported(event["step"])
         self._roll_back(event["step"])
         if self._lost is not None:
-            source = event.get("source", "")  # in events without this field, the writer of the event
+            source = event.get("source", "")  # in events without this field, `source` names the event's writer
             self._lost.source = source if source in incidents.SOURCES else ""
         if self._phase in (Bucket.STARTUP, Bucket.RESTORE, Bucket.TRAINING):
             self._drop(Bucket.STARTUP, t)

@@ -1,1 +1,1 @@
-"""A code directory, and its archives: packing the same tree yields the same bytes."""
+"""A code directory and its archives. Packing the same tree always yields the same bytes."""

@@ -1,4 +1,4 @@
-"""Code archives: packed at submission, and unpacked, within limits, where the code runs."""
+"""Checks local code archives, and unpacks them, within limits, where the code runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError if a local archive does not have the checksum `sha256` (unless that is empty), cannot be unpacked, or
-    lacks the script `runs`. A module in `runs` is not checked."""
+    """Raise OutlastError if a local archive does not match the checksum `sha256` (unless that is empty), cannot be unpacked, or
+    lacks the script `runs`. If `runs` is a module, it is not checked."""
     if sha256:
         check_checksum(archive, name, sha256)
     with tempfile.TemporaryDirectory() as directory:
@@ -33,14 +33,14 @@ def check(archive: Path, name: str, sha256: str, runs: str) -> None:
 
 
 def check_checksum(archive: Path, name: str, sha256: str) -> None:
-    """Raise OutlastError unless an archive has the checksum in the job file."""
+    """Raise OutlastError unless an archive matches the checksum in the job file."""
     if (found := checksum(archive)) != sha256:
         raise OutlastError(f"{name} has the checksum {found}, the job file says {sha256}; correct #sha256= there, or the archive")
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Return the code's root in an unpacked archive: the tree, or its only directory if only this contains the script or module
-    `runs`."""
+    """Return the code's root in an unpacked archive: the tree or, if the script or module `runs` exists only there, the tree's
+    only directory."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

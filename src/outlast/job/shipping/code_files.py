@@ -1,11 +1,11 @@
-"""The files in a code directory, and an archive of them.
+"""Lists the files in a code directory, and packs them into an archive.
 
     entries = listed(root)
     pack(root, entries, Path("code.tar.gz"))
 
-The archive leaves out files excluded by `.gitignore` and `.outlastignore` (the latter takes precedence, and its `!` includes
-files again), files that are never code and, as in git, empty directories. It depends only on names, contents, links and the
-executable bit: not on times, owners or the order on disk.
+The archive leaves out files that `.gitignore` or `.outlastignore` excludes (the latter takes precedence, and its `!` includes
+files again), files that are never code and, as in git, empty directories. It depends only on names, contents, links and
+executable bits, not on times, owners or the order on disk.
 """
 
 from __future__ import annotations
@@ -70,10 +70,10 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""Rules for files that usually hold credentials. Since everyone with access to ConfigMaps in the namespace can read the code,
-only an `.outlastignore` can include these files."""
+"""Rules for files that usually hold credentials. Anyone who can read ConfigMaps in the namespace can read the code, so these
+files are included only if an `.outlastignore` says so."""
 _TRIES = 3
-"""Attempts at packing while files change."""
+"""Number of attempts to pack files that change meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +84,9 @@ class Entry:
     """Path below the directory, with slashes."""
     kind: Literal["file", "link"]
     size: int = 0
-    """The size, for a file."""
+    """A file's size in bytes."""
     target: str = ""
-    """The target, for a link."""
+    """A link's target."""
 
 
 class TooLarge(Exception):
@@ -115,11 +115,11 @@ def listed(
 ) -> list[Entry]:
     """Return the files and links in a code directory, sorted by name. A run on this machine and pods get the same list.
 
-    `but` lists paths below `root` that are not code. `withheld` receives the names left out as probable credentials, `ignored`
-    the names left out by an ignore file. A link that leads outside is an error, since pods would not have its target; with
-    `outside`, which receives its name, the link gets an absolute target instead.
+    `but` lists paths below `root` that are not code. `withheld` receives the names left out as probable credentials, and
+    `ignored` those that an ignore file excludes. A link that leads outside is an error, since pods would not have its target. If
+    `outside` is set, it receives the link's name instead, and the link gets an absolute target.
 
-    Raises OutlastError for these links, for unreadable files, and for more files or bytes than code may have.
+    Raises OutlastError for such links, for unreadable files, and for too many files or bytes.
     """
     top = root.resolve()
     layers = _above(top)
@@ -150,10 +150,10 @@ def digest(root: Path, entries: Iterable[Entry]) -> str:
 
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
-    """Return the paths in a code directory that are not code: `but`, the job's data, models and output, and the log of this
-    command.
+    """Return the paths in a code directory that are not code: those in `but`, the job's data, models and output, and this
+    command's log.
 
-    The script counts as code even if it is in `but`, as it is when the user runs it without a job file.
+    The script counts as code even if it is in `but`, as when the user runs a script without a job file.
     """
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
@@ -182,7 +182,7 @@ def _named(fields: spec.Spec) -> Iterator[Path]:
 
 
 def some(names: Collection[str]) -> str:
-    """Join the first few names for a sentence."""
+    """Join the first few names, for use in a sentence."""
     found = sorted(names)
     return ", ".join([*found[:5], *(["..."] if found[5:] else [])])
 
@@ -201,7 +201,7 @@ REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
 
 
 def biggest(entries: Sequence[Entry]) -> str:
-    """List the biggest files for a sentence."""
+    """List the biggest files, for use in a sentence."""
     most = sorted(entries, key=lambda entry: -entry.size)[:3]
     return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
 
@@ -217,8 +217,8 @@ def pack(
 ) -> list[Entry]:
     """Pack a code directory into a new `.tar.gz`, and return its entries.
 
-    `reading` receives the name of each file before the file is read; `withheld` is as in `listed`. Raises OutlastError as
-    `listed` does, or for a file that keeps changing, and TooLarge if the archive exceeds `room` bytes.
+    `reading` receives each file's name before the file is read; `withheld` is as in `listed`. Raises OutlastError as `listed`
+    does and for a file that keeps changing, and TooLarge if the archive would exceed `room` bytes.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)
@@ -259,7 +259,7 @@ def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, r
                 except OSError as problem:
                     if problem.errno is not None:
                         raise
-                    raise _Changed(str(path)) from problem  # it became shorter
+                    raise _Changed(str(path)) from problem  # the file became shorter
                 after = os.fstat(file.fileno())
             if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
                 raise _Changed(str(path))
@@ -320,7 +320,7 @@ class _Walk:
                 yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
     def _target(self, name: str) -> str:
-        """Return a link's target. Raises OutlastError if the target is outside and `self.outside` is not set."""
+        """Return a link's target. Raises OutlastError if the target is outside the directory and `self.outside` is not set."""
         link = self.top / name
         target = os.readlink(link)
         root = os.path.realpath(self.top)
@@ -338,8 +338,8 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """Return the rules of the git work tree above a directory. Returns no rules if they would ignore the directory itself, since
-    the user has named it."""
+    """Return the rules that apply to a directory from the git work tree above it. Returns none if these would ignore the
+    directory itself, since the user has named it."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

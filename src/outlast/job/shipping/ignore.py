@@ -1,8 +1,8 @@
 """The rules of `.gitignore` files. Pure; called by `code_files`.
 
-A file's rules apply to its directory and below. Later rules and deeper files take precedence, and no file below an excluded
-directory can be included again (https://git-scm.com/docs/gitignore). As in git, a rule is matched against one name at a time,
-never against the entries below it, so that `*`, `!*/`, `!*.py` works as people expect.
+An ignore file's rules apply to its directory and everything below. Later rules and deeper files take precedence, and nothing
+below an excluded directory can be included again (https://git-scm.com/docs/gitignore). As in git, a rule is matched against one
+entry at a time, never against the entries below it, so that `*`, `!*/`, `!*.py` works as people expect.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ _NEVER = "(?!)"
 
 @dataclasses.dataclass(frozen=True)
 class Rule:
-    """One rule of an ignore file."""
+    """One rule in an ignore file."""
 
     pattern: re.Pattern[str]
     path: bool
-    """True if the rule is matched against the path below the file's directory, rather than against the name alone."""
+    """True if the rule is matched against the path below the ignore file's directory, rather than against the name alone."""
     directories: bool
     """True if the rule applies to directories only."""
     back: bool
@@ -44,15 +44,15 @@ class Rule:
 
 @dataclasses.dataclass(frozen=True)
 class Layer:
-    """The rules of one directory."""
+    """The rules from one directory's ignore files."""
 
     directory: str
-    """Path, without a trailing slash."""
+    """Path of the directory, without a trailing slash."""
     rules: tuple[Rule, ...]
 
 
 def left_out(path: str, directory: bool, layers: Sequence[Layer]) -> bool:
-    """Return whether an entry is ignored. `layers` are the rules of its parent directories, outermost first."""
+    """Return whether an entry is ignored. `layers` are the rules from its parent directories, outermost first."""
     name = path.rpartition("/")[2]
     for layer in reversed(layers):
         below = path[len(layer.directory) + 1 :]
@@ -91,7 +91,7 @@ def _without_trailing_spaces(line: str) -> str:
 
 
 def _expression(text: str, *, path: bool) -> str:
-    """Translate a git wildmatch pattern to a regular expression. As in git, an invalid pattern matches nothing."""
+    """Translate a git wildmatch pattern into a regular expression. As in git, an invalid pattern matches nothing."""
     regex, at = "", 0
     while at < len(text):
         letter = text[at]
@@ -119,7 +119,7 @@ def _expression(text: str, *, path: bool) -> str:
 
 
 def _class(text: str, at: int) -> tuple[str, int]:
-    """Translate the character class `[...]` at index `at`, and return its end as well."""
+    """Translate the character class `[...]` at index `at`, and return the translation and the index of the class's end."""
     at += 1
     negated = text[at : at + 1] in ("!", "^")
     at += negated
@@ -146,7 +146,7 @@ def _class(text: str, at: int) -> tuple[str, int]:
 
 
 def _letter(text: str, at: int) -> tuple[str, int]:
-    """Return the character at index `at` in a class, without its backslash, and the index after it."""
+    """Return the character at index `at` in a class, without any backslash, and the index after it."""
     if text[at] == "\\" and at + 1 < len(text):
         at += 1
     return text[at], at + 1

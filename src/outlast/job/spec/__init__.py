@@ -6,8 +6,8 @@
     dump(job)    YAML that parses back to an equal job
     schema()     JSON schema, for editors
 
-Reading returns a complete, consistent job or raises `InvalidJob` with every mistake and its line. Attributes are snake_case,
-names in the file camelCase. The heaviest import of this package is pydantic.
+These functions return a complete, consistent job or raise `InvalidJob` with every mistake and its line. Attributes are
+snake_case, names in the file are camelCase. The heaviest import in this package is pydantic.
 """
 
 from __future__ import annotations

@@ -56,7 +56,7 @@ def _snapshot_memory(value: Any) -> int | str:
 
 @dataclass(frozen=True)
 class Pattern:
-    """Text that matches a regular expression. The expression must also be valid RE2; `sentence` is the error for other text."""
+    """Text that matches a regular expression, which must also be valid RE2. `sentence` is the error for any other text."""
 
     pattern: str
     sentence: str
@@ -163,7 +163,7 @@ def auto_or_count(value: Any) -> Any:
 
 
 def unreserved(value: dict[str, str]) -> dict[str, str]:
-    """Accept environment variables with valid names, except variables that Outlast sets itself."""
+    """Accept environment variables with valid names, except those that Outlast sets itself."""
     broken: list[tuple[Place, str]] = []
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -23,10 +23,10 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 
 
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
-    """Read the job in a file. Paths relative to this file become absolute.
+    """Read the job in a file. Paths relative to the file's directory become absolute.
 
-    With `code`, the job's code and requirements must exist; with `data`, its data and models. Raises InvalidJob with every
-    mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
+    If `code` is set, the job's code and requirements must exist; if `data` is set, its data and models must exist. Raises
+    InvalidJob with every mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
     read = _document(text(path), str(path))
@@ -50,11 +50,11 @@ def of(fields: dict[str, Any], *, source: str = "job") -> Job:
 def dump(job: Job) -> str:
     """Format a job as YAML without default values. `parse` turns the result into an equal job."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
-    return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read its own U+0085
+    return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read back its own U+0085
 
 
 def without_secrets(job: Job) -> Job:
-    """Hide values of `env` that look like secrets from readers of the output."""
+    """Hide values in `env` that look like secrets, so that readers of the output cannot see them."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
@@ -85,20 +85,20 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def code_of(script: Path) -> Path:
-    """Return the directory whose files a script gets if there is no job file: the working directory if the script is below it,
-    since it must find the same files as with python, otherwise the script's own. `script` is absolute."""
+    """Return the directory that serves as `code` if there is no job file: the working directory if the script is below it, so
+    that the script finds the same files as under plain python; otherwise the script's own directory. `script` is absolute."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
 
 def absent(spec: Spec) -> Iterator[str]:
-    """Yield sentences about a loaded job's local files that are missing or wrong."""
+    """Yield a sentence for each local file of a loaded job that is missing or wrong."""
     for _, sentence in (*_absent_code(spec), *_absent_data(spec)):
         yield sentence
 
 
 def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
-    """Return the error for a missing file, with the most similar name that matches this pattern."""
+    """Return the error for a missing file. The error suggests the most similar name that matches `pattern`."""
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
     remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {expected}"
     return NotFound(f"{path}: there is no such file; {remedy}")
@@ -130,7 +130,7 @@ def _document(text: str, source: str) -> document.Document:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value keeps its written text. In arguments, environment variables and labels, `3e-3` is not a number, and
+    """Return whether a value is kept as written: in arguments, environment variables and labels, `3e-3` is not a number, and
     `yes` is not a boolean."""
     return place[:-1] in (
         ("spec", "args"),
@@ -142,7 +142,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield the place and a sentence for code and requirements that are missing on this machine."""
+    """Yield a place and a sentence for code and requirements that are missing on this machine."""
     place, checksum = pinned(spec.code or "")
     code = local(place) if place else None
     if code and not code.exists():
@@ -155,12 +155,12 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
         kinds = ", ".join(ARCHIVES)
         yield ("spec", "code"), f"code ({code}) is neither a directory nor an archive ({kinds}); give one of them"
     for field, file in spec.environment:
-        if file and Path(file).is_absolute() and not Path(file).is_file():  # others are in the code
+        if file and Path(file).is_absolute() and not Path(file).is_file():  # relative paths are in the code
             yield ("spec", "environment", field), f"environment.{field} ({file}) does not exist; correct the path"
 
 
 def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield the place and a sentence for data and models that are missing on this machine."""
+    """Yield a place and a sentence for data and models that are missing on this machine."""
     sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
     sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
     for place, source in sources:

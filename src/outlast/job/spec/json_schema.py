@@ -1,4 +1,4 @@
-"""The JSON schema of job files."""
+"""The JSON schema for job files."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from outlast.job.spec.model import Job
 
 
 def schema() -> dict[str, Any]:
-    """Return the JSON schema of job files, for editors."""
+    """Return the JSON schema for job files, which editors use."""
     described = Job.model_json_schema(schema_generator=_Schema)
     for model in (described, *described["$defs"].values()):
         for field in model["properties"].values():
-            field.pop("title", None)  # the name again, capitalized
+            field.pop("title", None)  # only repeats the name, capitalized
     return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
 
 

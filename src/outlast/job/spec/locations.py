@@ -1,4 +1,4 @@
-"""Locations in a job file: a path on this machine or the URL of a store, with a checksum for archives. Pure."""
+"""Locations in a job file: a path on this machine or a store's URL, with an optional checksum for archives. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from pathlib import Path
 STORES = ("s3", "gs", "az", "file", "memory")
 """URL schemes for data, code and outputs, besides plain paths."""
 WEB = ("http", "https")
-"""URL schemes for single files, which can also be data and models if they have a checksum."""
+"""URL schemes for single files, which can also serve as data and models if they have a checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
 """File name extensions of code archives."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 
 def pinned(code: str) -> tuple[str, str]:
-    """Split a place into the place without its checksum, and the checksum (empty if there is none)."""
+    """Split a place into the place itself and its checksum, which is empty if there is none."""
     place, _, checksum = code.partition("#sha256=")
     return place, checksum.lower()
 

@@ -1,7 +1,7 @@
-"""`$(NAME)` in a job's `args` and `env`: references to environment variables, as in the containers of a pod. Pure.
+"""`$(NAME)` in a job's `args` and `env`: references to environment variables, as in a pod's containers. Pure.
 
-A variable of `env` may refer to other variables of `env`, in any order, since API servers do not preserve the order. `$$(NAME)`
-stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
+A variable in `env` may refer to any other variable in `env`, whatever their order, since API servers do not preserve it.
+`$$(NAME)` stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 
@@ -14,7 +14,7 @@ _REFERENCE = re.compile(r"\$?\$\((\w+)\)")
 
 
 def replaced(text: str, values: Mapping[str, str]) -> str:
-    """Replace references to these variables in `text` by their values."""
+    """Replace references to variables in `text` with their `values`."""
 
     def value(match: re.Match[str]) -> str:
         return match[0][1:] if match[0].startswith("$$") else values.get(match[1], match[0])
@@ -23,7 +23,7 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the variables in `env`, after replacing references to `env` or `environ`."""
+    """Return the variables in `env` with their references to `env` and `environ` replaced."""
     circle = circular(env)
     values = {name: value for name, value in environ.items() if name not in env}
 

@@ -1,6 +1,6 @@
-"""Fields of a job file that have no effect where the job runs, or anywhere.
+"""Warnings about fields in a job file that have no effect where the job runs, or anywhere.
 
-`run`, `submit` and `render` print the surprising fields; `validate` prints all. `manifests.warnings` adds the fields that a
+`run`, `submit` and `render` print the surprising ones; `validate` prints all. `manifests.warnings` adds the fields that a
 topology ignores. Pure.
 """
 
@@ -37,7 +37,7 @@ PODS = (
     "tolerations",
     "template",
 )
-"""Fields that have no effect on this machine and make no difference to training."""
+"""Fields that have no effect on this machine but make no difference to training."""
 
 
 def anywhere(job: Job) -> Iterator[str]:
@@ -61,7 +61,7 @@ def here(job: Job) -> Iterator[str]:
 
 
 def pods(job: Job) -> Iterator[str]:
-    """Yield at most one warning, about fields for pods that have no effect on this machine and make no difference to training."""
+    """Yield at most one warning, about the fields in `PODS`, which have no effect on this machine."""
     given = [path for path in PODS if _given(job if path.startswith("metadata.") else job.spec, path)]
     if given:
         named = ", ".join(".".join(map(to_camel, path.split("."))) for path in given)

@@ -1,7 +1,7 @@
-"""Validates a document and reports every mistake at once, each a sentence with its line, its value and the remedy.
+"""Validates a document and reports all mistakes at once, each as a sentence with the line, the value and the remedy.
 
-Unknown fields are checked first. If the intended field is clear, its value is validated, too, so that one misspelt name does not
-hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
+Unknown fields are checked first. If it is clear which field was meant, the value is validated, too, so that a misspelt name does
+not hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ Model = TypeVar("Model", bound="Checked")
 
 
 class Broken(ValueError):
-    """Violated rules that involve several fields of a model, as pairs (place below the model, sentence)."""
+    """Violations of rules between a model's fields, as pairs (place below the model, sentence)."""
 
     def __init__(self, rules: list[tuple[Place, str]]) -> None:
         self.rules = rules
@@ -29,7 +29,7 @@ class Broken(ValueError):
 
 
 class Checked(BaseModel):
-    """A frozen part of a document with rules that involve several of its fields. Attributes are snake_case, names in the document
+    """A frozen part of a document, with rules between its fields. Attributes are snake_case, names in the document are
     camelCase."""
 
     model_config = ConfigDict(
@@ -45,11 +45,11 @@ class Checked(BaseModel):
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Return mistakes in the choice of fields, regardless of their values, as pairs (place below this part, sentence)."""
+        """Yield mistakes in which fields are given, whatever their values, as pairs (place below this part, sentence)."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
-        """Return violated rules that involve several fields' values, as pairs (place below this part, sentence)."""
+        """Yield violations of rules between fields' values, as pairs (place below this part, sentence)."""
         return iter(())
 
     @model_validator(mode="after")
@@ -73,7 +73,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     data = document.data
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
-        if slash and group != contract.GROUP:  # the fields of another program's document are no mistakes in one of ours
+        if slash and group != contract.GROUP:  # another program's document: its fields are not mistakes in ours
             ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
             said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
@@ -92,13 +92,14 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: unknown names, with their probable meaning, and names that exclude each other."""
+    """Checks the names in a document: reports unknown names, with the field that was probably meant, and names that exclude each
+    other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of the fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of the fields, by last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:
@@ -134,7 +135,7 @@ class _Names:
         return value
 
     def _meant(self, place: Place, names: list[str], instead: Mapping[str, str]) -> str | None:
-        """Report the unknown field at `place`, and return the field of the same part that the user probably meant."""
+        """Report the unknown field at `place`, and return the field in the same part that the user probably meant, if any."""
         field = str(place[-1])
         spelt = {each.lower(): each for each in names}
         near = difflib.get_close_matches(field.lower().replace("_", "").replace("-", ""), spelt, 1)
@@ -188,7 +189,7 @@ def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
             yield from (((*place, *below), sentence) for below, sentence in cause.rules)
         elif kind == "missing":
             yield place, f"{name(place)} is missing; add it"
-        elif kind != "default_factory_not_called":  # follows from another mistake
+        elif kind != "default_factory_not_called":  # this one only follows from another mistake
             yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
 
 
@@ -202,7 +203,7 @@ _SENTENCES = {
     "tuple_type": "must be a list; put it in brackets: [ ... ]",
     **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
 }
-"""Sentences by pydantic's type of error."""
+"""The sentence for each of pydantic's error types."""
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:
@@ -216,7 +217,7 @@ def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallbac
 
 
 def shown(value: Any) -> str:
-    """Format a value as written in a document, shortened."""
+    """Format a value as in a document, shortened."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

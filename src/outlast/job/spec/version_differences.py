@@ -1,4 +1,4 @@
-"""Differences between two versions of a job, and a check for versions that only extend the training. Pure."""
+"""Differences between two versions of a job, and whether the newer one only extends the training. Pure."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from outlast.job.spec.model import Job
 _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\s))\S+", re.IGNORECASE)
 """Arguments that may be secrets, as in `manifests.labels`."""
 _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
-"""Options that set the length of the training, such as `--max_iters`, but not `--warmup-steps`."""
+"""Options that set how long to train, such as `--max_iters`, but not `--warmup-steps`."""
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
-"""Fields for a job's place, size and arguments."""
+"""Fields that may change in a version that only extends the training; `args` are compared separately."""
 _LONGEST = 60
 """Maximum length of a quoted value, in characters."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
-    """Yield a sentence for each changed field of `spec`, except fields whose names begin with an entry of `but`.
+    """Yield a sentence for each changed field in `spec`, except fields whose names begin with an entry in `but`.
 
-    Values of `env` are not shown, since they may be secret.
+    Values in `env` are not shown, since they may be secret.
     """
     before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
     for path in dict.fromkeys([*before, *after]):
@@ -49,7 +49,7 @@ def longer(old: Job, new: Job, step: int) -> bool:
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:
-    """Return the values by option name, or by position for positional arguments."""
+    """Return the arguments' values by option name, or by position for positional arguments."""
     found, name = {}, ""
     for n, word in enumerate(map(str, args)):
         if word.startswith("-"):
@@ -79,7 +79,7 @@ def _changed(was: Any, now: Any) -> str:
 
 
 def _named(words: Sequence[Any], start: int, end: int) -> Sequence[Any]:
-    """Return the words from `start` to `end`, with the preceding option if the first word is its value."""
+    """Return the words from `start` to `end`, and the option before them if the first word is its value."""
     value = 0 < start < end and not str(words[start]).startswith("-") and str(words[start - 1]).startswith("-")
     return words[start - value : end]
 

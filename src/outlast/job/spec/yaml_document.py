@@ -1,8 +1,8 @@
-"""A YAML document as plain data with the line of every value.
+"""A YAML document as plain data, with the line of each value.
 
-`spec` uses this reader for job files, so that it can report each mistake with its line. The reader is stricter than
+`spec` reads job files with this module, so that it can report each mistake with its line. The reader is stricter than
 `yaml.safe_load` where that function hides a mistake (two equal keys, two documents in a file). It is more lenient where YAML is a
-trap: keys are always text, and at `verbatim` places scalars keep their written text: `3e-3` and `yes`, not `0.003` and true. The
+trap: keys are always text, and scalars in `verbatim` places are kept as written: `3e-3` and `yes`, not `0.003` and true. The
 only library that this module imports is PyYAML.
 """
 
@@ -19,10 +19,10 @@ from outlast.base.errors import InvalidJob
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _REPEATS = 10_000
-"""Maximum number of values repeated by aliases. Aliases of aliases multiply: nine lines make 10^9 values."""
+"""Maximum number of values that aliases repeat. Aliases of aliases multiply: nine lines can make 10^9 values."""
 
 Place = tuple[str | int, ...]
-"""Path of a value, as keys and list indices from the top: `("spec", "args", 0)`."""
+"""A value's path: keys and list indices from the top, such as `("spec", "args", 0)`."""
 
 
 @dataclass(frozen=True)
@@ -31,12 +31,12 @@ class Document:
 
     data: Any
     lines: dict[Place, int]
-    """The line (from 1) of each value, or of its key in a mapping."""
+    """The line of each value (or, in a mapping, of its key), counting from 1."""
     problems: list[tuple[int, str]] = field(default_factory=list)
-    """Line and description of each mistake in a readable document, such as a repeated key."""
+    """The line and description of each mistake, such as a repeated key, that leaves the document readable."""
 
     def line(self, place: Place) -> int | None:
-        """Return a value's line, or that of the nearest enclosing value if it is missing from the document."""
+        """Return a value's line or, if the value is not in the document, the line of the nearest enclosing value."""
         for end in range(len(place), -1, -1):
             if place[:end] in self.lines:
                 return self.lines[place[:end]]
@@ -53,7 +53,7 @@ def read(
 ) -> Document:
     """Parse the only document in `text`. Raises InvalidJob if the text has no document, has several, or is not YAML.
 
-    For error messages, `kind` is the kind of file, and `start` is the usual first line of these files.
+    `kind` is the kind of file, and `start` is such a file's usual first line, both for error messages.
     """
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:

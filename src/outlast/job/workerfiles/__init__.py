@@ -1,1 +1,1 @@
-"""Files that a worker's agent and its training processes communicate through."""
+"""Files through which a worker's agent and its training processes communicate."""

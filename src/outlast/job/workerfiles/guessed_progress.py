@@ -1,6 +1,6 @@
-"""Checkpoints and steps of plain scripts, guessed from file names and from the usual log lines.
+"""Guesses a plain script's checkpoints and steps from file names and from common log lines.
 
-Guesses are only shown: they refund no restart, and no file is removed because of them.
+Guesses are only shown: they refund no restarts, and no files are removed because of them.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""Checkpoint directory of the Hugging Face Trainer. In a file name, the number may be an epoch."""
+"""Checkpoint directory of the Hugging Face Trainer. If it is a file, the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
 """Directories in the output that do not belong to the script."""
 _MOST = 20_000
-"""Maximum number of entries visited in one search."""
+"""Maximum number of directory entries visited in one search."""
 _DEPTH = 4
 
 
@@ -95,16 +95,17 @@ class Logged(NamedTuple):
     steps: int | None = None
     """Total number of steps, if the line gives it."""
     epoch: int | None = None
-    """The epoch whose steps are counted, or UNNAMED if the line does not name it. None if the line counts steps of the run."""
+    """The epoch within which steps are counted, or UNNAMED if the line does not name it. None if steps are counted over the whole
+    run."""
 
 
 UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning if a restarted script trains from the beginning. `now`, the first step of its new process, is then near
-    the first step of the run, although the run had `reached` a later step. Empty if the script continues, or if this is
-    uncertain. `before` is the checkpoint that the script had saved."""
+    """Return a warning if a restarted script trains from the beginning: `now`, the first step of its new process, is then near
+    the run's first step, although the run had `reached` a later one. Empty if the script continues, or if this is uncertain.
+    `before` is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -125,7 +126,7 @@ def _place(logged: Logged) -> str:
 
 
 def alone(processes: int) -> str:
-    """Return the warning that processes train without a process group."""
+    """Return the warning that the processes train without a process group."""
     remedy = "call torch.distributed.init_process_group (Hugging Face on CPUs: use_cpu=True, Accelerate: cpu=True)"
     return f"{processes} processes train without a process group, so each trains a model of its own: {remedy}"
 
@@ -154,7 +155,7 @@ _LINE = 400
 
 
 def step_in(line: str) -> Logged | None:
-    """Parse the step in a log line, with the total if the line contains it, and the epoch if the line names one before the
+    """Parse the step in a log line, with the total if the line contains one, and the epoch if the line names one before the
     step."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _PATTERNS:
@@ -167,8 +168,8 @@ def step_in(line: str) -> Logged | None:
 
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
-    """Return the step in the last log line with a step, or `before` if no line has one. A progress bar with a smaller total than
-    before is a different bar, such as an evaluation's. A counter that decreases restarts with each epoch."""
+    """Return the step in the last log line that has one, or `before` if none does. A progress bar with a smaller total than
+    before is a different bar, such as an evaluation's. A counter that decreases is one that restarts with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -181,6 +182,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line with a step. Empty progress bars do not count, since a resumed run's bar also starts
+    """Return the step in the first log line that has one. Empty progress bars do not count, since a resumed run's bar also starts
     empty."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

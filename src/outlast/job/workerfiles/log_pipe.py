@@ -1,5 +1,5 @@
 """A worker's output, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop
-training: a process that wrote to the log directly would fail with ENOSPC in a print.
+training: if a process wrote to the log directly, its prints would fail with ENOSPC.
 """
 
 from __future__ import annotations
@@ -16,31 +16,31 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Maximum number of bytes buffered for `keep`."""
+"""Maximum number of bytes buffered until `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""Maximum size in bytes of a tail, which is sent in reports. The same as Kubernetes' limit for a termination message taken from
-a log."""
+"""Maximum size in bytes of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a
+log."""
 _TAIL_WITHIN = 1 << 18
-"""Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks write after the first failed rank."""
+"""How many bytes at the end of a log are searched for a tail. Arbitrary: other ranks keep writing after the first has failed."""
 _TAIL_S = 0.5
-"""Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, and on a full disk it never arrives."""
+"""Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, or forever if the disk is full."""
 
 
 class Output:
     """Copies the output of this process and its children to its log, the current standard output.
 
-    In pods, standard output is the container's log, and the log in the job's output is a copy. `keep` sets the path of this copy
-    once the path is known.
+    In pods, standard output is the container's log, and the log in the job's output is a copy, whose path is set by `keep` once
+    it is known.
     """
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
-        """Output before `keep`."""
+        """Output from before the call to `keep`."""
         self.written = 0
         """Number of bytes written so far."""
         self.recent = b""
-        """The last bytes of the output so far; see `saves.last_step`."""
+        """The latest part of the output so far; see `guessed_progress.last_step`."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -118,7 +118,7 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
         if match or time.monotonic() > deadline:
             text = before if match else text
             lines = [each for each in text.splitlines() if each.startswith(prefix.encode())][-TAIL_LINES:]
-            return b"\n".join(lines)[-TAIL_BYTES:].decode(errors="ignore")  # the first character may be cut in two
+            return b"\n".join(lines)[-TAIL_BYTES:].decode(errors="ignore")  # the first character may be cut off
         time.sleep(0.005)
 
 

@@ -1,7 +1,7 @@
 """One training process's progress: a small file that the process rewrites at each step and its agent reads.
 
-The agent uses the file to detect hangs, `outlast status` shows the step, and the committed step refunds restarts. Each write is
-one positioned write of a fixed size, so a kill between two lines leaves either the old or the new record.
+The agent uses the file to detect hangs, `outlast status` shows the step, and the committed step refunds restarts. Each record is
+one positioned write of a fixed size, so a process killed at any point leaves either the old record or the new one.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PULSE_SIZE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One record: process, phase, step and time."""
+    """One record of a process's progress: its phase, step and time."""
 
     generation: int
     rank: int
@@ -39,34 +39,34 @@ class Progress:
     every: int = 0
     """Number of steps between snapshots; 0 if unknown."""
     batch: int = 0
-    """Samples in one step over all ranks, which share them equally; 0 if unknown, or if any number of ranks will do."""
+    """Number of samples per step, shared equally by all ranks; 0 if unknown, or if any number of ranks will do."""
     stepped: int = 0
-    """Number of steps after this process's first, and the seconds that they took, without stalls for saves."""
+    """Number of steps after this process's first one, and the seconds that they took, not counting stalls for saves."""
     stepped_s: float = 0.0
     waited_s: float = 0.0
-    """Seconds that steps have waited for data."""
+    """Total seconds that steps have waited for data."""
     stalls: int = 0
-    """Number of saves that this process has begun, and the seconds that training stood still for them."""
+    """Number of saves that this process has begun, and the total seconds that training stalled for them."""
     stalled_s: float = 0.0
     saves: int = 0
-    """On rank 0, number of committed saves, and the seconds from the start of each to its commit."""
+    """On rank 0, the number of committed saves, and the total seconds from their starts to their commits."""
     saved_s: float = 0.0
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
-    """Share by which the rank's own time exceeds the other ranks', if the rank is slow; otherwise 0."""
+    """If the rank is slow, the share by which its own time exceeds the other ranks'; otherwise 0."""
     differs: int = 0
-    """Step of the first snapshot in which the rank's bits were found to differ from other ranks' (`job.differing_ranks`); 0 if
-    none."""
+    """Step of the first snapshot in which the rank's state was found to differ from the other ranks' (`job.differing_ranks`); 0
+    if there is none."""
     warning: str = ""
     """A problem that training survives, such as a failed save."""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
+    """When the process started, in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
     attempt: int = 0
     """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
-    """Time of the write in seconds since the epoch, for human readers only. The agent measures silence with its own clock."""
+    """When the record was written, in seconds since the epoch. Only for people: the agent measures silence with its own clock."""
 
 
 class Writer:
@@ -78,7 +78,7 @@ class Writer:
         self._process = {"pid": os.getpid(), "started": kernel(os.getpid())[1], "attempt": attempt}
         self._step, self._stepped, self._stepped_s = 0, 0, 0.0
         self._end: float | None = None
-        """End of the last step, without the stalls so far; None until the first step, which includes preparation, has ended."""
+        """End of the last step, minus the stalls so far. None until the first step, which includes preparation, has ended."""
 
     def write(self, record: Progress) -> None:
         """Replace the record, adding the process, the time, and the duration of its steps."""
@@ -91,7 +91,7 @@ class Writer:
         with contextlib.suppress(OSError):
             try:
                 os.pwrite(self._fd, line.ljust(_SIZE), 0)
-            except OSError:  # a full disk: readers would trust the record of an earlier process
+            except OSError:  # the disk is full, and readers would trust an earlier process's record
                 os.ftruncate(self._fd, 0)
 
     def _measure(self, record: Progress) -> None:
@@ -101,7 +101,7 @@ class Writer:
         self._step, self._end = record.step, None if record.phase == "first step" else end
 
     def close(self) -> None:
-        """Close the file; the last record is kept."""
+        """Close the file, which keeps the last record."""
         os.close(self._fd)
 
 
@@ -113,7 +113,7 @@ def _opened(path: Path) -> int:
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """Return the newest record; None before the first record, or while it is being replaced."""
+    """Return the newest record; None before the first one, or while it is being replaced."""
     try:
         record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
         return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
@@ -122,8 +122,8 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """Return a process's state letter and its start time in clock ticks since boot (proc(5)); `("", 0)` if the process does not
-    exist."""
+    """Return a process's state letter, and its start time in clock ticks since boot (proc(5)); `("", 0)` if there is no such
+    process."""
     fields = _stat(pid)
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
@@ -152,16 +152,16 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """The process's descriptor for this file, which a program started by execv does not inherit."""
+    """The process's file descriptor for this file. A program started by execv does not inherit it."""
     looks: int
-    """Number of heartbeats. While this number does not grow, the process cannot run Python."""
+    """Number of heartbeats. While it does not grow, the process cannot run Python code."""
     moves: int
     """Number of heartbeats at which the main thread had moved, or waited for a rank that had moved."""
     where: str = ""
-    """The main thread's position in the code, or the positions of all ranks if no rank moves: `rank 0 is in run.save(20)
-    (train.py:20), rank 1 is in ...`. Empty while the main thread moves."""
+    """Where the main thread is in the code or, if no rank moves, where all ranks are: `rank 0 is in run.save(20) (train.py:20),
+    rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """Number of processes in the world, while this process has not joined their process group; otherwise 0."""
+    """The number of processes in the world, until this process has joined their process group; then 0."""
 
 
 class Beat:
@@ -180,7 +180,7 @@ class Beat:
 
 
 def pulse(directory: Path, local_rank: int) -> Pulse | None:
-    """Return the newest heartbeat in this file; None if it has none, or if its process no longer has the file open."""
+    """Return a rank's newest heartbeat; None if there is none, or if the process that wrote it no longer has the file open."""
     try:
         path = directory / contract.PULSE.format(local_rank=local_rank)
         fields = json.loads(path.read_bytes())

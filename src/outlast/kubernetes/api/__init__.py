@@ -1,4 +1,4 @@
-"""Client for a Kubernetes cluster's API server. Documents are plain dicts.
+"""A client for a Kubernetes cluster's API server. Documents are plain dicts.
 
     cluster = api.connect()
     for pod in cluster.list_(kinds.POD, labels="outlast.dev/job=train"): ...

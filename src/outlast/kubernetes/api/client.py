@@ -28,7 +28,7 @@ _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Options that select which log lines of a container to read."""
+    """Which of a container's log lines to read."""
 
     container: str = ""
     follow: bool = False
@@ -80,7 +80,7 @@ class Cluster(Api):
             return [document for page, _ in self.pages(selection) for document in page]
 
     def create(self, document: Document) -> Document:
-        """Create a document. Raises Taken if a document of this name exists."""
+        """Create a document. Raises Taken if a document with this name exists."""
         kind, name, namespace = _named(document)
         collection, path = self.address("create", kind, "", namespace)
         subject = replace(collection, name=name)
@@ -108,8 +108,8 @@ class Cluster(Api):
         namespace: str | None = None,
         subresource: str = "",
     ) -> Document:
-        """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict for any other
-        version of the document."""
+        """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict unless the
+        document still has this version."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))
 
@@ -130,7 +130,7 @@ class Cluster(Api):
         uid: str | None = None,
         timeout_s: float | None = None,
     ) -> Document:
-        """Delete a document and its dependents. Returns the document with its deletion time, or a Status.
+        """Delete a document and its dependents. Returns the document with its deletion timestamp, or a Status.
 
         Raises Absent, and Conflict if the document now has another uid.
         """
@@ -193,7 +193,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """Yield a container's log lines, without line ends. Raises Refused for a container that has not started."""
+        """Yield a container's log lines, without line ends. Raises Refused if the container has not started."""
         options = options or LogOptions()
         subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S
@@ -263,7 +263,8 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """Return the document at a path. For documents that have no kind, such as API discovery and the server's version."""
+        """Return the document at a path. Meant for documents that have no kind, such as API discovery and the server's
+        version."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:

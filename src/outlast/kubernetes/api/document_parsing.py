@@ -1,9 +1,9 @@
-"""Parses documents from an API server within limits, since users choose the shape of their JSON. Pure.
+"""Parses documents from an API server, within limits, since users choose the shape of their JSON. Pure.
 
-A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which take
-25 times the memory of their text after parsing. The text is therefore measured first, without recursion. A value that is nested
-too deeply or too long is omitted, and the document has a message about it under `UNREADABLE`. The document's name, uid and
-version are always preserved.
+A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which
+take 25 times as much memory once parsed. The text is therefore measured first, without recursion. A value that is too deep or too
+long is omitted, and the document gets a message about it under `UNREADABLE`. The document's name, uid and version are always
+preserved.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creat
 _SERVER_KEYS = ("apiVersion", "kind", "metadata", "status")
 """Keys that only the API server and controllers write. Their length is not limited."""
 _MAX_SCALAR = 256
-"""Maximum length in bytes of a scalar that is preserved from an omitted object."""
+"""Maximum length of a scalar that is preserved from an omitted object, in bytes."""
 _MAX_SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'

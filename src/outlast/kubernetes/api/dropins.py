@@ -1,6 +1,6 @@
-"""Registry of drop-ins: other projects' kinds of jobs, which the operator runs in place of their own controllers.
+"""Registry of drop-ins: job kinds from other projects, which the operator runs in place of those projects' controllers.
 
-Each package that adds a kind has one entry.
+Each package that adds a kind has an entry here.
 
     if (drop_in := dropins.of(workload)) is not None:
         drop_in.sizes(workload)
@@ -53,7 +53,7 @@ class DropIn:
     container: str
     """Name of the training container in pods with several containers."""
     index: str
-    """Label with the worker's index, on pods that the other controller created."""
+    """Label that holds the worker's index, on pods that the other controller created."""
     module: str
 
     @property
@@ -74,7 +74,7 @@ DROP_INS: list[DropIn] = [
 
 KINDS = tuple(each.kind for each in DROP_INS)
 ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
-"""Kinds of jobs that the operator runs. A workload of such a kind has its job's name, and free-form fields."""
+"""Kinds of jobs that the operator runs. Workloads of these kinds have their job's name, and free-form fields."""
 
 
 def has(workload: Document) -> bool:

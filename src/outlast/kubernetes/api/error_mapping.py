@@ -1,6 +1,6 @@
 """Maps an API server's error responses to Outlast's errors, each with a remedy.
 
-No other module does this. Pure; tests/kubernetes/test_kube.py checks it with responses of real servers.
+No other module does this. Pure; tests/kubernetes/test_kube.py checks it with responses from real servers.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotSe
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
 _MAX_LENGTH = 600
-"""Maximum length, in characters, of a server's message within an error, since some messages quote whole documents."""
+"""Maximum length of a server's message within an error, in characters, since some messages quote whole documents."""
 _PARTICIPLES = {
     "get": "read",
     "list": "listed",
@@ -40,7 +40,7 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 @dataclass(frozen=True)
 class Subject:
-    """A request's subject, for its error messages."""
+    """What a request is about, for error messages."""
 
     verb: str
     """One of get, list, watch, create, apply, patch, update and delete; for a pod, also log, exec and proxy."""

@@ -1,7 +1,7 @@
-"""Finds and reads the kubeconfig as kubectl does.
+"""Finds and reads the kubeconfig like kubectl does.
 
 The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the service account of the pod that this process runs in.
-`$KUBECONFIG` may list several files. They are merged, and the first file that sets a value wins. This module only reads files and
+`$KUBECONFIG` may list several files. They are merged, and the first file that sets a value wins. This module only reads files; it
 sends no requests.
 """
 
@@ -17,7 +17,7 @@ from urllib.parse import quote
 from outlast.base.errors import NoCluster
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Directory with the token for a pod's service account."""
+"""Directory that holds the token for a pod's service account."""
 _PATHS = {
     "clusters": ("cluster", ("certificate-authority",)),
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
@@ -73,7 +73,7 @@ def read(paths: list[Path]) -> dict[str, Any]:
 
 
 def context_name(config: Mapping[str, Any], context: str | None) -> str:
-    """Return the name of the selected context. Raises NoCluster, with the existing names, if it does not exist."""
+    """Return the name of the selected context. Raises NoCluster, listing the existing contexts, if it does not exist."""
     contexts = [entry["name"] for entry in config["contexts"]]
     selected = context or config["current-context"]
     names = f"there are {', '.join(contexts)}" if contexts else "the kubeconfig has none"

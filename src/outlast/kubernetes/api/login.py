@@ -1,7 +1,7 @@
-"""Connects to a cluster with a kubeconfig or this pod's service account.
+"""Connects to a cluster, with a kubeconfig or with this pod's service account.
 
-lightkube reads kubeconfigs, and runs clouds' login programs. Only this module imports it, and never for a service account: its
-compiled parts are built for one version of Python, while torchrun with our handler may run in another, the image's own.
+lightkube reads kubeconfigs and runs cloud providers' login programs. Only this module imports it, and never for a service
+account: its compiled parts are built for one version of Python, while torchrun with our handler may run in another, the image's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
 
 _IDLE_S = 30.0
-"""Idle timeout of connections: shorter than the API server's (90 s), longer than the interval between two Lease renewals."""
+"""Idle timeout for connections: shorter than the API server's (90 s), longer than the interval between Lease renewals."""
 
 
 class _Login(NamedTuple):
@@ -29,7 +29,7 @@ class _Login(NamedTuple):
     context: str
     namespace: str
     arguments: dict[str, Any]
-    """Arguments of httpx2's client."""
+    """Arguments for httpx2's client."""
 
 
 def not_installed(error: ImportError) -> NoCluster:
@@ -41,8 +41,8 @@ def not_installed(error: ImportError) -> NoCluster:
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
     """Return the cluster of a kubeconfig context (default: the current one), or the cluster that this pod runs in.
 
-    With `prefer_pod`, a pod that has a service account uses it and ignores `$KUBECONFIG`, which may be meant for the training
-    script. Sends no request to the server. Raises NoCluster.
+    If `prefer_pod` is set, a pod that has a service account uses it and ignores `$KUBECONFIG`, which may be meant for the
+    training script. Sends no request to the server. Raises NoCluster.
     """
     paths = [] if prefer_pod and kubeconfig.in_pod(os.environ) else kubeconfig.files(os.environ)
     try:

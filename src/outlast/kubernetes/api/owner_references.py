@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identified:
-    """A document in the cluster, with the name and uid that others refer to it by."""
+    """A document in the cluster, with the name and uid by which others refer to it."""
 
     document: Mapping[str, Any]
 

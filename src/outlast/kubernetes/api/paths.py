@@ -1,4 +1,4 @@
-"""An API server's address, and what requests, watches and streams share: paths and pages of documents."""
+"""An API server's address, and what requests, watches and streams share: document paths and pages."""
 
 from __future__ import annotations
 

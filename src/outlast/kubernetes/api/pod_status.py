@@ -1,4 +1,4 @@
-"""Functions that read pods: a pod's worker, phase and containers, why it waits and how it ended. Pure.
+"""Functions that read pods: a pod's worker, phase and containers, why the pod waits, and how it ended. Pure.
 
 Pods are documents from the API server, and any part of their status may be missing. The operator, `jobs` and `diagnosis` read
 pods only through these functions. The commands `status`, `logs` and `list` show the sentences to users.
@@ -27,7 +27,7 @@ _INDICES = (
     "apps.kubernetes.io/pod-index",
     *(each.index for each in dropins.DROP_INS),
 )
-"""Labels or annotations with a worker's index. The first that is set wins."""
+"""Labels or annotations that hold a worker's index. The first one that is set wins."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",
@@ -35,7 +35,7 @@ _DISRUPTIONS = {
     "DeletionByPodGC": "was lost with its node",
     "TerminationByKubelet": "was ended by its node: shutdown, preemption or lack of resources",
 }
-"""Phrases for the DisruptionTarget condition's reasons.
+"""Phrases for the reasons in a DisruptionTarget condition.
 https://kubernetes.io/docs/concepts/workloads/pods/disruptions/#pod-disruption-conditions"""
 _ORDINARY = {"ContainerCreating", "PodInitializing"}
 
@@ -119,12 +119,12 @@ def condition(document: Document, kind: str, status: str = "True") -> dict[str, 
 
 
 def bound_at(pod: Document) -> float:
-    """Return the time when the pod was bound to its node. While the status does not show it, return the creation time."""
+    """Return when the pod was bound to its node or, while the status does not show this, when the pod was created."""
     return max((timestamp(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=created_at(pod))
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """Return the condition DisruptionTarget, which means that the cluster terminates the pod and the pod is not at fault."""
+    """Return the DisruptionTarget condition, which means that the cluster terminates the pod through no fault of its own."""
     return condition(pod, "DisruptionTarget")
 
 
@@ -357,7 +357,7 @@ def last_error(pod: Document) -> str:
 
 
 def rejected_by_kubelet(reason: str) -> bool:
-    """Return whether a kubelet rejects or removes pods for this reason although they are not at fault."""
+    """Return whether a kubelet rejects or removes pods for this reason through no fault of their own."""
     return reason in _REFUSALS or reason.startswith("OutOf")
 
 

@@ -1,4 +1,4 @@
-"""Sends requests to an API server, retries them and reads the responses: whole, as a stream of lines, or through a websocket.
+"""Sends requests to an API server, retries them, and reads responses: whole, as a stream of lines, or through a websocket.
 
 All errors are `ClusterError`s, except `Gone`. All functions here are thread-safe.
 """
@@ -29,11 +29,11 @@ Document = dict[str, Any]
 
 CONNECT_S = 10.0
 READ_S = 65.0
-"""Timeout for a response in seconds. The API server ends ordinary requests after 60 s."""
+"""Timeout for a response, in seconds. The API server ends ordinary requests after 60 s."""
 _MAX_MESSAGE = 2**20
-"""Maximum size of a websocket message in bytes. A kubelet sends messages of 32 KiB."""
+"""Maximum size of a websocket message, in bytes. Kubelets send messages of 32 KiB."""
 _CLOSE_S = 1.0
-"""Seconds to wait until a websocket's reader sees the end."""
+"""How long to wait until a websocket's reader sees the end, in seconds."""
 _MAX_CLIENTS = 32
 """Maximum number of HTTP clients per cluster. Each client takes a few kilobytes, plus the connections of its threads."""
 _ATTEMPTS = 4
@@ -99,7 +99,7 @@ class Connection:
 
     def answer(self, request: Request) -> httpx2.Response:
         """Send a request and return the server's response. Raises the server's refusals. A request that the server has not
-        accepted is retried a few times; a request that it may have accepted is retried only with `repeat`."""
+        accepted is retried a few times; one that it may have accepted is retried only if `repeat` is set."""
         import httpx2
 
         timeout = httpx2.USE_CLIENT_DEFAULT if request.timeout_s is None else httpx2.Timeout(request.timeout_s)

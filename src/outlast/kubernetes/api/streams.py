@@ -1,4 +1,4 @@
-"""Runs commands in pods, over websockets."""
+"""Runs commands in pods over websockets."""
 
 from __future__ import annotations
 

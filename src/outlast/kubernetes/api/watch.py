@@ -1,4 +1,4 @@
-"""Watches report all existing documents of a kind, then every change, over as many connections as necessary."""
+"""Watches, which report all existing documents of a kind, then every change, over as many connections as necessary."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ _WATCH_S = 140
 `_SILENCE_S`: the server sends no bookmarks for a kind that has not changed since its start, so only the end of the connection
 shows that the server is alive."""
 _SILENCE_S = 150.0
-"""Timeout in seconds for a connection that brings no event or bookmark and does not end."""
+"""Timeout for a connection that neither brings an event or a bookmark nor ends, in seconds."""
 _STABLE_S = 30.0
 """A connection that the server ends after this many seconds is not a failure, even if it had no events."""
 _LONGEST_PAUSE_S = 1.0
-"""Maximum seconds between two attempts to connect: workers must hear of a new world soon."""
+"""Maximum pause between attempts to connect, in seconds: workers must learn of a new world soon."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Findings, each with its remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
+"""Findings, each with a remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
     gather_evidence.job(cluster, name) -> Snapshot   reads a job's documents from a cluster
     causes(snapshot, now) -> [Finding]               why the job does not train; pure
@@ -54,8 +54,8 @@ _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """Return the causes that keep a job on a cluster from training, the most important first. For a job that trains, return a
-    single finding that confirms it."""
+    """Return what keeps a job on a cluster from training, most important cause first. If the job trains, return a single finding
+    that confirms this."""
     if finished_ := job.finished(snapshot):
         return [finished_]
     findings = [each for rule in RULES for each in rule(snapshot, now)]

@@ -1,4 +1,4 @@
-"""Checks by `outlast doctor` on a cluster's snapshot: whether jobs would train there. Pure."""
+"""The checks that `outlast doctor` makes on a cluster's snapshot, to find out whether jobs would train there. Pure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
 MIN_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first version that accepts the CRD's rules. From 1.34 on, all features that Outlast renders are
+"""Kubernetes 1.29 is the first version that accepts the CRD's rules. As of 1.34, all features that Outlast renders are
 stable."""
 _WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 

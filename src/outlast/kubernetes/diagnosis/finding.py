@@ -22,11 +22,11 @@ class Finding:
     """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
     what: str
     remedy: str = ""
-    """The necessary action; empty if there is none."""
+    """What to do about it; empty if nothing needs to be done."""
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
-    """With `fail`, the finding keeps jobs from training; with `warn`, it may do so or has a cost; with `pass`, all is well."""
+    """`fail` means that this keeps jobs from training; `warn`, that it may do so or has a cost; `pass`, that all is well."""
 
     @property
     def failed(self) -> bool:

@@ -22,7 +22,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read: those of failed pods first, then the newest."""
+"""Maximum number of logs to read, starting with those of failed pods, then the newest."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),

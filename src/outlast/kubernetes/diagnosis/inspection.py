@@ -32,7 +32,7 @@ MARK = "outlast-doctor "
 """Prefix of output lines that contain a check's result."""
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
-"""Duration of the bandwidth measurement in seconds."""
+"""Duration of the bandwidth measurement, in seconds."""
 ELEMENTS = 4 * 2**20
 """Number of elements in the all-reduce tensor (16 MiB)."""
 ROUNDS = 5

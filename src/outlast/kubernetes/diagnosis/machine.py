@@ -1,4 +1,4 @@
-"""Checks the requirements of `outlast run` on this machine, and which extras are installed."""
+"""Checks whether this machine meets the requirements of `outlast run`, and which extras are installed."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outlast.kubernetes.diagnosis import inspection, inspection_pods
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _MIN_FREE = 10 * 2**30
-"""Minimum free disk space in bytes, enough for a few checkpoints of a small model."""
+"""Minimum free disk space, in bytes: enough for a few checkpoints of a small model."""
 _MIN_SHARED = 2**30
 """Minimum free space in /dev/shm in bytes. Data loader workers pass samples through it."""
 _TORCH_S = 120
@@ -29,7 +29,7 @@ EXTRAS = (
     ("store", ("obstore", "botocore"), "outputs, code and data in a store"),
     ("kubernetes", ("lightkube",), "clusters"),
 )
-"""Extras of the package, with their modules and the features that require them."""
+"""The package's extras, with their modules and the features that require them."""
 
 
 def checks() -> Iterator[Finding]:
@@ -70,7 +70,7 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
 
 
 def devices() -> Finding:
-    """Report the accelerators that drivers list. If torch does not find them, the installation is at fault."""
+    """Report the accelerators that the drivers list. If torch does not find them, the installation is at fault."""
     rows = [row for row in accelerators.TABLE if row.query]
     row = next((row for row in rows if shutil.which(row.query[0])), None)
     if row is None:

@@ -34,8 +34,8 @@ _AGENT_POLL_S = 5.0
 
 
 class KubernetesBackend:
-    """The jobs in one namespace of a cluster. With `everywhere`, `list` returns jobs in all namespaces; `selector` selects jobs
-    by label."""
+    """The jobs in one of a cluster's namespaces. If `everywhere` is set, `list` returns jobs in all namespaces; `selector`
+    selects jobs by label."""
 
     poll_s = 2.0
 
@@ -108,7 +108,7 @@ class KubernetesBackend:
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """Return the pod that a worker runs in. Raises NotFound."""
+        """Return the pod in which a worker runs. Raises NotFound."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
@@ -248,7 +248,7 @@ class KubernetesBackend:
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:
-        """Let the workers save, and release their pods until `resume`."""
+        """Let the workers save their state, and release their pods until `resume`."""
         self.workloads.set_suspended(self.workloads.active(name)[0], True)
 
     def resume(self, name: str) -> None:
@@ -263,7 +263,7 @@ class KubernetesBackend:
         self.workloads.set_suspended(workload, False)
 
     def cancel(self, name: str) -> None:
-        """End the job for good: its workload, configuration and Service are deleted; its claims and output are kept."""
+        """End the job for good. Its workload, configuration and Service are deleted; its claims and output are kept."""
         self.workloads.remove(name, grace_s=None)
 
     def kill(self, name: str) -> None:

@@ -2,8 +2,8 @@
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-Standard library only, Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints the process's rank
-and pid; exits with 3 if there is no training process.
+Needs only the standard library and Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints the
+process's rank and pid; exits with 3 if there is no training process.
 """
 
 import glob
@@ -17,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return the pids by rank, as an Outlast worker's processes report them to their agent."""
+    """Return the pids by rank, as reported by an Outlast worker's processes to their agent."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -25,7 +25,7 @@ def agent_pids(state: str) -> dict[int, int]:
                 record = json.load(file)
             os.kill(record["pid"], 0)
             pids[record["rank"]] = record["pid"]
-        except (OSError, ValueError, KeyError):  # it is being written, or the process has ended
+        except (OSError, ValueError, KeyError):  # the file is being written, or the process has ended
             continue
     return pids
 
@@ -40,7 +40,7 @@ def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
                 environ = dict(part.partition(b"=")[::2] for part in file.read().split(b"\0"))
             with open(f"{proc}/{entry}/stat") as file:
                 parent = int(file.read().rpartition(")")[2].split()[1])
-        except OSError:  # it has ended, or is another user's
+        except OSError:  # the process has ended, or is another user's
             continue
         if environ.get(b"RANK", b"").isdigit() and b"LOCAL_RANK" in environ:
             ranks[int(entry)], parents[int(entry)] = int(environ[b"RANK"]), parent

@@ -1,12 +1,12 @@
-"""Installing, upgrading and removing Outlast's objects in a cluster, for `outlast install` and `uninstall`.
+"""Installs, upgrades and removes Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
 `manifests.installed` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
 version changes only what differs, and an interrupted installation is completed by the next run. The definition of ElasticJob
 comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
 it.
 
-A namespace that existed before is left as it was. A cluster has one operator, as its roles and their binding are cluster-wide:
-nothing is done while they serve an operator in another namespace.
+A namespace that existed before is left as it was. A cluster has only one operator, since its roles and their binding are
+cluster-wide: nothing is done while they serve an operator in another namespace.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout for a deletion: pods have 15 s to end, and the namespace controller works in rounds."""
+"""Timeout for a deletion, in seconds: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -85,7 +85,7 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents one after the other, and yield the outcome for each.
+    """Apply the documents one after another, and yield the outcome for each.
 
     Raises ClusterError; or OutlastError, before anything is changed, if the operator is in another namespace, or if another
     controller that makes the same pods is running.
@@ -181,7 +181,7 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not; otherwise return
+    """Wait until the operator or the node watcher runs. Returns findings about why it does not, if the wait times out; otherwise
     none."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
@@ -263,7 +263,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete our namespace, and wait until it is gone: until then nothing can be installed there."""
+    """Delete our namespace, and wait until it is gone, since nothing can be installed there before that."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -304,7 +304,7 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _is_created_by_cluster(kind: Kind, document: Document) -> bool:
-    """Return whether the cluster itself creates such an object in each namespace."""
+    """Return whether the cluster itself creates such an object in every namespace."""
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
     return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"

@@ -1,4 +1,4 @@
-"""The documents of jobs on a cluster: each job's workload, pods and job file, and the objects created along with the workload.
+"""Jobs' documents in a cluster: each job's workload, pods and job file, and the objects created along with the workload.
 
 A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always the name in the job file. No
 state is kept here: any machine with the necessary rights may control any job.
@@ -38,7 +38,7 @@ _MAX_CONCURRENT = 16
 
 
 class Workloads:
-    """The documents of the jobs in one namespace."""
+    """The documents for the jobs in one namespace."""
 
     def __init__(self, cluster: api.Cluster) -> None:
         self.cluster = cluster
@@ -144,7 +144,7 @@ class Workloads:
     def snapshot(
         self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, query_agents: bool
     ) -> job_status.Snapshot:
-        """Return the snapshot of a job's newest workload and its pods, with the agents' metrics if `query_agents` is set."""
+        """Return a snapshot of a job's newest workload and its pods, with the agents' metrics if `query_agents` is set."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.final_state(each) is None]
         own = [

@@ -40,10 +40,10 @@ class Snapshot:
     """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Names of workloads of this job that were made from earlier files and are not over."""
+    """Names of this job's workloads that were made from earlier files and have not ended."""
     query_error: str = ""
     now: float = float("inf")
-    """Seconds since the epoch."""
+    """The current time, in seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:

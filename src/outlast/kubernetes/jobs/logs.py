@@ -1,7 +1,7 @@
-"""The logs of a job's pods: merged, or followed across restarts and new pods, with each line once.
+"""Logs from a job's pods: merged, or followed across restarts and new pods, with each line exactly once.
 
-Used by `KubernetesBackend.logs`. Each line carries the time when the node wrote it, so a reader that has lost its connection can
-continue: no line is lost as long as the node still has it, and none is repeated.
+Used by `KubernetesBackend.logs`. Each line carries the time at which the node wrote it, so a reader that has lost its connection
+can continue: no line is lost as long as the node still has it, and none is repeated.
 """
 
 from __future__ import annotations
@@ -155,7 +155,7 @@ class Follower:
         def guarded() -> None:
             try:
                 work()
-                self._put(None)  # so that its end is noticed
+                self._put(None)  # so that the end of this thread is noticed
             except BaseException as error:
                 self._put(error)
 
@@ -165,7 +165,7 @@ class Follower:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            with contextlib.suppress(Unanswered):  # its first list; later it retries by itself, and the other thread says so
+            with contextlib.suppress(Unanswered):  # from the first list; later the watch retries, and the other thread says so
                 for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
@@ -298,8 +298,8 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as the one that a log
-    no longer exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as the one that says
+    that a log no longer exists (`unable to retrieve container logs for containerd://...`)."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 

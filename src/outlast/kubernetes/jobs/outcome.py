@@ -1,4 +1,4 @@
-"""A job's outcome as named values: the outputs of a pipeline step that trains.
+"""A job's outcome as named values, which are the outputs of a pipeline step that trains.
 
 `outcome` is a pure function of the job's status and the outputs from its store, which `read` fetches. Each unknown value has a
 reason.
@@ -29,7 +29,7 @@ OUTPUTS = (
 FILE = "outputs.json"
 """The file with all outputs, next to the files with one output each."""
 _LINES = 500
-"""Number of lines to read from the end of the metrics: not every line contains a loss."""
+"""How many lines to read from the end of the metrics, since not every line contains a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
 """Files with metrics that the recipes write into their output, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
@@ -37,7 +37,7 @@ _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 @dataclass(frozen=True)
 class Outcome:
-    """The values of the outputs, and the reasons why some are unknown."""
+    """The values of the outputs, and why some are unknown."""
 
     values: Mapping[str, str | int | float]
     missing: Mapping[str, str] = field(default_factory=dict)

@@ -1,4 +1,4 @@
-"""Shipping a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
+"""Ships a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
 `pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
 nothing.
@@ -7,7 +7,7 @@ nothing.
         parcel.upload()                                                  only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-A job whose code is in a store, in the image or on a volume is left unchanged. An archive is named by its SHA-256, so that an
+A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named after their SHA-256, so that an
 archive that has been shipped once is not shipped again.
 """
 
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONFIG_MAP_BYTES = 700 << 10
-"""Maximum size of an archive for a ConfigMap, which may hold 1 MiB; in JSON the archive is a third larger."""
+"""Maximum size of an archive in a ConfigMap, which may hold 1 MiB; in JSON, the archive is a third larger."""
 CLIENT_APPLY_BYTES = 190 << 10
 """Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
 256 KiB."""
@@ -53,7 +53,7 @@ class Parcel:
     url: str = ""
     """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()
-    """Path of the archive, valid until the end of the `with` block of `pack`."""
+    """Path of the archive, valid until the end of `pack`'s `with` block."""
 
     def upload(self) -> bool:
         """Put the archive into the store, unless no store is used or the archive is already there. Returns whether it was

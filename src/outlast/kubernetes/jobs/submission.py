@@ -1,4 +1,4 @@
-"""Submits a job: its documents are applied once earlier jobs of the same name have ended or have been removed."""
+"""Submits a job: applies its documents once earlier jobs with the same name have ended or have been removed."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner from the unfinished run in a store; returns a sentence about it."""
+    """Remove the owner from the unfinished run in a store. Returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 
@@ -187,7 +187,7 @@ class Submission:
         return "begins anew, since its output was in its pods"
 
     def _resume_existing(self, existing: Document, desired: Document, ended: State | None) -> str:
-        """Resume the existing workload if it is suspended; returns a sentence about it."""
+        """Resume the existing workload if it is suspended. Returns a sentence about it."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"

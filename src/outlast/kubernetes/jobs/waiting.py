@@ -1,4 +1,4 @@
-"""Waits for a job in a cluster to end, as a pipeline step does. Decision: docs/decisions/0054-a-step-of-a-pipeline.md.
+"""Waits for a job in a cluster to end, as a pipeline step does. See docs/decisions/0054-a-step-of-a-pipeline.md.
 
     waiter = Waiter(workloads, "digits", say=print)
     waiter.submit(lambda: backend.submission.apply(job, source=file))
@@ -35,14 +35,14 @@ POLL_S = 5.0
 PROGRESS_S = 60.0
 """Interval between progress reports; a change of state is reported immediately."""
 _SUBMIT_S = 600.0
-"""How long to retry the submission while the API server is unavailable."""
+"""How long to retry the submission while the API server is unavailable, in seconds."""
 _UNSERVED_S = 300.0
-"""How long the job's kind may be unserved: an API server that has just started may not serve it yet."""
+"""How long the job's kind may be unserved, in seconds: an API server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
-"""How long to retry the cancellation: a pod has 30 s after SIGTERM."""
+"""How long to retry the cancellation, in seconds: a pod has 30 s after SIGTERM."""
 
 ReadStep = Callable[[], tuple[api.Document | None, api.Document | None]]
-"""Reads the step's pod and the Workflow that owns it; the arguments of `reason_to_continue`."""
+"""Reads the step's pod and the Workflow that owns it, which are the arguments for `reason_to_continue`."""
 
 
 class Code(enum.IntEnum):
@@ -124,7 +124,7 @@ class Waiter:
         return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, read_step: ReadStep) -> str:
-        """Cancel the job, unless it should continue or has ended; returns a phrase about the result. Raises ClusterError."""
+        """Cancel the job, unless it should continue or has ended. Returns a phrase about the result. Raises ClusterError."""
         if reason := reason_to_continue(*read_step()):
             return f"is not cancelled: {reason}"
         if self._uid:
@@ -180,7 +180,7 @@ class Waiter:
 
         try:
             causes = diagnosis.causes(gather_evidence.job(self.workloads.cluster, self.name), time.time())
-        except OutlastError:  # the status knows as well
+        except OutlastError:  # fall back to the status
             causes = []
         return next((cause.what for cause in causes if cause.failed), status.reason)
 

@@ -1,4 +1,4 @@
-"""A job file in the making: what a Kubeflow document becomes, and what the user must be told about it."""
+"""A draft of the job file that a Kubeflow document becomes, with the sentences that the user must see about it."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Draft:
 
     source: str
     directory: Path
-    """Directory of the document, which may hold the code."""
+    """The document's directory, which may hold the code."""
     spec: Document = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     env: dict[str, str] = dataclasses.field(default_factory=dict)

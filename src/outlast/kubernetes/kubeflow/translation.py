@@ -96,7 +96,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value keeps its written text: arguments, variables, labels."""
+    """Return whether a value is kept as written, as are arguments, variables and labels."""
     return place[-1:] == ("value",) or place[-2:-1] in (("command",), ("args",), ("labels",), ("annotations",))
 
 

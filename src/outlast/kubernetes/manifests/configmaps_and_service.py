@@ -32,8 +32,8 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """Return the headless Service for the workers' DNS names. It includes pods that are not ready, since pods become ready
-    only in a world."""
+    """Return the headless Service for the workers' DNS names. It includes pods that are not ready, since only pods in a world
+    are ready."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 

@@ -32,7 +32,7 @@ class Download:
     to: str = ""
     """Directory on the claim, or URL in a store. Default: `directory`, on the claim."""
     claim: str = ""
-    """The claim's name and its mount path, as `NAME:/PATH`."""
+    """The claim's name and its mount path, such as `NAME:/PATH`."""
     image: str = OPERATOR_IMAGE
     """An image with Outlast; the default has no torch."""
     secrets: Sequence[str] = ()

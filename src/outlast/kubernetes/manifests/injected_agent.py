@@ -10,11 +10,11 @@ from outlast.worker.launch import relocatable
 NAME = "outlast-agent"
 """Name of the init container and of the volume."""
 _SHARED = ("cpu", "memory")
-"""The worker's resources that the init container also gets; no devices."""
+"""The worker's resources that the init container gets, too. Devices are not among them."""
 
 
 def program(request: Request) -> list[str]:
-    """Return the program `outlast` in a worker's container."""
+    """Return the words that start `outlast` in a worker's container."""
     return [*relocatable.command(Pod.INJECTED), "-m", "outlast"] if request.spec.injected() else ["outlast"]
 
 
@@ -22,7 +22,7 @@ def init_containers(request: Request) -> list[Document]:
     """Return the init containers for a worker's pod. They write only to the volume."""
     if not request.spec.injected():
         return []
-    share = resources.share(request.job).container()  # those of the pod do not grow: the larger of both containers counts
+    share = resources.share(request.job).container()  # the pod's resources do not grow: the larger container counts
     return [
         {
             "name": NAME,

@@ -1,4 +1,4 @@
-"""Labels on a job's objects: origin, job, run, and the training settings."""
+"""Labels on a job's objects: their origin, the job, the run, and the training settings."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def selector(job: str) -> dict[str, str]:
-    """Return the selector for a job's workers in all its runs. It never changes, since Kubernetes' selectors are immutable."""
+    """Return the selector for a job's workers, in all its runs. It never changes, since selectors are immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 

@@ -1,4 +1,4 @@
-"""Names of Kubernetes objects, within the length limits.
+"""Names for Kubernetes objects, within the length limits.
 
 Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new
 objects, and applying the same file changes nothing.

@@ -1,4 +1,4 @@
-"""Strategic merge of a patch into a pod template, as `kubectl patch --type strategic` does it.
+"""Strategic merge of a patch into a pod template, as with `kubectl patch --type strategic`.
 
 Mappings merge key by key, and `null` removes a key. Lists whose items have a name (containers, volumes, variables, ports) merge
 item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping replaces the whole

@@ -32,7 +32,7 @@ class Request:
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
-    """Image that pods get the agent from if their own image lacks Outlast."""
+    """Image from which pods get the agent if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
     """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
 

@@ -1,4 +1,4 @@
-"""Requests, limits, processes and threads of a worker's container.
+"""Requests, limits, processes and threads for a worker's container.
 
 Memory and accelerators are both requested and limited. Cores are only requested, unless the job limits them: a limit would
 throttle data loaders while other cores are idle.
@@ -36,7 +36,7 @@ class Share:
 
 
 def accelerator(requested: spec.Resources) -> str:
-    """Resource name of the accelerators; empty if there are none."""
+    """Return the resource name for the accelerators; empty if there are none."""
     return accelerators.resource(requested.accelerator) if requested.gpu else ""
 
 

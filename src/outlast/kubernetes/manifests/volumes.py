@@ -17,7 +17,7 @@ from outlast.kubernetes.manifests import resources
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 _STATE_SIZE = "256Mi"
-"""Size limit of the state directory, which is in memory and contains a few kilobytes."""
+"""Size limit for the state directory, which is in memory and contains a few kilobytes."""
 
 
 def document(job: spec.Job) -> spec.Job:

@@ -17,7 +17,7 @@ from outlast.kubernetes.api import pod_status
 END_MARGIN_S = 2.0
 """Seconds between a pod's end and the deadline, for the kubelet to report the end."""
 WORKER_RESERVE_S = 30.0
-"""How many seconds before the deadline the remaining workers are evicted."""
+"""The remaining workers are evicted this many seconds before the deadline."""
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,4 @@
-"""Client for an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
+"""A client for an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """

@@ -1,4 +1,4 @@
-"""The watcher for one node polls for notices, marks the node, and evicts its pods."""
+"""The watcher for one node, which polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from outlast.kubernetes.nodewatch.notices import Notice
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
-"""Seconds between two attempts to mark a node or to evict its pods."""
+"""Interval between attempts to mark a node or to evict its pods, in seconds."""
 EVICT_S = 5.0
-"""Timeout for an eviction in seconds, so that one hanging eviction does not delay the others."""
+"""Timeout for an eviction, in seconds, so that one hanging eviction does not delay the others."""
 
 
 class Watcher:

@@ -22,9 +22,9 @@ from outlast.kubernetes.api import pod_status
 SPOT_S = 120.0
 """Seconds from an unreadable interruption notice to the machine's assumed end."""
 MAINTENANCE_LEAD_S = 900.0
-"""How many seconds before the start of maintenance the watcher acts. AWS announces maintenance days in advance."""
+"""The watcher acts this many seconds before maintenance starts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""A machine that still runs this many seconds after the deadline has survived, for example by a stop and a start."""
+"""A machine that still runs this many seconds after the deadline has survived, for example because it was restarted."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 

@@ -24,11 +24,11 @@ from outlast.kubernetes.operator.writer import Parallel, Writer
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause before a creation is retried while another object with the same name is being deleted."""
+"""Pause before a creation is retried while another object with the same name is being deleted, in seconds."""
 EVENT_WINDOW_S = 600
 """Repetitions of a message within this time are counted in one Event. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
-"""Event reason when a pod cannot be created, the same one that Kubernetes' own controllers use."""
+"""Event reason if a pod cannot be created, the same as in Kubernetes' own controllers."""
 
 
 @dataclass(frozen=True)
@@ -105,7 +105,7 @@ class _Execution:
         self.cluster, self.job, self.now, self._parallel, self._background = cluster, job, now, parallel, background
         self.namespace = job["metadata"].get("namespace")
         self._conflicts: list[str] = []
-        """Sentences about foreign objects that occupy names needed by this job's objects."""
+        """Sentences about foreign objects whose names this job's objects need."""
 
     def write_event(self, event: Event) -> None:
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))

@@ -187,7 +187,7 @@ class KindCache:
 
 
 class Cache:
-    """Cache of jobs, their pods and Leases, and the nodes. Calls `on_change` for every job that must be reconciled."""
+    """Caches jobs, their pods and Leases, and nodes. Calls `on_change` for every job that must be reconciled."""
 
     def __init__(self, jobs: Iterable[Kind], on_change: Callable[[Key, Urgency], None]) -> None:
         self.jobs = tuple(jobs)

@@ -6,8 +6,8 @@ Each rule is named after a situation and writes a sentence, which becomes the st
 write one in a pass, users see the first; all rules may add to the plan. `rendezvous.who_trains.decide` decides which workers
 train together, and `rendezvous.root_cause` whether a failure leads to a restart, both as on one machine.
 
-Invariants: apart from terminating pods there are never more pods than desired, and never two with the same index; no failure is
-counted twice; nothing is deleted before the status says why. For a job in a steady state the plan is empty.
+Invariants: apart from terminating pods, there are never more pods than desired, and never two with the same index; no failure is
+counted twice; nothing is deleted before the status says why. For a job in a steady state, the plan is empty.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outlast.kubernetes.operator.rules import (
 
 
 def decide(snapshot: JobSnapshot) -> Plan:
-    """Return the plan of one reconcile pass."""
+    """Return the plan for one reconcile pass."""
     if snapshot.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
         return Plan()  # another controller makes its pods and writes its status
     if snapshot.document["metadata"].get("deletionTimestamp"):

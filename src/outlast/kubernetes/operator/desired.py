@@ -61,7 +61,7 @@ def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoi
     for index in indices:
         pod = worker_pod.pod(request, _worker(snapshot, request, index), index=index, generation=generation, file=file)
         document = _with_owner(snapshot, pod)
-        document["spec"]["hostname"] = document["metadata"]["name"]  # else it has no DNS name behind the Service
+        document["spec"]["hostname"] = document["metadata"]["name"]  # without it, the pod has no DNS name behind the Service
         if avoid:
             _prefer_other_nodes(document["spec"], avoid)
         yield document

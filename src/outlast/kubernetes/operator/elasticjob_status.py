@@ -1,4 +1,4 @@
-"""The operator keeps its state for a job in the job's `.status`; this module defines the fields, and reads and writes them.
+"""Defines, reads and writes the fields in a job's `.status`, in which the operator keeps its state for the job.
 
     elasticjob_status.read(status)      -> Status
     elasticjob_status.write(Status, ...) -> the new status
@@ -53,7 +53,7 @@ class Silent:
     echo: bool = False
     """Whether the failure is already counted."""
     after_s: float = LEASE_S
-    """Duration of the silence in seconds."""
+    """Duration of the silence, in seconds."""
 
 
 @dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Leaving:
     worker: int
     uid: str
     deadline: float
-    """Seconds since the epoch."""
+    """The deadline, in seconds since the epoch."""
     reason: str = ""
 
 
@@ -96,7 +96,7 @@ class Losses:
 
 @dataclass(frozen=True)
 class Progress:
-    """The training progress as last written."""
+    """Training progress, as last written."""
 
     step: int = 0
     steps: int | None = None
@@ -165,7 +165,7 @@ class Status:
     observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
-    """The Kueue queue that the job waits in, or that has admitted it."""
+    """The Kueue queue in which the job waits, or which has admitted it."""
     gang: str = ""
     """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()

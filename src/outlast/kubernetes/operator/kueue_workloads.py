@@ -1,7 +1,7 @@
-"""Kueue: a job's Workloads, the quota admitted for each, and the changes to make to them.
+"""A job's Workloads in Kueue, the quota admitted for each, and which changes to make to them.
 
 A job has one Workload for its first workers, and one more for each later addition: workers that were not admitted at first, and
-workers that `outlast scale` adds. So training continues with the admitted workers, and the job never requests quota it already
+workers that `outlast scale` adds. Training thus continues with the admitted workers, and the job never requests quota it already
 has. Each Workload can be evicted separately: the job loses only its workers, and stops only if fewer than `workers.min` remain.
 Quota that a job no longer needs is returned: whole Workloads are deleted, or part of their quota is marked as reclaimable
 (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
@@ -30,7 +30,7 @@ MakeWorkload = Callable[[str, int, int, Priority], Document]
 
 @dataclass(frozen=True)
 class KueueObjects:
-    """The Kueue objects that concern a job."""
+    """The Kueue objects that affect a job."""
 
     kind: Kind
     """The Workload kind, in the version that the cluster serves."""
@@ -58,12 +58,12 @@ class WorkloadSlice(Identified):
 
     @property
     def requested(self) -> int:
-        """Number of workers that the Workload requests quota for."""
+        """Number of workers for which the Workload requests quota."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """Number of workers that the Workload has quota for, once admitted."""
+        """Number of workers for which the Workload has quota, once admitted."""
         return kueue.admitted_count(self.document) - self.reclaimable
 
     @property

@@ -21,13 +21,13 @@ from outlast.kubernetes.api.kinds import LEASE
 Document = dict[str, Any]
 
 DURATION_S = 15.0
-"""Duration of the Lease after a renewal, in seconds."""
+"""How long the Lease lasts after a renewal, in seconds."""
 RENEW_S = 5.0
 RENEW_DEADLINE_S = 10.0
-"""The leader stops acting this long after its last renewal; the rest of the duration is left for requests in flight."""
+"""The leader stops acting this many seconds after its last renewal, which leaves time for requests in flight."""
 
 ANSWER_OVERDUE_S = 5.0
-"""If a response is overdue by this much, the API server was unavailable, even if no connection was lost."""
+"""If a response is overdue by this many seconds, the API server was unavailable, even if no connection was lost."""
 
 
 def boottime() -> float:

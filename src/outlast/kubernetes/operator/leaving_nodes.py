@@ -1,4 +1,4 @@
-"""Nodes that are about to be terminated: which notices announce this, the deadline, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: which notices announce this, by when, and how long a pod there may take. Pure.
 
 The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no access
 to nodes, on a pod. If there is no annotation, the notice's usual period counts, starting when the operator first saw the notice;
@@ -19,7 +19,7 @@ from outlast.kubernetes.manifests.scheduling.placement import SPOT
 Document = Mapping[str, Any]
 
 SPOT_NOTICE_S = 120.0
-"""Time from AWS's interruption notice to the end of the machine, in seconds.
+"""Time from AWS's interruption notice until the machine ends, in seconds.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
 
 
@@ -63,7 +63,7 @@ leaving."""
 TAINTED_AT = "tainted"
 """Key for when, by the operator's clock, a watch first delivered a node with one of these notices."""
 RESERVED_S = 2.0
-"""Time reserved for a deletion to reach the kubelet and for the pod to end."""
+"""Time reserved for a deletion to reach the kubelet and for the pod to end, in seconds."""
 
 
 @dataclass(frozen=True)

@@ -1,5 +1,4 @@
-"""The operator's process: configures an `Operator` from options and the environment, handles signals, and logs to standard
-output."""
+"""The operator's process: configures an `Operator` from options and the environment, handles signals, and logs to stdout."""
 
 from __future__ import annotations
 
@@ -37,7 +36,7 @@ GC_THRESHOLD = 100_000
 """Garbage collector threshold. A reconcile pass allocates many objects, none of them in cycles; with Python's default of 700,
 collections take a third of the time and free nothing."""
 MIN_LOST_S = 5.0
-"""Lower bound for --lost-after."""
+"""Lower bound for --lost-after, in seconds."""
 
 
 def identity(env: Mapping[str, str]) -> str:

@@ -1,4 +1,4 @@
-"""A snapshot of a job: the cached objects, parsed into the values that `decide` bases its decisions on. Pure."""
+"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ MAX_LEASE_S = 600.0
 
 @dataclass(frozen=True)
 class Limits:
-    """The operator's timeouts, in seconds, and its image."""
+    """The operator's timeouts, in seconds, and the agent's image."""
 
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
@@ -54,7 +54,7 @@ class Limits:
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is presumed lost and force-deleted."""
     agent_image: str = OPERATOR_IMAGE
-    """Our own image. Pods get the agent from it if their own image lacks Outlast."""
+    """Our own image, from which pods get the agent if their own image lacks Outlast."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation that the pod may belong to."""
+        """The first generation to which the pod may belong."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -149,7 +149,7 @@ class LeaseProgress:
     every: int = 0
     """Number of steps between snapshots; 0 if unknown."""
     time: float = 0.0
-    """Time of `step` by the member's clock; 0 if not reported."""
+    """When `step` was completed, by the member's clock; 0 if not reported."""
     goodput: float | None = None
     """The run's goodput, as computed by rank 0's worker."""
     lost: Mapping[str, float] | None = None

@@ -3,8 +3,8 @@
     Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
 
 Each kind of job has a reconciler, a pure function that decides what to do. This process only ensures that nothing is decided
-before all watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. It may
-be killed between any two lines.
+before all watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. The
+process may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -41,15 +41,15 @@ Orphans = Callable[[CachedJob, float], Plan]
 """(a deleted job's remaining objects, current time) -> plan with the pods to delete. Pure."""
 
 MAX_BACKOFF_S = 60.0
-"""Maximum pause before a failed reconcile pass is retried."""
+"""Maximum pause before a failed reconcile pass is retried, in seconds."""
 STUCK_S = 300.0
-"""Timeout for a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
+"""Timeout for a reconcile pass, in seconds. After it, the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
 """A job is slowed down after this many consecutive passes with something to do; no change to a job needs that many."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""If a job's members only report progress, the job is reconciled within this time, once for all of them."""
+"""If a job's members only report progress, the job is reconciled within this many seconds, once for all of them."""
 STOP_TIMEOUT_S = 6.0
-"""Timeout after SIGTERM for running reconcile passes; less than the pod's terminationGracePeriodSeconds."""
+"""Timeout for running reconcile passes after SIGTERM, in seconds; less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2
 """Number of additional writer threads per concurrent reconcile pass."""
 PENDING_EVENTS = 1000

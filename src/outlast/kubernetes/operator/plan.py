@@ -42,7 +42,7 @@ class Plan:
     """The actions for one job now; empty for a job in a steady state."""
 
     prerequisites: tuple[Document, ...] = ()
-    """Objects to create unless they exist. While an earlier job of this name still has one in the way, nothing else is done."""
+    """Objects to create unless they exist. While one from an earlier job with this name is in the way, nothing else is done."""
     apply: tuple[Document, ...] = ()
     """Objects to update by server-side apply."""
     status: Mapping[str, Any] | None = None

@@ -1,4 +1,4 @@
-"""The operator's metrics for Prometheus, as `prometheus_metrics.TABLE` names them. All times are passed in as arguments."""
+"""The operator's metrics for Prometheus, named as in `prometheus_metrics.TABLE`. All times are passed in as arguments."""
 
 from __future__ import annotations
 
@@ -159,7 +159,7 @@ _PER_JOB: Mapping[str, Callable[[_Job, float | None], float | None]] = {
     "outlast_progress_age_seconds": lambda job, now: _age(job, job.progressed_at, now),
     "outlast_commit_age_seconds": lambda job, now: _age(job, job.committed_at, now),
 }
-"""Metrics with a job's labels."""
+"""Metrics that have a job's labels."""
 
 
 def failure_cause(status: Mapping[str, Any]) -> str:

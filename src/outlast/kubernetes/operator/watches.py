@@ -28,7 +28,7 @@ from outlast.kubernetes.operator.prometheus import Metrics
 log = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 10.0
-"""Maximum pause before a watch is started again: a CRD that is being installed should be found within seconds."""
+"""Maximum pause before a watch is restarted, in seconds: a CRD that is being installed should be found quickly."""
 _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 

@@ -48,7 +48,7 @@ def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None
 
 
 def report(name: str) -> dict[str, Any]:
-    """Return the job's time by cause, and the cost of its failures, as `outlast report -o json` prints them."""
+    """Return where the job's time went, and what its failures cost, as `outlast report -o json` prints them."""
     from outlast.job.report import page, printed
 
     run = page.of(place := _here(), place.status(name))

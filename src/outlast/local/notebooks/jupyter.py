@@ -1,4 +1,4 @@
-"""JupyterLab for `outlast notebook`: its command, environment and token, and the detection of a running server (decision 0052).
+"""JupyterLab for `outlast notebook`: its command, environment and token, and detecting a running server (decision 0052).
 
 This is the only module that depends on Jupyter. `cli.notebook` runs the command; pods run the same command.
 """
@@ -23,13 +23,13 @@ from outlast.base.errors import OutlastError
 PORT = 8888
 """Jupyter's own default port."""
 FIRST = "first.ipynb"
-"""File name of the first notebook, in this package and in the user's directory."""
+"""The first notebook's file name, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
-"""Environment variable with the user's token."""
+"""Environment variable that holds the user's token."""
 PREFIX = "NB_PREFIX"
-"""Kubeflow's environment variable for the URL path where its gateway serves the notebook."""
+"""Kubeflow's environment variable for the URL path under which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""The page's default settings, which the user's own override."""
+"""Default settings for the page, which the user's own settings override."""
 _BITS = 256
 _SHORTEST = 16
 """Minimum length of the user's token; arbitrary."""
@@ -38,19 +38,19 @@ _ANSWER_S = 5.0
 
 @dataclasses.dataclass(frozen=True)
 class Server:
-    """A server's command line options. Everybody on the machine can read them, so they contain no secrets."""
+    """Command line options for a server. Everybody on the machine can read them, so they contain no secrets."""
 
     directory: Path = Path()
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """True to open a browser. Jupyter passes it a private file, so that its arguments do not contain the token."""
+    """True to open a browser. Jupyter passes it a private file, so that the token is not among its arguments."""
     base: str = "/"
-    """Prefix of the server's URL paths, for a proxy in front of it; begins and ends with a slash."""
+    """Prefix of the server's URL paths, for a proxy in front of the server; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
-        """The server's host address as seen from this machine."""
+        """The server's address as seen from this machine."""
         return {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(self.bind, self.bind)
 
 
@@ -84,12 +84,12 @@ def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def base(environ: Mapping[str, str]) -> str:
-    """Return the prefix of URL paths, which Kubeflow's controller sets in its pods; `/` elsewhere."""
+    """Return the prefix for URL paths: the one that Kubeflow's controller sets in its pods, or `/` elsewhere."""
     return f"/{prefix}/" if (prefix := environ.get(PREFIX, "").strip("/")) else "/"
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """Return a server's command line. `root` lets the server run as root, which Jupyter otherwise refuses."""
+    """Return a server's command line. If `root` is set, the server may run as root, which Jupyter otherwise refuses."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -141,13 +141,13 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it, because SIGKILL or a power loss would leave the directory behind."""
+    """Delete the token once the server has read it: a SIGKILL or a power loss would leave the directory behind."""
     (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
-    """Make the work directory, and copy the first notebook into it unless the notebook exists. Returns whether the notebook was
-    copied. Raises OutlastError if the directory cannot be written."""
+    """Create the work directory, and copy the first notebook there unless it exists. Returns whether the notebook was copied.
+    Raises OutlastError if the directory cannot be written."""
     text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -164,12 +164,12 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """Return the URL for a browser. With an empty token, the page prompts for the token."""
+    """Return the URL for a browser. If `token` is empty, the page prompts for the token."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
 def ready(server: Server, token: str) -> bool:
-    """Return whether the server accepts the token, which may be empty. Raises OutlastError if it also answers without one."""
+    """Return whether the server accepts `token`, which may be empty. Raises OutlastError if it also answers without a token."""
     if _status(server.host, server.port, server.base, token) != http.client.OK:
         return False
     if token and _status(server.host, server.port, server.base, "") == http.client.OK:
@@ -181,7 +181,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, including the token, of this user's running server for the directory; None if there is none."""
+    """Return the URL, token included, of the server that this user runs for the directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):

@@ -1,4 +1,4 @@
-"""Committed checkpoints: on a worker's disk (`on_disk`), in a store (`in_store`), and transfers between the two."""
+"""Committed checkpoints on a worker's disk (`on_disk`) and in a store (`in_store`), and transfers between the two."""
 
 from __future__ import annotations
 

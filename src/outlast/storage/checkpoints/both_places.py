@@ -1,4 +1,4 @@
-"""A run's checkpoints, on this machine's disk and in a store."""
+"""A run's checkpoints, both on this machine's disk and in a store."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 @dataclasses.dataclass(frozen=True)
 class Saved:
-    """A checkpoint on this machine, in the store, or in both."""
+    """A checkpoint that is on this machine, in the store, or in both places."""
 
     step: int
     here: on_disk.Checkpoint | None = None
@@ -27,7 +27,7 @@ class Saved:
 
     @property
     def where(self) -> str:
-        """Location of the checkpoint: `here`, `store` or `both`."""
+        """Where the checkpoint is: `here`, `store` or `both`."""
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
@@ -43,7 +43,7 @@ class Saved:
 
     @property
     def problem(self) -> str:
-        """The reason why COMMIT cannot be read; empty if it can."""
+        """Why COMMIT cannot be read; empty if it can."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
@@ -80,12 +80,12 @@ class Places:
 
     run: str
     directory: Path | None
-    """Directory on this machine; None if the job is unknown on this machine."""
+    """The directory on this machine; None if this machine does not know the job."""
     there: in_store.Checkpoints | None
-    """Checkpoints in the job's store; None if the job has no store."""
+    """The checkpoints in the job's store; None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints, lowest step first. Reports an unreachable store, and then returns only local checkpoints."""
+        """Return all checkpoints, lowest step first. If the store is unreachable, says so and returns only local checkpoints."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:
@@ -105,12 +105,12 @@ class Places:
         return sorted(found, key=lambda saved: (saved.step, saved.where))
 
     def ranks(self, candidates: Sequence[Saved]) -> dict[int, int]:
-        """Return the rank of each checkpoint that has a metric, by step; 1 is the best."""
+        """Return the rank of each checkpoint that has a metric, by step. Rank 1 is the best."""
         own = (saved for saved in candidates if not saved.here or saved.here.run in (self.run, ""))
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint's local copy, fetched to `directory` if missing. Options and errors are as in `fetch`."""
+        """Return a checkpoint's local copy, fetching it to `directory` if missing. Options and errors are those of `fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -135,7 +135,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return all candidates, only the best, or only the checkpoints of `step`. Raises NotFound."""
+    """Return only the best candidate, only those at `step`, or all of them. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:
@@ -148,7 +148,7 @@ def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False)
 
 
 def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
-    """Return the checkpoints' steps as text for messages."""
+    """Return the checkpoints' steps as text, for messages."""
     return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 

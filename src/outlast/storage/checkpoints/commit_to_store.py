@@ -20,18 +20,18 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""Name of a withdrawn checkpoint's COMMIT."""
+"""Name that a withdrawn checkpoint's COMMIT is given."""
 
 Progress = Callable[[int], None]
-"""A callback that receives the number of bytes transferred since its last call. Many threads call it."""
+"""A callback that receives the number of bytes transferred since the last call. It is called from many threads."""
 
 
 class Damaged(OutlastError):
-    """A checkpoint in the store differs from its COMMIT; another checkpoint may be valid."""
+    """A checkpoint in the store differs from its COMMIT. Another checkpoint may be valid."""
 
 
 class DamagedHere(OutlastError):
-    """A checkpoint's local file differs from COMMIT."""
+    """A checkpoint's local file differs from its COMMIT."""
 
 
 @dataclass(frozen=True)
@@ -67,7 +67,7 @@ class Parts:
     def commit(self, commit: on_disk.Commit) -> None:
         """Write COMMIT unless it exists.
 
-        It exists if an earlier response was lost, or if another machine that saved part of the checkpoint has written it.
+        It may exist because an earlier response was lost, or because another machine that saved part of the checkpoint wrote it.
         """
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
@@ -87,7 +87,7 @@ class Parts:
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """Return a sentence about the first problem, or None. With `deep`, all files are read."""
+        """Return a sentence about the first problem, or None. If `deep` is set, all files are read."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -115,10 +115,10 @@ class Parts:
     def send(
         self, path: Path, commit: on_disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files of the local checkpoint at `path` that the store lacks.
+        """Send those files of the local checkpoint at `path` that the store lacks.
 
-        Verifies the checksums of all local files, during the upload if they are sent. Returns the names of files that neither the
-        store nor this machine has. Raises DamagedHere.
+        Verifies the checksums of all local files; for files that are sent, during the upload. Returns the names of files that
+        neither the store nor this machine has. Raises DamagedHere.
         """
         from outlast.storage.sync import push_and_pull
 
@@ -138,7 +138,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Durably fetch the checkpoint's files that the directory `into` lacks, and remove all other files from it.
+        """Durably fetch those files of the checkpoint that the directory `into` lacks, and remove all other files there.
 
         Raises Damaged if a file in the store differs from COMMIT.
         """
@@ -164,7 +164,7 @@ class Parts:
                 raise Damaged(problem)
 
     def withdraw(self) -> None:
-        """Rename COMMIT, so that readers and registers ignore the checkpoint. The other files stay."""
+        """Rename COMMIT, so that readers and registers ignore the checkpoint. All other files stay."""
         with contextlib.suppress(Missing):
             self.store.put(self.key(WITHDRAWN), self.store.get(self.key(contract.COMMIT)))
             self.store.delete([self.key(contract.COMMIT)])

@@ -1,4 +1,4 @@
-"""A run's checkpoints in a store: committing, fetching, verifying and pruning them.
+"""Commits, fetches, verifies and prunes a run's checkpoints in a store.
 
 The job's place in the store contains
 
@@ -6,10 +6,10 @@ The job's place in the store contains
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-Invariants for any order of writers, any killed process and any lost response: every checkpoint in the register is complete and
-comes from one writer. The newest step goes back only if checkpoints with wrong bits are withdrawn; these then have WITHDRAWN
-instead of COMMIT. A generation commits nothing after its successor has begun. The last two checkpoints are kept, and so are all
-that are being read. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
+The invariants hold whatever the order of writers, whichever process is killed and whichever response is lost. Every checkpoint in
+the register is complete and comes from one writer. The newest step goes back only if checkpoints with wrong state are withdrawn;
+they then have WITHDRAWN instead of COMMIT. A generation commits nothing once its successor has begun. The last two checkpoints
+are kept, as are all that are being read. See docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -64,7 +64,7 @@ class Checkpoint:
 
     @property
     def time(self) -> float:
-        """Time of the commit, seconds since the epoch; 0 if unknown."""
+        """Time of the commit, in seconds since the epoch; 0 if unknown."""
         return self.commit.time if self.commit else 0.0
 
     @property
@@ -78,7 +78,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """Committed, already in the store, too old to retain, waiting for another machine's files, or damaged on this disk."""
+    """In this order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """Cached COMMITs of counted checkpoints; a COMMIT never changes."""
+        """Cached COMMITs of counted checkpoints. A COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -107,8 +107,8 @@ class Checkpoints:
     def acquire(self, generation: int) -> Latest:
         """Fence off earlier generations: only `generation` may commit now. Returns the register.
 
-        Call this before a push. Also call it before choosing a checkpoint to resume from, so that none is committed after the
-        choice. Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
+        Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
+        Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
@@ -121,7 +121,7 @@ class Checkpoints:
             return []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-list") as pool:
             checkpoints = list(pool.map(self._read, latest.places))
-        # An obsolete checkpoint without a COMMIT is being removed.
+        # If an obsolete checkpoint has no COMMIT, it is being removed.
         return [c for c in checkpoints if c.commit or not register_rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
@@ -148,9 +148,9 @@ class Checkpoints:
     ) -> Outcome:
         """Commit a local checkpoint in the store. Call `acquire` first.
 
-        Files already in the store are not sent again. If a checkpoint is spread over machines, each machine pushes its files, and
-        the last one commits. `journals` is a directory for journals of unfinished uploads. Raises Superseded, Stopped, OSError
-        and StoreError; a later call resumes the push.
+        Files already in the store are not sent again. If a checkpoint is spread over machines, each machine pushes its own files,
+        and the last one commits. `journals` is a directory for the journals of unfinished uploads. Raises Superseded, Stopped,
+        OSError and StoreError; a later call resumes the push.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -169,7 +169,7 @@ class Checkpoints:
             latest, instead = self._fenced(), None
             if latest and (reason := register_rules.refused(latest, place)):
                 return Outcome("expired", reason)
-            # Verify another writer's checkpoint of that step: the run may have skipped it as damaged and saved the step again.
+            # Verify another writer's checkpoint at that step: the run may have skipped it as damaged and saved the step again.
             if latest and (existing := latest.at(place.step)):
                 if self._parts(existing).problem(deep=existing != place) is None:
                     return _present(place)
@@ -181,7 +181,7 @@ class Checkpoints:
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
-            self._fenced()  # optional, but a zombie then leaves fewer objects behind
+            self._fenced()  # optional, but zombies then leave fewer objects behind
             self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
@@ -202,14 +202,14 @@ class Checkpoints:
         return register_rules.pressing(self._counted(latest, retention) if latest else (), waiting, retention)
 
     def _counted(self, latest: Latest, retention: Retention) -> list[Checkpoint]:
-        """Return the checkpoints in the register, with the COMMITs that `retention` needs."""
+        """Return the checkpoints in the register, with those COMMITs that `retention` needs."""
         known = [Checkpoint(place, self._commits.get(place)) for place in latest.places]
         counted = [self._read(c.place) if not c.commit and retention.needs_commit(c) else c for c in known]
         self._commits = {c.place: c.commit for c in counted if c.commit}
         return counted
 
     def forget(self, journals: Path) -> None:
-        """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold journals of checkpoints only."""
+        """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold only the journals of checkpoints."""
         for journal in sorted(journals.glob("*.upload")):
             self.store.forget(journal)
 
@@ -223,7 +223,7 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Verify a checkpoint's file sizes in the store. With `deep`, read the files and verify their checksums, too.
+        """Verify a checkpoint's file sizes in the store. If `deep` is set, read the files and verify their checksums, too.
 
         Returns a sentence about the first problem, or None.
         """
@@ -239,9 +239,9 @@ class Checkpoints:
     ) -> on_disk.Checkpoint:
         """Fetch a checkpoint to the local `directory`, verified and durable.
 
-        A valid local checkpoint of the step from the same generation or a later one is returned instead. Raises Damaged if the
-        checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError, the fetched
-        files stay, and the next call fetches only the rest.
+        If a valid local checkpoint at that step is from the same generation or a later one, it is returned instead. Raises
+        Damaged if the checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError,
+        the fetched files stay, and the next call fetches only the rest.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -268,9 +268,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> on_disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint of a step higher than `above`, if any.
+        """Fetch the newest valid checkpoint at a step above `above`, if any.
 
-        `say` receives a line for each fetched or skipped checkpoint. Raises the errors of `fetch`, except Damaged.
+        `say` receives a line for each fetched or skipped checkpoint. Raises the same errors as `fetch`, except Damaged.
         """
         skipped: set[Place] = set()
         # List again each time, since another machine may have committed a checkpoint.
@@ -293,8 +293,8 @@ class Checkpoints:
     def reading(self, place: Place) -> Iterator[None]:
         """Hold a lease on a checkpoint, which protects it from removal. Raises Damaged if the removal has begun.
 
-        A remover drops the checkpoint from the register before it lists the leases; a reader writes its lease before it reads the
-        register. So at least one of the two sees the other.
+        A remover drops the checkpoint from the register before listing the leases; a reader writes its lease before reading the
+        register. So at least one of them sees the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -325,7 +325,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Unregister the checkpoints that no longer count after these ways back. Their files stay."""
+        """Unregister the checkpoints that no longer count since the run went back (`ways_back`). Their files stay."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:
@@ -334,9 +334,9 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that are not being read, and leftovers from dead writers.
+        """Remove expired checkpoints that are not being read, and whatever dead writers left behind.
 
-        Returns the removed checkpoints. With `dry_run`, nothing is removed. Raises StoreError.
+        Returns the removed checkpoints. If `dry_run` is set, removes nothing. Raises StoreError.
         """
         latest = register.read(self.store, self.run)
         if latest is None:
@@ -350,7 +350,7 @@ class Checkpoints:
         return expired
 
     def _sweep(self, latest: Latest) -> None:
-        """Delete the files of checkpoints that are not in the register and can never be added again."""
+        """Delete the files of checkpoints that are not in the register and can never be added to it again."""
         for name in self.store.names(contract.CHECKPOINTS):
             step = on_disk.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
@@ -372,7 +372,7 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Return whether any of these objects is a lease still valid by the store's clock."""
+        """Return whether any of these objects is a lease that is still valid by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         if not renewed:
             return False
@@ -386,7 +386,7 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> on_disk.Checkpoint | None:
-    """Return a valid local checkpoint of the same step from the same generation or a later one, or None."""
+    """Return a valid local checkpoint at the same step, from the same generation or a later one, or None."""
     own = (c for c in on_disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if on_disk.verify(c.path) is None), None)

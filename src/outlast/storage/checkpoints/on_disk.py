@@ -1,4 +1,4 @@
-"""Checkpoints on disk: listing, verifying, committing and removing them.
+"""Lists, verifies, commits and removes checkpoints on disk.
 
 The training library writes them, the command line lists them, and agents copy them to a store and back
 (`outlast.storage.checkpoints.in_store`). This module does not depend on torch. `checkpoints/` holds
@@ -15,7 +15,7 @@ The training library writes them, the command line lists them, and agents copy t
 Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
 before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
 moved the fence. Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive lock. A crc32 protects against
-bit rot and truncation, not against malice (11 GB/s on one core; sha256 2 GB/s).
+bit rot and truncation, not against malice (11 GB/s on one core; sha256: 2 GB/s).
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ _LOCK = ".lock"
 
 @dataclasses.dataclass(frozen=True)
 class _Fence:
-    """The content of FENCE: the run and generation that may commit, and whether the directory is rank 0's."""
+    """The content of FENCE: which run and generation may commit, and whether the directory is rank 0's."""
 
     run: str
     generation: int
@@ -53,7 +53,7 @@ class _Fence:
 
     @classmethod
     def read(cls, directory: Path) -> _Fence:
-        """Return the fence. A missing or damaged one is read as a fence that lets no process commit until the next generation."""
+        """Return the fence. If it is missing or damaged, no process may commit until the next generation."""
         try:
             return decode(cls, json.loads((directory / _FENCE).read_text()))
         except (FileNotFoundError, ValueError):
@@ -69,7 +69,7 @@ class Checkpoint:
     """A committed checkpoint on this disk."""
 
     step: int
-    """Number of optimizer steps done when the checkpoint was saved."""
+    """Number of optimizer steps completed when the checkpoint was saved."""
     path: Path
     """Directory of the checkpoint."""
     run: str = ""
@@ -77,15 +77,15 @@ class Checkpoint:
     generation: int = 0
     """The generation that saved the checkpoint; see `Session.generation`."""
     world_size: int = 0
-    """Number of ranks that saved the checkpoint."""
+    """How many ranks saved the checkpoint."""
     time: float = 0.0
-    """Time of the commit, seconds since the epoch."""
+    """Time of the commit, in seconds since the epoch."""
     bytes: int = 0
     """Total size of the checkpoint's files."""
     problem: str = ""
     """The reason why COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
-    """The metric of the model, if the script gave one."""
+    """The model's metric, if the script gave one."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
@@ -106,7 +106,7 @@ def list_(directory: Path) -> list[Checkpoint]:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint directory's name, or None for other names."""
+    """Return the step in a checkpoint directory's name, or None for any other name."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -118,7 +118,7 @@ def _committed(path: Path, commit: Commit) -> Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """The content of a COMMIT: the step, its writer, and the size and checksum of every file."""
+    """The content of a COMMIT: the step, who wrote it, and the size and checksum of each file."""
 
     run: str
     step: int
@@ -136,7 +136,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT. Raises ValueError with the reason, including for a file name that leads out of the directory."""
+        """Parse a COMMIT. Raises ValueError with the reason, also for a file name that leads out of the directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -154,7 +154,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """Return the content of the file COMMIT, which `parse` reads back."""
+        """Return the content of the COMMIT file, which `parse` reads back."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -172,7 +172,7 @@ def read(path: Path) -> Commit:
 
 
 def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """Return the newest checkpoint of `run` with a readable COMMIT, or None. `run` is "" for scripts run without Outlast."""
+    """Return `run`'s newest checkpoint with a readable COMMIT, or None. `run` is "" for scripts run without Outlast."""
     readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
     return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
 
@@ -183,7 +183,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of the checkpoint at `path`, starting with file `part`. Returns the first problem, or None."""
+    """Verify every `parts`-th file in the checkpoint at `path`, starting with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -198,7 +198,7 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """Verify a file's size and, with `deep`, its checksum. Returns a sentence if the file is damaged, otherwise None."""
+    """Verify a file's size and, if `deep` is set, its checksum. Returns a sentence if the file is damaged, otherwise None."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
@@ -220,16 +220,16 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Return the directory where `generation` writes the checkpoint of `step` before the commit."""
+    """Return the directory where `generation` writes the checkpoint at `step` before the commit."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove unfinished checkpoints that dead attempts of `generation` and earlier generations left behind; they may fill the
-    disk.
+    """Remove unfinished checkpoints, which may fill the disk, left behind by dead attempts of `generation` and by earlier
+    generations.
 
-    If a writer died after moving a checkpoint aside and before replacing it, the newest valid one moved aside is put back. Call
-    this before the present attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
+    If a writer moved a checkpoint aside but died before replacing it, the newest valid one moved aside is put back. Call this
+    before the current attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
@@ -245,7 +245,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Hold a shared lock, which ends with this process, to protect the checkpoint at `path` from removal.
+    """Hold a shared lock, which ends with this process, that protects the checkpoint at `path` from removal.
 
     Raises FileNotFoundError if the removal has begun.
     """
@@ -259,7 +259,7 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Return whether `path` still names the file that is open as `fd`."""
+    """Return whether `path` still leads to the file that is open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -288,7 +288,7 @@ def owner(directory: Path) -> str:
 
 
 def first(directory: Path, run: str) -> bool:
-    """Return whether `directory` is rank 0's in the generation of `run` that owns it; True if unknown.
+    """Return whether `directory` is rank 0's, in the generation of `run` that owns the directory; True if unknown.
 
     If workers have separate disks, the checkpoints in rank 0's directory count.
     """
@@ -299,8 +299,8 @@ def first(directory: Path, run: str) -> bool:
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`, by default the next one: earlier generations can no longer commit.
 
-    `first` is True if the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
-    run to open a directory owns it. A fence that is up to date is not written, so another attempt of a generation needs no disk
+    `first` says whether the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
+    run to open a directory owns it. An up-to-date fence is not written, so another attempt of the same generation needs no disk
     space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
     """
     fence = _Fence.read(directory)
@@ -322,7 +322,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
-    """Return (generation, step) for each of `run`'s ways back (`retention.withdrawn`); none if another run owns `directory`."""
+    """Return (generation, step) for each time `run` went back (`retention.withdrawn`); none if another run owns `directory`."""
     try:
         fence = _Fence.read(directory)
     except OSError:
@@ -331,9 +331,9 @@ def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
 
 
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
-    """Record `run`'s ways back, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
+    """Record where `run` went back to, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
 
-    Superseded generations may still commit such checkpoints before `acquire`, so call it again after that.
+    Superseded generations may still commit such checkpoints before `acquire`, so call this again after `acquire`.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         fence = _Fence.read(directory)
@@ -355,9 +355,9 @@ def _aside(path: Path, word: str) -> Path:
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Turn the files in `written` into the checkpoint `checkpoint.path`, which is durable once the call returns.
 
-    `content` maps file names to `{size, crc32}`; the files must be durable. An existing valid checkpoint of the step from the
-    same generation or a later one wins: the new checkpoint is dropped, and the existing one is returned. Any other checkpoint of
-    the step is moved aside. Raises Superseded if a later generation owns the directory.
+    `content` maps file names to `{size, crc32}`; the files must be durable. If a valid checkpoint at that step already exists,
+    from the same generation or a later one, the new checkpoint is dropped, and the existing one is returned. Any other checkpoint
+    at the step is moved aside. Raises Superseded if a later generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -375,10 +375,10 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Rename the directory of the written files, including COMMIT, to the checkpoint's name.
+    """Rename the directory of written files, which includes COMMIT, to the checkpoint's name.
 
-    Unless `instead` is set, an existing valid checkpoint of the step from the same generation or a later one wins: the directory
-    is then dropped, and that checkpoint is returned.
+    If a valid checkpoint at that step already exists, from the same generation or a later one, and `instead` is not set, the
+    directory is dropped, and the existing checkpoint is returned.
     """
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
@@ -394,7 +394,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory for assembling the checkpoint of `step` before `place`; other processes wait.
+    """Yield a locked directory for assembling the checkpoint at `step` before `place`; other processes wait.
 
     The directory may hold files from a process that was killed.
     """
@@ -415,10 +415,10 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Turn the files in `fetched`, which are durable and match `commit`, into the checkpoint of `commit.step`.
+    """Turn the files in `fetched`, which are durable and match `commit`, into the checkpoint at `commit.step`.
 
-    An existing valid checkpoint of the same generation or a later one stays and is returned, unless `instead` is set. Any other
-    checkpoint of the step is moved aside. No fence is needed, since the files were committed in a store or on another disk.
+    Unless `instead` is set, an existing valid checkpoint from the same generation or a later one stays and is returned. Any other
+    checkpoint at the step is moved aside. No fence is needed, since the files were committed in a store or on another disk.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -430,8 +430,8 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """Delete a run's expired checkpoints after the commit of `newest`, and return them.
 
-    Also deletes replaced checkpoints older than the retained newest ones, and unfinished checkpoints of dead generations.
-    Checkpoints of higher steps stay and do not count: the run has skipped them as damaged. A checkpoint that is being read stays
+    Also deletes replaced checkpoints older than the newest ones that are kept, and unfinished checkpoints from dead generations.
+    Checkpoints at higher steps stay but do not count: the run has skipped them as damaged. A checkpoint that is being read stays
     until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]

@@ -1,10 +1,10 @@
-"""A run's register in a store: the owner and the committed checkpoints. It is the only object with several writers.
+"""A run's register in a store: its owner and its committed checkpoints. The register is the only object with several writers.
 
 `Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
 rewritten. Both give the same guarantees. A committed checkpoint stays committed until it expires, a generation commits nothing
-after a later one has begun, and the newest step never goes back. Only checkpoints with wrong bits are withdrawn. A writer that
-dies or loses a response may simply start over. Docs: docs/decisions/0007-commits-in-a-store.md, 0069-the-way-back.md.
+once a later one has begun, and the newest step never goes back, except that checkpoints with wrong state are withdrawn. A writer
+that dies or loses a response may simply start over. See docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -23,19 +23,20 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""Number of lost races before contention is reported; arbitrary."""
+"""How many races may be lost before contention is reported; arbitrary."""
 
 
 class Register(Protocol):
     """A register of either kind. All methods may raise StoreError."""
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`: earlier generations can no longer commit. Raises Superseded if a later generation has begun."""
+        """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later generation has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
 
-        The checkpoint is not added if `register_rules.refused` forbids it, or its step has another one. Raises Superseded.
+        The checkpoint is not added if `register_rules.refused` forbids it, or if its step already has another one. Raises
+        Superseded.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
@@ -46,7 +47,7 @@ class Register(Protocol):
 
 
 def open_(store: Store, run: str) -> Register:
-    """Open a run's register for writing, in the kind that the store supports."""
+    """Open a run's register for writing, of the kind that the store supports."""
     return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
@@ -62,7 +63,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """Return a run's places that have a COMMIT, and thus all of their files."""
+    """Return those of a run's places that have a COMMIT, and thus all their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
@@ -171,7 +172,7 @@ class Named:
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
-            # Listings are not atomic: one without an owner may have missed the old owner before the new one was written.
+            # Listings are not atomic: one without an owner may have missed the old owner, before the new one was written.
             if content.latest or not content.announced or names == self.store.names(self._below):
                 return content
         return content
@@ -215,7 +216,7 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """Read the register before a commit of `place`. Raises Superseded unless `generation` may commit or has committed it."""
+        """Read the register before committing `place`. Raises Superseded unless `generation` may commit or has committed it."""
         content = self.names()
         if content.latest and content.latest.at(place.step) == place:
             return content.latest

@@ -1,8 +1,8 @@
 """Pure rules for a run's register: which checkpoints in a store count, which may be added, and which may be removed.
 
-`Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints. Their
-files lie in directories named after their content, so two writers never write different content under one name. These rules only
-decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
+`Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints.
+Checkpoint directories are named after the content of their files, so two writers never write different content under one name.
+These rules only decide which directories count. See docs/decisions/0007-commits-in-a-store.md.
 
     passed     a later generation skipped it as damaged, and resumed from an earlier step
     counted    committed and not passed
@@ -10,7 +10,7 @@ decide which directories count. Docs: docs/decisions/0007-commits-in-a-store.md.
     obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), and its
                files may be deleted
 
-Every expired checkpoint is obsolete, and stays obsolete. So a process may delete its files at any later time, even as a zombie.
+Every expired checkpoint is obsolete and stays so. A process may therefore delete its files at any later time, even as a zombie.
 """
 
 from __future__ import annotations
@@ -31,30 +31,31 @@ _VERSION = 1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A checkpoint's location: `step-00001200/<run>-g4-5f3a9c01/`, the files that generation 4 of a run wrote for a step."""
+    """A checkpoint's location, such as `step-00001200/<run>-g4-5f3a9c01/`: the files that generation 4 of a run wrote for a
+    step."""
 
     step: int
     generation: int
     parts: str
-    """Name of the directory that holds the files, unique to their contents."""
+    """Name of the directory that holds the files; different contents have different names."""
     metric: Metric | None = field(default=None, compare=False)
-    """A copy of the metric in COMMIT; None if the register lacks it."""
+    """The metric in COMMIT, copied; None if the register lacks it."""
 
     @property
     def key(self) -> str:
-        """Name of the place below `checkpoints/`."""
+        """The place's name below `checkpoints/`."""
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
     def of(cls, commit: on_disk.Commit) -> Place:
-        """Return the place of the checkpoint that a COMMIT describes."""
+        """Return the place for the checkpoint that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
         return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}", commit.metric)
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
-        """Return the place of `run` that contains a key below `checkpoints/`, or None."""
+        """Return the place in `run` that contains a key below `checkpoints/`, or None."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
         number = on_disk.step_of(step)
@@ -64,7 +65,7 @@ class Place:
 
 @dataclass(frozen=True)
 class Latest:
-    """The content of a run's register: the owner and the committed checkpoints."""
+    """The content of a run's register: its owner and its committed checkpoints."""
 
     run: str
     generation: int
@@ -74,14 +75,14 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """Step of the newest checkpoint; 0 if there is none."""
+        """The newest checkpoint's step; 0 if there is none."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
         return next((place for place in self.places if place.step == step), None)
 
     def added(self, place: Place) -> Latest:
-        """Return a copy with one more checkpoint, which replaces any other checkpoint of its step."""
+        """Return a copy with one more checkpoint, which replaces any other checkpoint at the same step."""
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
@@ -130,8 +131,8 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
     """Return the local checkpoint to add to the register next.
 
-    This is the newest, so that a lost disk loses little training. A best checkpoint takes precedence, lowest step first, if one
-    more commit would make it `obsolete`.
+    This is the newest one, so that little training is lost if the disk is. A best checkpoint takes precedence, lowest step first,
+    if one more commit would make it `obsolete`.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -147,7 +148,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""Number of committed checkpoints with higher steps and the same or later generations that make a checkpoint obsolete."""
+"""A checkpoint is obsolete if at least this many committed ones, of its generation or later, have higher steps."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
@@ -155,7 +156,7 @@ def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """Return why a checkpoint must not be added, or an empty string. Callers also check for another checkpoint of its step."""
+    """Return why a checkpoint must not be added, or an empty string. Callers also check for another one at the same step."""
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
@@ -166,17 +167,17 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """Return the register as it is once `generation` has begun. `finished` checkpoints have all their files and a COMMIT.
+    """Return the register as it is once `generation` has begun. `finished` checkpoints have a COMMIT and all their files.
 
-    Finished checkpoints of the previous generation are added now, since their writers may have died before the registration.
-    Finished checkpoints of older generations come from zombies.
+    Finished checkpoints from the previous generation are added now, since their writers may have died before registering them.
+    Finished checkpoints from older generations come from zombies.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
 
 
 def completed(latest: Latest, places: Iterable[Place]) -> Latest:
-    """Return the register with `places` added, except steps that a later generation has written."""
+    """Return the register with `places` added, except for steps that a later generation has written."""
     for place in sorted(places):
         existing = latest.at(place.step)
         if not obsolete(latest, place) and (existing is None or existing.generation < place.generation):
@@ -185,7 +186,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from finished checkpoints: for each step, the latest generation's. None if there are none."""
+    """Rebuild a lost register from finished checkpoints, using the latest generation's for each step. None if there are none."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -197,7 +198,7 @@ def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
 
 @dataclass(frozen=True)
 class Names:
-    """The content of a register that is a set of names below `checkpoints/latest.<run>/`:
+    """The content of a register that consists of names below `checkpoints/latest.<run>/`:
 
     g0000000005                                          generation 5 has announced itself
     g0000000005.step-00001200.<parts>.proposed           ... proposes to commit this checkpoint
@@ -210,11 +211,11 @@ class Names:
     latest: Latest | None
     """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
-    """Proposals of that generation, committed or not."""
+    """That generation's proposals, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """Parse the names that a register lists."""
+        """Parse the names in a register."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}
@@ -255,17 +256,17 @@ def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that wrote a name, or None for other names."""
+    """Return the generation that wrote a name; None for names of another form."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
 
 LEASE_S = 300.0
-"""Seconds that a reader's lease on a checkpoint is valid."""
+"""How long a reader's lease on a checkpoint is valid, in seconds."""
 RENEW_S = 60.0
-"""Seconds between two renewals of a lease."""
+"""Interval between renewals of a lease, in seconds."""
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid, given the times of the last renewals and the time `now`, by the store's clock."""
+    """Return whether any lease is valid at time `now`, given when `readers` last renewed theirs, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

@@ -1,8 +1,8 @@
-"""Retention of committed checkpoints: one rule for disks and stores. Pure.
+"""Which committed checkpoints to keep: one rule for disks and stores. Pure.
 
 The `keep` newest checkpoints stay, and so do the `best` checkpoints with the best metrics. If a later generation resumed from
 an earlier step, it skipped a checkpoint as damaged: that checkpoint counts neither as one of the newest nor as one of the best.
-A run resumes from the newest checkpoint, never from the best. Docs: docs/decisions/0029-best-checkpoints.md.
+A run resumes from the newest checkpoint, never from the best one. See docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from outlast.base.errors import NotFound
 from outlast.job.contract import Env
 
 LEAST = 2
-"""Minimum number of newest checkpoints to keep: the newest may turn out to be damaged."""
+"""Minimum number of newest checkpoints to keep, since the newest one may turn out to be damaged."""
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """A checkpoint's quality, and the measure's name and direction, so that any reader can compare checkpoints."""
+    """How good a checkpoint is, with the measure's name and direction, so that any reader can compare checkpoints."""
 
     value: float
     by: str = ""
-    """The name that the value was logged under; empty for a value passed to `run.save`."""
+    """The name under which the value was logged; empty for a value passed to `run.save`."""
     mode: Mode = "min"
 
     @classmethod
@@ -65,9 +65,9 @@ C = TypeVar("C", bound=Committed)
 
 
 def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
-    """Return whether one of the run's states no longer counts, given the generation and step of each way back.
+    """Return whether one of the run's states no longer counts, given the generation and step of each time the run went back.
 
-    States after such a step have wrong bits if they are from that generation or an earlier one. Docs:
+    States after such a step are wrong if they come from that generation or an earlier one. See
     docs/decisions/0069-the-way-back.md.
     """
     return any(generation <= last and step > agreed for last, agreed in ways_back)
@@ -84,10 +84,10 @@ def counted(checkpoints: Iterable[C]) -> list[C]:
 
 
 def ranked(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints that have a metric, best first; among equal values, the older first.
+    """Return the checkpoints that have a metric, best first. If values are equal, the older one comes first.
 
-    A logged value applies to every checkpoint until the next value is logged, but it measures only the first of these.
-    Checkpoints whose measure is not the newest measured one's are omitted, since their values cannot be compared.
+    A logged value applies to every checkpoint until the next value is logged, but measures only the first of them. Checkpoints
+    with a different measure than the newest measured one are omitted, since their values cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -102,7 +102,7 @@ BEST = "best"
 
 
 def named(checkpoints: Iterable[C], name: str) -> C:
-    """Return the checkpoint that the user named: `best`, or a step. Raises NotFound."""
+    """Return the checkpoint that the user named, by `best` or by its step. Raises NotFound."""
     checkpoints = sorted(checkpoints, key=lambda each: each.step)
     if name == BEST:
         if best := ranked(checkpoints):
@@ -118,14 +118,14 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """The rule for which committed checkpoints to keep."""
+    """A rule that says which committed checkpoints to keep."""
 
     keep: int = 3
-    """Number of newest checkpoints to keep, raised to LEAST if it is lower."""
+    """Number of newest checkpoints to keep; LEAST if this is lower."""
     best: int = 0
     """Number of best checkpoints to keep."""
     by: str = ""
-    """Name of the logged value that ranks checkpoints; if empty, only values passed to `run.save(metric=)` do."""
+    """Name of the logged value that ranks checkpoints; if empty, only values passed to `run.save(metric=)` rank them."""
     mode: Mode = "min"
 
     @classmethod
@@ -135,11 +135,11 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return a checkpoint's metric, or None if the value is None or not finite; the checkpoint is then never best."""
+        """Return a checkpoint's metric, or None if the value is None or not finite: such a checkpoint is never best."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:
-        """Return whether `expired` needs a checkpoint's COMMIT, given the checkpoint as its register describes it."""
+        """Return whether `expired` needs a checkpoint's COMMIT, given the checkpoint as described in the register."""
         return self.best > 0 and checkpoint.metric is None
 
     def expired(self, checkpoints: Iterable[C]) -> list[C]:

@@ -1,8 +1,8 @@
 """A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
 
-`run.json` names the owner of a place, and stays when the owner dies. So a worker on another machine, namespace or cluster reads
-the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with the
-same `where` are one owner and never wait for each other. Times are measured by the store's clock.
+`run.json` names a place's owner, and stays when the owner dies. So a worker on another machine or in another namespace or cluster
+reads the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with
+the same `where` are one owner and never wait for each other. All times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ class Beat:
 
     run: str
     where: str
-    """Where training runs, for people; the same for all of an owner's workers."""
+    """Where training runs, in words for people; the same for all of an owner's workers."""
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if the sending worker has left. If the owner still trains, another of its workers sends one within BEAT_S."""
+    """True if the worker that sent it has left. If the owner still trains, another of its workers sends one within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -101,7 +101,7 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Take a place's run from its owner, for the next owner. Returns the previous owner's location.
+    """Take a place's run away from its owner, for the next owner. Returns where the previous owner runs.
 
     The previous owner's processes detect that they are superseded, and stop.
     """
@@ -116,8 +116,8 @@ def release(place: Store) -> str:
 class Heartbeats:
     """A thread that sends a run's heartbeats.
 
-    Worker `index` 0 sends them; other workers send one only if no recent one exists. Once another owner has taken over, `lost` is
-    called and the heartbeats stop.
+    The worker with `index` 0 sends them; other workers send one only if there is no recent one. Once another owner has taken
+    over, `lost` is called and the heartbeats stop.
     """
 
     def __init__(
@@ -135,17 +135,17 @@ class Heartbeats:
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Stop the heartbeats. With `left`, a last heartbeat records that training has stopped here."""
+        """Stop the heartbeats. If `left` is set, a last heartbeat records that training has stopped here."""
         self._stop.set()
         self._thread.join(_POLL_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since other workers of this owner may continue."""
+        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since this owner's other workers may continue."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
-            with contextlib.suppress(StoreError):  # the next owner then waits longer
+            with contextlib.suppress(StoreError):  # if this fails, the next owner waits longer
                 beat(self._open(), self._run, self._where, leaving=True)
 
     def _live(self) -> None:
@@ -160,7 +160,7 @@ class Heartbeats:
                 self.silent = True
                 self._lost(str(reason))
                 return
-            except Exception as problem:  # without heartbeats another owner would take over the run
+            except Exception as problem:  # without heartbeats, another owner would take over the run
                 print(f"outlast | the heartbeat of run {self._run} could not be sent: {problem!r}", flush=True)
             self._stop.wait(BEAT_S)
 
@@ -172,7 +172,7 @@ class Heartbeats:
         if newest is not None and foreign and not first and newest.etag != self._etag and self._etag:
             if self._doubted:
                 raise Superseded(f"run {self._run} in {place.url} is trained by {newest.where} now")
-            self._doubted = True  # it may be a late heartbeat of an owner that was frozen
+            self._doubted = True  # it may be a late heartbeat from an owner that was frozen
         elif not foreign:
             self._doubted = False
         if self._index == 0 or newest is None or newest.left or newest.leaving or newest.etag == self._etag:

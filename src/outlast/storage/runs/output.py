@@ -1,4 +1,4 @@
-"""A run's output in a store: files excluded from the sync, and readers for logs, metrics and the ledger.
+"""A run's output in a store: which files the sync skips, and readers for logs, metrics and the ledger.
 
 The command line reads them from the store when the machine that wrote them is gone.
 """
@@ -19,7 +19,7 @@ from outlast.storage.sync import growing_files
 OWN = ".push"
 """The upload process's directory in the output: its lock, index and upload journals."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, heartbeat.ALIVE}
-"""Entries that have their own protocol, and entries that exist only in the store."""
+"""Entries that have a protocol of their own, or that exist only in the store."""
 
 
 def skipped(path: str) -> bool:

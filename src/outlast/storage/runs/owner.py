@@ -1,8 +1,8 @@
 """A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
 
-A new run claims the place first, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done, its
-record has `aside` set, and it writes nothing else to the place. If the run is killed meanwhile, its next start continues the
-move. Docs: docs/decisions/0007-commits-in-a-store.md.
+A new run first claims the place, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done, the new
+run's record has `aside` set, and the run writes nothing else to the place. If the run is killed during the move, its next start
+continues it. See docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ from outlast.storage.store import Store
 RUN = "run.json"
 PREVIOUS = "previous"
 FINAL = ("Succeeded", "Failed", "Cancelled")
-"""The final states of `status.State`, repeated here because importing that module is slow."""
+"""The final states in `status.State`, repeated here because importing that module is slow."""
 _PROBE = ".outlast-probe-"
 _VERSION = 1
 _AT_ONCE = 64
@@ -39,22 +39,22 @@ class Run:
     run: str
     job: str
     submitted: float
-    """Seconds since the epoch."""
+    """When the run was submitted, in seconds since the epoch."""
     state: str = "Pending"
     """A `status.State`."""
     reason: str = ""
     exit_code: int | None = None
     owner: str = ""
-    """Nonce of the machine that acquired the run last; other machines are zombies."""
+    """Nonce of the machine that last acquired the run; other machines are zombies."""
     before: tuple[str, ...] = ()
     """Earlier owners, most recent last. They cannot acquire the run again."""
     aside: str = ""
-    """The previous run while its objects are being moved to `previous/`; otherwise empty."""
+    """The previous run, while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """True if the run is in a final state. It can still be resumed unless it succeeded."""
+        """True if the run is in a final state. It can still be resumed, unless it succeeded."""
         return self.state in FINAL
 
     @property
@@ -67,7 +67,7 @@ class Run:
 
     @classmethod
     def parse(cls, text: bytes) -> Run:
-        """Parse a record, ignoring fields of newer versions. Raises ValueError."""
+        """Parse a record, ignoring fields from newer versions. Raises ValueError."""
         document = json.loads(text.decode())
         names = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -99,7 +99,7 @@ def _elsewhere(store: Store, run: str) -> str:
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the place for `new`. Returns the record, or the existing one if the run owns the place already.
+    """Claim the place for `new`. Returns the run's record, which is the existing one if the run already owns the place.
 
     Call `archive` next. Raises AlreadyRunning if an unfinished run owns the place, unless `replace` is set. In a store without
     conditional writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
@@ -107,7 +107,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     for _ in range(_ATTEMPTS):
         old, etag, _ = _load(store)
         others = _others(store)
-        if not etag and not replace:  # without a record, the objects may belong to others: never move them without a request
+        if not etag and not replace:  # without a record, the objects may not be ours: never move them unless requested
             mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"
             ownership.check_place(store.url, [name for name in others if not name.startswith(".")], mark, instead=instead)
@@ -165,8 +165,8 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 def archive(store: Store, run: str) -> int:
     """Move the objects of earlier runs to `previous/<their run>/`, so that `run` has an empty place.
 
-    Returns the number of moved objects, 0 if an earlier call has moved them. An object is deleted once its copy exists, and only
-    while the record still has `aside`. So a killed or very late process neither loses an object nor touches the new run's.
+    Returns the number of objects moved, which is 0 if an earlier call moved them. An object is deleted only once its copy exists,
+    and while the record still has `aside` set, so a killed or very late process neither loses objects nor touches the new run's.
     """
     moved = 0
 
@@ -191,7 +191,7 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Return the top-level names in the place, except our bookkeeping."""
+    """Return the top-level names in the place, except those of our bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 
@@ -204,7 +204,7 @@ def _keys_to_move(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> tuple[Run | None, str, str]:
-    """Return the record, its etag, and the reason why it cannot be read."""
+    """Return the record, its etag, and why the record cannot be read."""
     try:
         text, entry = store.read(RUN)
     except Missing:
@@ -216,7 +216,7 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if its version in the store is still `etag`. If the store lacks conditional writes, verify it
+    """Write the record if the version in the store is still `etag`. If the store lacks conditional writes, verify the record
     afterwards."""
     if not conditional:
         store.put(RUN, record.text())

@@ -1,6 +1,6 @@
 """Messages between agents and ranks: JSON lines, plus file descriptors on a Unix socket, or raw bytes between lines on TCP.
 
-On TCP each line is sealed with the run's key (`job.sealed_lines`). Raw bytes are not sealed, but a sealed line has their crc32.
+On TCP, each line is sealed with the run's key (`job.sealed_lines`). Raw bytes are not sealed, but a sealed line has their crc32.
 Like the traffic between ranks, messages are not encrypted.
 """
 
@@ -27,7 +27,7 @@ LINE = 64 << 10
 INDEX = 256 << 20
 """Maximum length of a line from a rank to its own agent, in bytes: it may contain an index."""
 TIMEOUT_S = 10.0
-"""Seconds without progress before a timeout. Arbitrary: twice as long as in other modules, for machines that swap."""
+"""Timeout without progress, in seconds. Arbitrary: twice as long as in other modules, for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -43,7 +43,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: sealed_lines.Side) -> None:
-        """Exchange nonces with the peer to seal all later lines. Raises OSError, ValueError."""
+        """Exchange nonces with the peer, so that all later lines are sealed. Raises OSError, ValueError."""
         own = sealed_lines.nonce()
         self.sock.sendall(sealed_lines.greeting(own))
         peer = sealed_lines.greeted(self._line(sealed_lines.LONGEST_NONCE))
@@ -59,7 +59,7 @@ class Connection:
             self.sock.sendall(line)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises ValueError, and OSError, also at EOF."""
+        """Return the next message. Raises ValueError, and OSError (also at EOF)."""
         message = json.loads(self._seal.opened(self._line(self._longest)))
         if not isinstance(message, dict):
             raise ValueError(f"{message!r:.80} is no message")
@@ -78,7 +78,7 @@ class Connection:
         return True
 
     def descriptor(self) -> int:
-        """Return the next descriptor received with a message. Raises ValueError if the message had none."""
+        """Return the next file descriptor received with a message. Raises ValueError if there is none."""
         if not self._fds:
             raise ValueError("no descriptor came with it")
         return self._fds.popleft()
@@ -134,7 +134,7 @@ class Connection:
 
 
 def set_timeout(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socket:
-    """Make socket operations fail after `seconds` without progress. Unlike `settimeout`, this also works with sendfile."""
+    """Make socket operations fail after `seconds` without progress. Unlike `settimeout`, this also covers sendfile."""
     sock.settimeout(None)
     for option in (socket.SO_RCVTIMEO, socket.SO_SNDTIMEO):
         sock.setsockopt(socket.SOL_SOCKET, option, struct.pack("ll", int(seconds), 0))
@@ -155,11 +155,11 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
         except OSError as error:
             if error.errno in (errno.EBADF, errno.EINVAL):  # closed, shut down
                 return
-            time.sleep(0.1)  # out of descriptors, or the peer has closed the connection
+            time.sleep(0.1)  # out of file descriptors, or the peer has closed the connection
 
 
 def close(listener: socket.socket | None) -> None:
-    """Stop listening. `accepted` ends, even in a thread that waits in it."""
+    """Stop listening. `accepted` ends, even if a thread is waiting in it."""
     if listener is not None:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

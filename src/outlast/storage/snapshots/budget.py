@@ -1,8 +1,8 @@
-"""The part of a worker's memory that snapshots may use, and the sizes of the states that fit into it.
+"""How much of a worker's memory snapshots may use, and how large a state fits into it.
 
-`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure; all sizes in bytes.
+`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure. All sizes are in bytes.
 
-A worker holds two snapshots at a time: the newest complete one and the one in progress. Each contains the state common to all
+A worker holds two snapshots at a time: the newest complete one, and the one in progress. Each contains the state common to all
 ranks (`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
@@ -20,7 +20,7 @@ _FREE = 10
 
 
 class Budget(NamedTuple):
-    """The part of a worker's memory that snapshots may use, and the reason in one sentence."""
+    """How much of a worker's memory snapshots may use, and why, in one sentence."""
 
     bytes: int
     """Size of the memory; 0 if snapshots are off."""
@@ -28,13 +28,13 @@ class Budget(NamedTuple):
 
 
 class Fit(NamedTuple):
-    """The snapshots that fit into a budget."""
+    """Which snapshots fit into a budget."""
 
     held: bool
     """True if snapshots are taken."""
     replicas: int
     reason: str = ""
-    """The reason for taking no snapshots, or for fewer replicas than requested; otherwise empty."""
+    """Why no snapshots are taken, or why there are fewer replicas than requested; otherwise empty."""
 
 
 Requested = int | Literal["auto", "off"]
@@ -52,10 +52,10 @@ def requested(text: str) -> Requested:
 
 
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
-    """Return the part of a worker's memory that snapshots may use.
+    """Return how much of a worker's memory snapshots may use.
 
-    `limit` is the memory limit of the worker's cgroup, or else its share of the machine. `used` is the worker's memory without
-    snapshots, and `free` the machine's available memory.
+    `limit` is the memory limit of the worker's cgroup, or else the worker's share of the machine. `used` is the memory that the
+    worker uses apart from snapshots, and `free` is the machine's available memory.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")
@@ -77,7 +77,7 @@ def needed(shared: int, unique: int, replicas: int) -> int:
 
 
 def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> Fit:
-    """Compute whether snapshots of this size fit, and with how many replicas; at most `workers` - 1 are possible."""
+    """Compute whether snapshots of this size fit, and with how many replicas. At most `workers` - 1 are possible."""
     possible = min(replicas, workers - 1) if unique else 0
     limit = f"checkpoint.memory is {units.human_bytes(budget)}"
     for count in range(possible, -1, -1):
@@ -91,14 +91,14 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """Return the largest state that fits if it is replicated, and the largest share per worker if it is sharded."""
+    """Return the size of the largest state that fits if replicated, and the largest share per worker if sharded."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 
 def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
     """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits.
 
-    `limit` is a worker's memory, and `saved` the size of the run's newest checkpoint, 0 before the first.
+    `limit` is a worker's memory. `saved` is the size of the run's newest checkpoint, or 0 before the first one.
     """
     usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
     if not usable.bytes:
@@ -113,7 +113,7 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Return a sentence on whether the state of a checkpoint of `saved` bytes fits, replicated (DDP) or sharded (FSDP)."""
+    """Return a sentence that says whether a state of `saved` bytes fits, if replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

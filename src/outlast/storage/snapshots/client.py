@@ -1,7 +1,7 @@
-"""The rank's side of snapshots: writes parts into rooms, and reads this and other workers' parts.
+"""The rank's side of snapshots: writes parts into rooms, and reads parts from this worker and others.
 
     client = connect(os.environ)                                        None if snapshots are off
-    room = client.room(nbytes, at, complete)                            memory of the agent, mapped here; or, without waiting:
+    room = client.room(nbytes, at, complete)                            agent memory, mapped here; or, without waiting:
     client.spare([nbytes], complete)                                    whether memory is available now
     room.view[place : place + n] = ...
     client.publish(room, part, index, to=addresses, complete=at)        returns at once
@@ -37,7 +37,7 @@ from outlast.storage.snapshots import agent_messages, part_format
 from outlast.storage.snapshots.part_format import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout for our own agent's responses in seconds; arbitrary."""
+"""Timeout for responses from our own agent, in seconds; arbitrary."""
 _STATES = 16
 _BATCH = 1024
 
@@ -70,7 +70,7 @@ class _Lent:
     mapped: mmap.mmap
     size: int
     place: int
-    """Index of the memory's part within a snapshot."""
+    """Index of the part in this memory within a snapshot."""
     at: tuple[int, int] | None = None
     """(generation, step) of the snapshot whose part the memory holds or will hold."""
 
@@ -96,18 +96,18 @@ class Client:
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """Lent memory by room id. Each room is mapped once and reused."""
+        """Lent memory, by room id. Each room is mapped once and reused."""
         self._digests: dict[str, tuple[int, str]] = {}
-        """Step and digest of the last part that the agent holds, by kind."""
+        """The step and digest of the last part that the agent holds, by kind."""
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
-        """The last index sent to the agent, by kind and local rank of the part."""
+        """The last index sent to the agent, by the part's kind and local rank."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """host:port of our agent's data port; empty if it has none."""
+        """Address (host:port) of our agent's data port; empty if it has none."""
         self.where = Where(hello["node"], hello["zone"])
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """True if the agent can query the store; agents of earlier versions cannot."""
+        """True if the agent can query the store. Agents from earlier versions cannot."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
@@ -116,7 +116,7 @@ class Client:
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
         """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
 
-        Requests memory that was not reserved. Parts older than `complete`, the newest complete snapshot, may be overwritten.
+        Requests any memory that was not reserved. Parts older than `complete`, the newest complete snapshot, may be overwritten.
         """
         self.reserve(sizes, at, complete)
         rooms = []
@@ -128,7 +128,7 @@ class Client:
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Request the memory that `rooms` would still need, and wait for it. Raises NoMemory.
+        """Request whatever memory `rooms` would still need, and wait for it. Raises NoMemory.
 
         The agent touches all pages first, which takes half a minute for 100 GB.
         """
@@ -152,11 +152,11 @@ class Client:
             raise NoMemory(f"the agent gives no memory: {error}") from error
 
     def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
-        """Return whether `rooms` has memory for parts of these sizes without a request to the agent. Does not block."""
+        """Return whether `rooms` has memory for parts of these sizes without asking the agent. Does not block."""
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """For each size, return the id of the smallest suitable room, or 0.
+        """Return, for each size, the id of the smallest suitable room, or 0.
 
         A room is suitable if it is lent for a part at that index, is large enough, and holds no part of the snapshots `used`.
         """
@@ -164,7 +164,7 @@ class Client:
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give rooms back to the agent, by default all. The agent keeps the complete snapshot and frees the rest."""
+        """Give rooms (by default, all) back to the agent, which keeps the complete snapshot and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -192,10 +192,10 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """Return the states of the last publications by (kind, step), without waiting.
+        """Return the state of the latest publications, by (kind, step), without waiting.
 
-        A state is "" while the agent works on the part, then `held` or `replicated`, or `held; ` and the reason why a replica
-        failed. If the part is not held, the state is the reason.
+        A state is "" while the agent works on the part, and then `held`, `replicated`, or `held; ` and why a replica failed. If
+        the part is not held, the state says why.
         """
         if self._using.acquire(blocking=False):
             try:
@@ -220,7 +220,7 @@ class Client:
             return part_format.catalog(self._request({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
-        """Open a part for reading, from our own agent or the agent at `address`. Raises Damaged, OutOfReach."""
+        """Open a part for reading, from our own agent or from the one at `address`. Raises Damaged, OutOfReach."""
         if address is not None and address != self.address:
             with _reading(f"{part} is out of reach: {address}"):
                 return Source(_Peer(address, self._key, part), part)
@@ -234,16 +234,17 @@ class Client:
             self._request({"forget": keep})
 
     def newest(self) -> tuple[int, int] | None:
-        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, also on a timeout."""
+        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, including for a
+        timeout."""
         at = self._stored({"newest": True})["newest"] if self._store else None
         return at and (int(at[0]), int(at[1]))
 
     def restore(self) -> None:
-        """Make the agent fetch the store's newest checkpoint, and wait until it is on the disk. Raises StoreError."""
+        """Have the agent fetch the store's newest checkpoint, and wait until it is on disk. Raises StoreError."""
         self._stored({"restore": True})
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the agent's response to a request about the store, without a timeout."""
+        """Return the agent's response to a request about the store. There is no timeout."""
         try:
             with self._without_timeout():
                 reply = self._exchange(message)
@@ -287,12 +288,12 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Map errors from reading a copy to Damaged or OutOfReach."""
+    """Map errors that occur while a copy is read to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):
         raise
-    except OutlastError as problem:  # an error that the holder reports
+    except OutlastError as problem:  # reported by the holder
         raise Damaged(str(problem)) from problem
     except OSError as error:
         raise OutOfReach(f"{what}: {error}") from error
@@ -325,7 +326,7 @@ def connect(environ: Mapping[str, str]) -> Client | None:
 
 
 class Source:
-    """A part that is open for reading."""
+    """A part open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
         """Raises OSError, ValueError, and Damaged if the reader has another part or a damaged index."""
@@ -372,13 +373,13 @@ class _Block(NamedTuple):
     key: str
 
     def verify(self, crc: int | None = None) -> None:
-        """Raise Damaged on a wrong checksum. `crc` is the checksum of the memory if the caller has computed it."""
+        """Raise Damaged if the checksum is wrong. `crc` is the checksum of the memory, if the caller has computed it."""
         if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 
 class _Local:
-    """Reads our own agent's memory, in several threads, since most of the time goes to checksums."""
+    """Reads our own agent's memory, in several threads, since checksums take most of the time."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed

@@ -1,4 +1,4 @@
-"""An agent's data port: other agents send replicas here, and other workers' ranks read parts.
+"""An agent's data port, to which other agents send replicas, and from which other workers' ranks read parts.
 
 Any machine on the network can reach the port, so each peer must first prove that it has the run's key. Invalid input only closes
 the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed; authenticated peers wait.
@@ -31,7 +31,7 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the address to advertise, and whether to listen on all addresses; a single machine uses only 127.0.0.1."""
+    """Return the address to advertise, and whether to listen on all addresses. On a single machine, only 127.0.0.1 is used."""
     if Env.ADDRESS not in environ:
         return "127.0.0.1", False
     named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
@@ -39,12 +39,12 @@ def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def prefixes(interfaces: str) -> list[str]:
-    """Return the interface names in a value such as `eth0,ib` or `=eth0`; no names for an exclusion (`^docker`)."""
+    """Return the interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion such as `^docker`."""
     return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
 def _address(prefixes: list[str]) -> str:
-    """Return the first address of an interface with one of these prefixes, or an empty string."""
+    """Return the first address of an interface whose name has one of these prefixes, or an empty string."""
     import psutil
 
     for prefix in prefixes:
@@ -56,11 +56,11 @@ def _address(prefixes: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Maximum number of unauthenticated connections; one more closes the oldest."""
+"""Maximum number of unauthenticated connections. Beyond it, the oldest is closed."""
 _READERS, _REPLICAS = 512, 128
-"""Maximum numbers of concurrent readers and replica senders, separate so that neither starves the other."""
+"""Maximum numbers of concurrent readers and of replica senders, separate so that neither can starve the other."""
 _MOST = 768
-"""Maximum number of connections; more wait in the listener's queue. A process can usually open 1,024 files."""
+"""Maximum number of connections; any more wait in the listener's queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024
 _PROVE_S = 5.0
 
@@ -77,7 +77,7 @@ class Port:
         self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
-        """host:port once the port listens; empty if there is no key."""
+        """Address (host:port) once the port listens; empty if there is no key."""
 
     def start(self) -> None:
         """Listen. Raises OSError."""
@@ -122,7 +122,7 @@ class Port:
                     self._answer(connection, request, opened)
                     request = connection.receive()
         except (OSError, ValueError, RecursionError):
-            pass  # the peer has gone, or does not belong to the run
+            pass  # the peer is gone, or does not belong to the run
         finally:
             for room in opened:
                 self._rooms.release(room)
@@ -160,7 +160,7 @@ class Port:
                 raise ValueError(f"{room.part} has no block {block!r:.80}")
 
     def _receive(self, connection: agent_messages.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
-        """Receive a replica. The header is written once all blocks have arrived with valid checksums."""
+        """Receive a replica. The header is written only once all blocks have arrived with valid checksums."""
         self._rooms.admit(part.run, part.at, complete, part.session, own=False)
         if length > part_format.LONGEST_TAIL:
             raise Damaged(f"the index of {part} has {length} bytes")

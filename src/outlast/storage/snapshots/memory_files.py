@@ -1,6 +1,6 @@
-"""The machine's memory for snapshots, and files in memory whose pages are touched before use.
+"""The machine's memory for snapshots, and in-memory files whose pages are touched before use.
 
-A tenth of the memory stays free whatever the `budget`: an OOM-killed worker is worse than a worker without snapshots.
+A tenth of the memory stays free, whatever the `budget`: an OOM-killed worker is worse than a worker without snapshots.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ class Machine(machine_memory.Machine):
     """The machine's memory, as the kernel reports it."""
 
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
-        """Return the memory for one worker's snapshots, if `workers` workers share this machine."""
+        """Return the memory for one worker's snapshots if `workers` workers share this machine."""
         machine = self.machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
@@ -31,7 +31,7 @@ _PIECE = 4 << 30
 
 
 class File:
-    """A file in memory for one part: a header page and `size` bytes of data, with all pages touched, and later a tail.
+    """An in-memory file for one part: a header page and `size` bytes of data, all pages touched, and later a tail.
 
     The constructor calls `alive` between pieces. Raises OSError if memory is short, and any exception from `alive`.
     """
@@ -45,7 +45,7 @@ class File:
             for at in range(_PIECE, end, _PIECE):
                 alive()
                 os.posix_fallocate(self.fd, at, min(_PIECE, end - at))
-            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # no SIGBUS in processes that map it
+            fcntl.fcntl(self.fd, fcntl.F_ADD_SEALS, fcntl.F_SEAL_SHRINK)  # so that processes that map it get no SIGBUS
             self._whole = memoryview(mmap.mmap(self.fd, end))
             self.data = self._whole[part_format.PAGE :]
         except BaseException:
@@ -61,7 +61,7 @@ class File:
         os.pwrite(self.fd, bytes(part_format.PAGE), 0)
 
     def finish(self, part: part_format.Part, tail: bytes) -> None:
-        """Write the tail, then the header, which makes the file a part."""
+        """Write the tail and then the header, which makes the file a part."""
         _write(self.fd, tail, part_format.PAGE + part.bytes)
         _write(self.fd, part_format.header(part, len(tail)), 0)
 

@@ -1,8 +1,8 @@
-"""Elects the snapshot that a world resumes from: the newest whose parts are all reachable. Pure.
+"""Elects the snapshot that a world resumes from: the newest one whose parts can all be reached. Pure.
 
-Each worker reports the parts in its memory, its own and replicas of other workers' parts (`Held`). A snapshot counts if it has
-the unique part of every rank of its world, and the shared parts of all ranks of one worker. The snapshot must belong to this run,
-and to this generation or an earlier one. Parts of two snapshots are never combined, since training never had that state.
+Each worker reports the parts in its memory: its own, and replicas of other workers' parts (`Held`). A snapshot counts if it has
+the unique part of every rank in its world, and the shared parts of all ranks of one worker. It must belong to this run, and to
+this generation or an earlier one. Parts of two snapshots are never combined, since training was never in that state.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ class Held:
 
     part: Part
     address: str
-    """Address of the worker's agent."""
+    """Address of that worker's agent."""
 
 
 Holders = tuple[Held, ...]
@@ -31,14 +31,14 @@ Holders = tuple[Held, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A snapshot whose parts are all reachable."""
+    """A snapshot whose parts can all be reached."""
 
     at: At
     unique: tuple[Holders, ...]
     """Holders of the unique parts, by rank in the world that made the snapshot."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, the most common set first; each lists its holders by local rank. One set is enough. Workers
-    that shard the state alike have equal sets, unless one has different bits."""
+    """Complete sets of shared parts, the most common set first. Each set lists the holders by local rank. One set is enough.
+    Workers that shard the state alike have equal sets, unless one worker's state differs."""
 
     @property
     def parts(self) -> list[Part]:
@@ -50,7 +50,7 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """The snapshots to resume from, and the reasons for rejecting newer ones."""
+    """The snapshots to resume from, and why newer ones were rejected."""
 
     candidates: tuple[Candidate, ...]
     """Snapshots to resume from, newest first."""
@@ -119,7 +119,7 @@ def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy. If copies differ, only the copy of the part's writer is valid."""
+    """Return the holders of the valid copy. If copies differ, only the one held by the part's writer is valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -1,11 +1,11 @@
-"""The format of a part: one rank's share of a snapshot, in a file in memory.
+"""The format of a part: one rank's share of a snapshot, in an in-memory file.
 
     header page     magic; length and crc32 of a JSON document with the part and its tail's length; written last
     data            the items, at the offsets in the index
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
-A part exists once its header does. Its digest is the crc32 of the tail, which holds the crc32 of every block: two parts with the
-same digest have the same bytes. All input comes from another process or machine, so everything is validated. Pure.
+A part exists once its header does. Its digest is the crc32 of the tail, which contains the crc32 of every block, so two parts
+with the same digest have the same bytes. All input comes from other processes or machines, so everything is validated. Pure.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 
 PAGE = 4096
-"""Size in bytes of the header page, which precedes the data."""
+"""Size of the header page, which precedes the data, in bytes."""
 BLOCK = 4 << 20
-"""Bytes per checksum: small enough that several threads can verify one item."""
+"""Number of bytes per checksum: few enough that several threads can verify one item."""
 _PIECE = 256 << 10
-"""Bytes processed at a time: less than a core's cache."""
+"""Number of bytes processed at a time: fewer than fit into a core's cache."""
 ALIGNED = 64
 """Alignment of items in bytes: a cache line, which is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
@@ -36,7 +36,7 @@ _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
 
 Kind = Literal["shared", "unique"]
-"""`shared`: state that every worker has, sharded over its ranks; `unique`: state that only one rank has."""
+"""`shared` is state that every worker has, sharded over its ranks; `unique` is state that only one rank has."""
 
 
 class Damaged(OutlastError):
@@ -44,7 +44,7 @@ class Damaged(OutlastError):
 
 
 class OutOfReach(OutlastError):
-    """A copy of a part cannot be read at present; a retry may succeed."""
+    """A copy of a part cannot be read now; a retry may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,7 +76,7 @@ class Part:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """The part's identity, which only its replicas share."""
+        """The part's identity, shared only by its replicas."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Part:
 
     @classmethod
     def of(cls, document: object) -> Self:
-        """Parse a part from untrusted JSON, ignoring fields of newer versions. Raises Damaged."""
+        """Parse a part from untrusted JSON, ignoring fields from newer versions. Raises Damaged."""
         try:
             part = decode(cls, document, "a part of a snapshot")
         except ValueError as error:
@@ -108,13 +108,13 @@ def catalog(documents: Iterable[object]) -> list[Part]:
 
 @dataclasses.dataclass(frozen=True)
 class Item:
-    """One chunk of a tensor, or other data as bytes."""
+    """One chunk of a tensor, or bytes that are not a tensor."""
 
     key: str
     dtype: str
     """torch's name for the data type, such as `float32`; `bytes` for anything but a tensor."""
     size: tuple[int, ...]
-    """Shape of the whole tensor; () for bytes and scalars."""
+    """The whole tensor's shape; () for bytes and scalars."""
     offsets: tuple[int, ...]
     """Index of the chunk's first element in the tensor."""
     chunk: tuple[int, ...]
@@ -123,7 +123,7 @@ class Item:
     nbytes: int
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Return (place, bytes) of each block of the item."""
+        """Return (place, bytes) for each of the item's blocks."""
         return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
 
     @classmethod
@@ -147,7 +147,7 @@ class Item:
 
 
 def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offsets of items of these sizes, and their total size with padding; all in bytes."""
+    """Return the offsets of items with these sizes, and their total size including padding, all in bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -161,7 +161,7 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Fill memory piece by piece with `fill(offset, piece)`. Returns the crc32 of the memory.
+    """Fill memory piece by piece with `fill(offset, piece)`. Returns the memory's crc32.
 
     A piece is still in the CPU's cache when its checksum is computed, which takes a third less than reading the block first.
     """
@@ -216,7 +216,7 @@ def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
 
 
 def header(part: Part, tail: int) -> bytes:
-    """Return the header page for a part whose tail has `tail` bytes. Raises Damaged if the part does not fit."""
+    """Return the header page for a part whose tail has `tail` bytes. Raises Damaged if the header does not fit."""
     document = json.dumps({"part": part.json(), "tail": tail}).encode()
     if len(document) > PAGE - _HEAD.size:
         raise Damaged(f"the header of {part} has {len(document)} bytes; {PAGE - _HEAD.size} are possible")
@@ -224,7 +224,7 @@ def header(part: Part, tail: int) -> bytes:
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
-    """Return the part in a header page, and the length of its tail in bytes. Raises Damaged."""
+    """Return the part that a header page describes, and the length of its tail in bytes. Raises Damaged."""
     if len(page) < _HEAD.size:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)
@@ -235,7 +235,7 @@ def read_header(page: bytes) -> tuple[Part, int]:
 
 
 def described(document: object) -> tuple[Part, int]:
-    """Return the part and the length of its tail from a header's JSON. Raises Damaged."""
+    """Return the part that a header's JSON describes, and the length of its tail. Raises Damaged."""
     tail = document.get("tail") if isinstance(document, Mapping) else None
     if not (isinstance(document, Mapping) and is_count(tail) and tail <= LONGEST_TAIL):
         raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")

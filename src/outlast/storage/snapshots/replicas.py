@@ -1,7 +1,7 @@
-"""Replicas: the rule that chooses their holders (`holders`, pure), and a rate-limited sender that does not disturb training.
+"""Replicas: the rule that chooses who holds them (`holders`, pure), and a rate-limited sender that does not disturb training.
 
 No worker holds more than a fair share, so that memory can be planned. Within this limit, workers on other nodes are preferred,
-then workers in other zones, then workers furthest away in a ring of ranks: neighbours in rank are often in one rack.
+then workers in other zones, then workers furthest away in a ring of ranks, since neighbours in rank often share a rack.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """Location of a worker."""
+    """A worker's location."""
 
     address: str
-    """Address of its agent's data port; empty if it has none."""
+    """Address of the data port of the worker's agent; empty if it has none."""
     node: str = ""
     zone: str = ""
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """Return, for each worker, the addresses of the `count` other workers that hold its replicas; fewer in a small world.
+    """Return, for each worker, the addresses of the `count` other workers (fewer in a small world) that hold its replicas.
 
-    `workers` are in the order of their ranks. Every worker computes the same result.
+    `workers` are in rank order. Every worker computes the same result.
     """
     ring = _Ring(workers, count)
     for _ in range(count):
@@ -42,7 +42,7 @@ def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
 
 
 class _Ring:
-    """The peers chosen so far, and the replicas that each worker may still hold."""
+    """The peers chosen so far, and how many more replicas each worker may hold."""
 
     def __init__(self, workers: Sequence[Place], count: int) -> None:
         self._workers = workers
@@ -86,7 +86,7 @@ class _Ring:
         return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """Return the first peer with room, if possible on a node and in a zone without a copy of this worker's parts."""
+        """Return the first peer with room, if possible on a node and in a zone that have no copy of this worker's parts."""
         nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
@@ -103,16 +103,16 @@ class _Ring:
 
 
 SLOWEST = 50e6
-"""Minimum bytes per second; a lower rate would make snapshots rare."""
+"""Minimum rate in bytes per second; a lower one would make snapshots rare."""
 _FIRST = 200e6
-"""Bytes per second for the first part, before any interval is measured; arbitrary."""
+"""Rate in bytes per second for the first part, before any interval has been measured. Arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
-    """Return the bytes per second at which sending a part takes a quarter of the interval between snapshots.
+    """Return the rate, in bytes per second, at which sending a part takes a quarter of the interval between snapshots.
 
-    Half of the interval would be too long, since the next snapshot waits for the replicas of this one. With a quarter, a wait
-    that has stretched the interval to two steps ends within one, and the next interval is one step.
+    Half of the interval would be too long, since the next snapshot waits for this one's replicas. With a quarter, a wait that has
+    stretched the interval to two steps ends within one step, and the next interval is one step.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
@@ -124,12 +124,12 @@ class Sender:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
-        """Start time of the last send, by kind and rank."""
+        """When the last send began, by kind and rank."""
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
         """Idle connections by address: connecting takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
-        """Send a part to agents, one after another. Returns a sentence for each failure."""
+        """Send a part to each of these agents in turn. Returns a sentence for each failure."""
         now = time.monotonic()
         with self._lock:
             previous = self._began.get((part.kind, part.rank))

@@ -1,10 +1,10 @@
-"""One agent's rooms: files in memory, their parts and their users. Threads of `server` and `data_port` share the rooms.
+"""One agent's rooms: in-memory files, with their parts and users. Threads of `server` and `data_port` share the rooms.
 
 `choose`, a pure rule, picks the room for a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
-are reused, since touched memory costs no page faults. A room is free unless it is in use or holds a part of the newest complete
-snapshot or of the snapshot in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but its
-memory is allocated without holding it, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts of
-another run, of an earlier generation or from processes that have ended.
+are reused, since memory already touched causes no page faults. A room is free unless it is in use or holds a part of the newest
+complete snapshot or of the one in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but
+its memory is allocated outside the lock, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts
+from another run, from an earlier generation, or from processes that have ended.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""Maximum ratio of a reused room's size to its part's size while memory is left; arbitrary."""
+"""While memory is left, a room is reused only for a part that it exceeds by at most this factor. Arbitrary."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The properties of a room that `choose` needs."""
+    """What `choose` needs to know about a room."""
 
     id: int
     size: int
     at: At | None = None
-    """The snapshot that the room's part belongs to; None for an empty room."""
+    """The snapshot to which the part in the room belongs; None if the room is empty."""
     busy: bool = False
     replica: bool = False
     """True if the room holds another worker's part."""
@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot: no part has their size any more."""
+    """Return the rooms unused since the `previous` complete snapshot, because no part has their size any more."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -82,7 +82,7 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Return the size in bytes of the worker's own parts in its newest snapshot."""
+    """Return the total size of the worker's own parts in its newest snapshot, in bytes."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)
@@ -98,7 +98,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""Seconds to wait for dropped memory that is still in use; less than the ranks' timeout for the agent."""
+"""How long to wait for dropped memory that is still in use, in seconds. Less than the ranks' timeout for the agent."""
 
 
 class Refused(OutlastError):
@@ -116,14 +116,14 @@ class Room:
     file: memory_files.File = dataclasses.field(init=False)
     """The room's memory, set once it is allocated."""
     users: int = 1
-    """Number of users: readers, writers, and the rank that the room is lent to."""
+    """Number of users: readers, writers, and the rank to which the room is lent."""
     part: Part | None = None
     """The part in the room, set once the header is written."""
     tail: int = 0
     """Size of the part's tail in bytes."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """True if the room was dropped while in use. It becomes free once its users are gone."""
+    """True if the room was dropped while in use. Its memory is freed once its users are gone."""
 
     @property
     def view(self) -> View:
@@ -150,13 +150,13 @@ class Rooms:
         self._session, self._over = "", set[str]()
         """The current session of this worker's ranks, and all ended sessions."""
         self._allocating = 0
-        """Bytes being allocated, which the kernel does not yet count as used."""
+        """Number of bytes being allocated, which the kernel does not yet count as used."""
         self._closed = False
 
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
-        """Record the current generation and the newest complete snapshot. Raises Refused for anything out of date.
+        """Record the current generation and the newest complete snapshot. Raises Refused if anything is out of date.
 
-        Other workers' parts (not `own`) must belong to the session of this worker's ranks.
+        Parts from other workers (if not `own`) must belong to the session of this worker's ranks.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")
@@ -183,7 +183,7 @@ class Rooms:
     def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
         """Return a room for a part of `size` bytes, which the caller must `release` or `hold`. Raises Refused.
 
-        `alive` is called about once a second while memory is allocated; an exception from it ends the allocation.
+        While memory is allocated, `alive` is called about once a second; if it raises an exception, the allocation ends.
         """
         with self._lock:
             choice = self._choose(size, at, replica)
@@ -238,7 +238,7 @@ class Rooms:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write tail and header, so that the part can be opened. Raises Refused if the room has been dropped."""
+        """Write the tail and header, so that the part can be opened. Raises Refused if the room has been dropped."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:
@@ -254,7 +254,7 @@ class Rooms:
                 self._lock.notify_all()
 
     def give_back(self, rooms: Iterable[Room], complete: At) -> None:
-        """End a rank's use of these rooms, and free all memory except the newest complete snapshot's."""
+        """End a rank's use of these rooms, and free all unused memory except the newest complete snapshot's."""
         for room in rooms:
             self.release(room)
         with self._lock:
@@ -306,7 +306,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free all unused rooms. The end of the process frees the rest."""
+        """Free all unused rooms. The rest are freed when the process ends."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
@@ -314,6 +314,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of rooms. This is slow, so never call it under the lock."""
+    """Free the memory of these rooms. This is slow, so never call it under the lock."""
     for room in rooms:
         room.file.close()

@@ -1,8 +1,8 @@
 """The agent's side of snapshots: memory for its worker's ranks, and a port for other agents (`data_port`).
 
-Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes
-into it, and publishes it. The agent computes the checksums and writes the header, then sends the part to other agents. So a rank
-that dies before publishing leaves no part, and a rank that dies later leaves a complete one.
+Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes a
+part into it, and publishes the part. The agent computes the checksums, writes the header, and sends the part to other agents. So
+a rank that dies before publishing leaves no part, and a rank that dies later leaves a complete one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
@@ -46,11 +46,11 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 Query = Callable[[], object]
 """A query to the store. Raises StoreError, OSError."""
 _NEWEST_S = 3.0
-"""Timeout for a rank's request `newest` in seconds: the query began earlier (`look`), and memory may have a newer state."""
+"""Timeout for a rank's `newest` request, in seconds: the query began earlier (`look`), and memory may hold a newer state."""
 _FINISHERS = 8
-"""Maximum number of threads that compute checksums, one for every four cores."""
+"""Maximum number of threads that compute checksums; there is one for every four cores."""
 _SMALL = part_format.BLOCK
-"""Size in bytes up to which the receiving thread finishes a part itself: waking another thread would take as long."""
+"""Up to this size in bytes, the receiving thread finishes a part itself: waking another thread would take as long."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class Publication:
 class Server:
     """Serves one worker's ranks and other agents, in threads.
 
-    `restore` fetches the store's newest checkpoint, and `newest` returns its (generation, step), or None.
+    `restore` fetches the store's newest checkpoint. `newest` returns that checkpoint's (generation, step), or None.
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
@@ -116,25 +116,25 @@ class Server:
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
 
     def publish(self, publication: Publication) -> None:
-        """Finish a part and send its replicas."""
+        """Finish a part, and send its replicas."""
         if publication.part.bytes <= _SMALL:
             self._finish(publication)
         else:
             self._published.put(publication)
 
     def restore(self) -> dict[str, object]:
-        """Fetch the store's newest checkpoint. Returns the response to the rank."""
+        """Fetch the store's newest checkpoint. Returns the response for the rank."""
         with self._restoring:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """In a thread, query the store for its newest checkpoint. Returns a queue for the response to the rank."""
+        """Query the store for its newest checkpoint, in a thread. Returns a queue for the response to the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
 
     def _finishing(self) -> None:
-        """Finish published parts one at a time, in a thread (CPU-bound)."""
+        """Finish published parts one at a time. CPU-bound, so it runs in a thread."""
         while True:
             self._finish(self._published.get())
 
@@ -143,7 +143,7 @@ class Server:
             tail = part_format.tail(each.index, part_format.checksums(each.index, each.room.file.data), each.rows)
             part = part_format.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
-        except Exception as error:  # the rank waits for a report, even of a bug
+        except Exception as error:  # even for a bug, since the rank waits for a report
             self.rooms.release(each.room)
             each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
             return
@@ -167,9 +167,9 @@ class _Rank:
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._query: queue.SimpleQueue[dict[str, object]] | None = None
-        """The query begun by `look`, until `newest` returns its result."""
+        """The query that `look` began, until `newest` returns its result."""
         self._indices: dict[tuple[str, int], tuple[list[Item], bytes]] = {}
-        """The last index and its encoded form, by kind and local rank of the part."""
+        """The last index and its encoded form, by the part's kind and local rank."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -278,7 +278,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Return a machine ID that is the same in all the machine's containers and changes when it restarts."""
+    """Return an id for the machine that is the same in all its containers, and that changes when it restarts."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

@@ -1,4 +1,4 @@
-"""Objects in a store: S3 and services with its protocol, GCS, Azure, a directory, or memory.
+"""Objects in a store: S3 and compatible services, GCS, Azure, a directory, or memory.
 
 place = store.open_("s3://bucket/runs/digits")     keys are relative to it
 place.upload(Path("logs/worker-0.log"), "logs/worker-0.log")

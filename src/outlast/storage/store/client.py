@@ -1,9 +1,9 @@
-"""A store's client; the only module that uses obstore.
+"""A client for stores, and the only module that uses obstore.
 
 Called by `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the command line. Transient errors are retried for about
 OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is True if a later attempt can succeed.
-Calls block, release the GIL and are thread-safe; in the main thread, a signal interrupts them. obstore is imported when a store
-is opened. Do not use a store across a fork.
+Calls block, release the GIL and are thread-safe; in the main thread, signals interrupt them. obstore is imported when a store is
+opened. Do not use a store across a fork.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ from outlast.storage.store import error_mapping, multipart, s3, urls
 from outlast.storage.store.urls import normalised
 
 STALLED_S = 30.0
-"""Read timeout in seconds: a connection that receives nothing for this long is closed."""
+"""Read timeout, in seconds: a connection that receives nothing for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout in seconds for large uploads on a slow network: 8 MiB at 28 KiB/s."""
+"""Read timeout for large uploads on a slow network, in seconds: enough for 8 MiB at 28 KiB/s."""
 PAGE = 1000
-"""Number of keys listed or deleted at a time: S3's maximum."""
+"""How many keys are listed or deleted at a time. This is S3's maximum."""
 T = TypeVar("T")
 
 
@@ -40,23 +40,23 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """Name of the object, relative to the place's URL."""
+    """The object's name, relative to the place's URL."""
     size: int
     etag: str
-    """The content's version, for comparison only: stores compute it differently."""
+    """The content's version. Only for comparison: each store computes it differently."""
     modified: float
-    """Time of the last change by the store's clock, in seconds since the epoch."""
+    """When the object was last changed, by the store's clock, in seconds since the epoch."""
 
 
 @dataclass
 class _Root:
-    """A bucket's connection and settings, shared by all places in it."""
+    """A connection to a bucket, with its settings, shared by all places in the bucket."""
 
     scheme: str
     bucket: str
     raw: Any
     slow_raw: Any = None
-    """obstore's store with a longer read timeout, for large bodies on slow networks."""
+    """obstore's store, with a longer read timeout for large bodies on slow networks."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
@@ -85,10 +85,10 @@ class Store:
         return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """Yield all objects below `below` (whole path segments), sorted by key (UTF-8), page by page as they arrive."""
+        """Yield all objects below `below` (whole path segments), sorted by key (as UTF-8), page by page as they arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
-            # Consoles mark a directory by an empty object `directory/`; obstore drops the slash.
+            # Consoles mark a directory with an empty object `directory/`; obstore drops the slash.
             if held and not (held.size == 0 and entry.key.startswith(f"{held.key}/")):
                 yield held
             held = None if entry.size == 0 and entry.key == below else entry
@@ -120,7 +120,7 @@ class Store:
             offset = page[-1]["path"]
 
     def names(self, below: str = "") -> list[str]:
-        """Return the sorted names directly below `below`: objects, and the first segments of deeper objects."""
+        """Return the sorted names directly below `below`: objects, and the first segments of deeper keys."""
         import obstore
 
         path = self._path(below) if below else self._prefix
@@ -183,7 +183,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """Return a presigned URL to read an object, valid for 15 minutes, or None if the store or credentials cannot sign."""
+        """Return a presigned URL for reading an object, valid for 15 minutes, or None if store or credentials cannot sign one."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -210,7 +210,7 @@ class Store:
             except Exception as error:
                 if not large or "kind: Timeout" not in str(error):
                     raise
-            # obstore does not distinguish a slow body from a missing response, but a store that responds to HEAD is up.
+            # obstore does not distinguish a slow body from a missing response, but a store that answers HEAD is up.
             with contextlib.suppress(FileNotFoundError):
                 obstore.head(self._raw, path)
             root.slow = True
@@ -230,8 +230,8 @@ class Store:
         """Write a large file in parts, several at a time, in bounded memory, and return its etag.
 
         `journal` is a file that makes uploads to S3 resumable: a later call with the same journal sends only the missing parts,
-        or aborts the old upload if the file has changed. `progress` is called with the number of bytes sent since its last call,
-        and once with all bytes that an earlier attempt sent. Raises StoreError, and Changed if the file changes during the
+        or aborts the old upload if the file has changed. `progress` receives the number of bytes sent since the last call, and
+        once the number of bytes that an earlier attempt sent. Raises StoreError, and Changed if the file changes during the
         upload. Raises Stopped soon after `stop` is set; the next call reuses the parts already sent.
         """
         stop = stop or threading.Event()
@@ -253,7 +253,7 @@ class Store:
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload with obstore, which cannot resume an interrupted upload."""
+        """Upload a file with obstore, which cannot resume an interrupted upload."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -288,7 +288,8 @@ class Store:
     def create(self, key: str, data: bytes) -> str:
         """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
 
-        Raises Exists, unless the object has the same content: then our earlier attempt wrote it, and the response was lost.
+        Raises Exists, unless the existing object has the same content: then an earlier attempt wrote it, and the response was
+        lost.
         """
         try:
             return self.put(key, data, "create")
@@ -300,13 +301,13 @@ class Store:
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Write an object if it is still the version `etag`, and return its new etag. Needs `conditional()`.
 
-        Raises Changed, also if the object is gone, unless the current object has the same content.
+        Raises Changed if the object has changed or is gone, unless the current object has the same content.
         """
         import obstore
 
         condition: Any = {"e_tag": etag}
         try:
-            if self._root.scheme == "gs":  # GCS conditions on the generation, which listings lack
+            if self._root.scheme == "gs":  # GCS's conditions use the generation, which listings lack
                 now = self._do("read", key, lambda: obstore.head(self._raw, self._path(key)))
                 if _tag(now) != etag:
                     raise Changed(f"{self._name(key)} is no longer what it was")
@@ -320,7 +321,7 @@ class Store:
             raise Changed(f"{self._name(key)} is gone") from error
 
     def _etag_if_same(self, key: str, data: bytes) -> str:
-        """Return the etag of the object if it has exactly this content, otherwise an empty string."""
+        """Return the object's etag if it has exactly this content, otherwise an empty string."""
         with contextlib.suppress(Missing):
             content, entry = self.read(key)
             return entry.etag if content == data else ""
@@ -343,7 +344,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty, since object stores have no directories."""
+        """Remove directories that have become empty: object stores have none."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -355,7 +356,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object within this place: on the server if possible, otherwise by a download and an upload."""
+        """Copy an object within this place: on the server if possible, otherwise by downloading and uploading it."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -364,7 +365,7 @@ class Store:
         except (Missing, NoBucket, Denied, Unreachable):
             raise
         except StoreError:
-            entry = self.head(key)  # perhaps too large for one request: S3 copies up to 5 GiB
+            entry = self.head(key)  # it may be too large for one request: S3 copies up to 5 GiB
         if self._root.access:
             try:
                 return self._multipart(to).copied(path, entry.size, entry.etag)
@@ -385,7 +386,7 @@ class Store:
     def conditional(self) -> bool:
         """Return whether this store supports conditional writes (`create`, `replace`).
 
-        The first call writes an object `.outlast-probe-...` and removes it. Raises Denied if writing is not permitted.
+        The first call writes an object `.outlast-probe-...` and removes it again. Raises Denied if writing is not permitted.
         """
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
@@ -455,7 +456,7 @@ class Store:
 
 
 def _tag(meta: Any) -> str:
-    """Return the etag, always in quotes: some servers omit the quotes in listings."""
+    """Return the etag, always in quotes, which some servers omit in listings."""
     etag = meta["e_tag"] or ""
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
@@ -467,8 +468,8 @@ _memories_lock = threading.Lock()
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, as is standard for each store. No request is sent yet. `timeout_s` limits retries, by
-    default to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
+    Credentials come from the environment, in each store's standard way. No request is sent yet. `timeout_s` limits retries; the
+    default is OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")
@@ -496,12 +497,12 @@ def open_(url: str, *, timeout_s: float | None = None) -> Store:
     client = {
         "allow_http": access is not None and access.endpoint.startswith("http://"),
         "connect_timeout": timedelta(seconds=min(10, stalled_s)),
-        "timeout": timedelta(days=1),  # for a whole request, which may be slow
+        "timeout": timedelta(days=1),  # for the whole request, which may be slow
         "read_timeout": timedelta(seconds=stalled_s),  # for the next byte of the response
     }
     slow = {**client, "read_timeout": timedelta(seconds=SLOW_S)}
     try:
         raws = [kind(bucket, client_options=each, **options) for each in (client, slow)]
-    except Exception as error:  # any wrong setting in the environment
+    except Exception as error:  # any wrong setting from the environment
         raise error_mapping.mistake(error, "open", url) from error
     return Store(url, _Root(scheme, bucket, raws[0], raws[1], access, timeout_s), prefix)

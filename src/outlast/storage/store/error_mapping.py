@@ -1,6 +1,6 @@
-"""Maps obstore's and botocore's exceptions to ours, with a remedy. Called by `store` only.
+"""Maps obstore's and botocore's exceptions to ours, with a remedy. Called only by `store`.
 
-Both libraries keep the store's response only as text, so we parse it; tests/storage/test_store_faults.py has real responses.
+Both libraries keep the store's response only as text, which we parse; tests/storage/test_store_faults.py has real responses.
 """
 
 from __future__ import annotations
@@ -71,7 +71,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Map a library's exception to one of ours. `verb` is read, list, write, delete, copy or open."""
+    """Map an exception from a library to one of ours. `verb` is read, list, write, delete, copy or open."""
     status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")
@@ -142,7 +142,7 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """Return the error for missing GCS or Azure credentials; obstore tries the machine's metadata last."""
+    """Return the error for missing GCS or Azure credentials. obstore tries the machine's metadata server last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
@@ -163,7 +163,7 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """Return a sentence on the clock skew between us and the store, in seconds if the response has the store's time."""
+    """Return a sentence about the clock skew between us and the store, in seconds if the response says the store's time."""
     if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()

@@ -1,8 +1,8 @@
-"""Multipart uploads to S3, several parts at a time, which resume after a kill.
+"""Multipart uploads to S3: several parts at a time, and resumable after a kill.
 
 Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
 journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added once all parts
-have arrived, to detect a completed upload after a lost response. Called by `store.Store.upload`.
+have arrived, so that a completed upload is recognised after a lost response. Called by `store.Store.upload`.
 """
 
 from __future__ import annotations
@@ -25,20 +25,20 @@ from outlast.base.errors import Changed, Missing, Stopped, StoreError
 from outlast.storage.store.s3 import Access
 
 SMALL = 8 << 20
-"""Maximum size in bytes of a file sent in one request."""
+"""Maximum size of a file sent in one request, in bytes."""
 PART = 16 << 20
-"""Bytes per part, unless the file would then have more than MAX_PARTS parts."""
+"""Bytes per part, unless the file would then need more than MAX_PARTS parts."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
 PIECE = 256 << 10
-"""Bytes read and sent at a time: the memory per part, and the most that a slow network must send within one timeout."""
+"""Bytes read and sent at a time: the memory per part, and the most that a slow network has to send within one timeout."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments for an upload, each with obstore's environment variable for the same setting."""
+"""Arguments for an upload, each with obstore's environment variable for that setting."""
 
 
 def part_size(size: int) -> int:
@@ -56,7 +56,7 @@ def read_journal(journal: Path | None) -> dict[str, Any] | None:
 
 
 class Slice:
-    """A range of an open file, as a request's body. `stop` ends the request early."""
+    """A range of an open file, as the body of a request. `stop` ends the request early."""
 
     def __init__(self, file: int, start: int, length: int, stop: threading.Event) -> None:
         self._file, self._start, self._length, self._stop, self._at = file, start, length, stop, 0
@@ -91,7 +91,7 @@ class Upload:
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """Runs a request, named by a verb, with retries and mapped errors."""
+    """Runs a request, named by a verb, with retries and error mapping."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
@@ -114,7 +114,7 @@ class Upload:
             except StoreError as error:
                 if again or type(error) is not StoreError:
                     raise
-                # Some servers cannot receive an incomplete part again (rclone), so start over.
+                # Some servers (rclone) cannot receive an incomplete part again, so start over.
                 if note := read_journal(journal):
                     self.abort(note["upload"])
                 self._end(journal)
@@ -152,12 +152,12 @@ class Upload:
         return etag
 
     def abort(self, upload: str) -> None:
-        """Abort an upload, which deletes its parts in the store."""
+        """Abort an upload, and thus delete its parts in the store."""
         with contextlib.suppress(Missing):
             self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Within the store, copy another object in the bucket that is too large for one request."""
+        """Copy another object in the bucket, too large for one request, within the store."""
         note = self._begun({"size": size})
         try:
             etags = []
@@ -186,7 +186,7 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return an unchanged file's earlier upload (or None), and its parts (or None if the store lacks the upload)."""
+        """Return the earlier upload, if the file is unchanged, and its parts, or None if the store lacks the upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -276,7 +276,7 @@ class Upload:
         parts = {"Parts": [{"PartNumber": number, "ETag": etag} for number, etag in enumerate(etags, 1)]}
         try:
             self.do("write", lambda: self._request("complete_multipart_upload", UploadId=note["upload"], MultipartUpload=parts))
-        except Missing:  # an attempt whose response was lost may have completed it
+        except Missing:  # an attempt whose response was lost may have completed the upload
             if etag := self._completed(note):
                 return etag
             raise Changed(f"the store no longer has the upload of {self.key}", retry=True) from None
@@ -286,7 +286,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """Return the etag of the object if this upload created it, otherwise an empty string."""
+        """Return the object's etag if this upload created the object, otherwise an empty string."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._request("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -303,7 +303,7 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """Compute the etag of an object from its parts: the MD5 of the parts' MD5 sums, and the number of parts.
+    """Compute an object's etag from its parts: the MD5 of the parts' MD5 sums, and the number of parts.
 
     Returns an empty string if etags are not MD5 sums, as with KMS.
     """

@@ -1,4 +1,4 @@
-"""S3: credentials, region and endpoint. The only module that uses botocore.
+"""Credentials, region and endpoint for S3. The only module that uses botocore.
 
 `access` searches the same places as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
 GitHub), pod identity, ECS, and the instance's metadata. botocore is loaded only if the environment is insufficient. Called by
@@ -32,14 +32,14 @@ class Access:
 
     region: str
     endpoint: str
-    """URL of the service; empty for AWS."""
+    """The service's URL; empty for AWS."""
     style: str
-    """Position of the bucket's name in a URL: path, virtual (in the host name), or auto."""
+    """Where URLs contain the bucket's name: path, virtual (in the host name), or auto."""
     keys: tuple[str, str, str] | None
-    """Static access key, secret and session token (which may be empty); None for other kinds of credentials."""
+    """Static access key, secret and session token (which may be empty); None if credentials are of another kind."""
     anonymous: bool
     session: Any = None
-    """botocore's session; None if the environment was sufficient."""
+    """botocore's session; None if the environment sufficed."""
     credentials: Any = None
     """botocore's credentials, which it renews."""
     timeout_s: float = 30
@@ -47,7 +47,7 @@ class Access:
     def virtual(self, bucket: str) -> bool:
         """Return whether the bucket's name is part of the host name.
 
-        With `auto`, names with dots are not, since wildcard TLS certificates cover only one label.
+        If the style is `auto`, names with dots are not, since wildcard TLS certificates cover only one label.
         """
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
@@ -61,7 +61,7 @@ class Access:
             endpoint = f"{parts.scheme}://{bucket}.{parts.netloc}{parts.path}"
         options: dict[str, Any] = {"region": self.region, "virtual_hosted_style_request": self.virtual(bucket)}
         if endpoint:
-            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over obstore's search of the environment
+            options["aws_endpoint_url_s3"] = endpoint  # takes precedence over what obstore finds in the environment
         if "AWS_UNSIGNED_PAYLOAD" not in os.environ:
             options["unsigned_payload"] = True  # TLS protects the content; hashing it costs more than sending it
         if self.anonymous:
@@ -85,7 +85,7 @@ class Access:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's client, without retries, since `store` retries."""
+        """botocore's client. It does not retry, since `store` does."""
         botocore = _botocore()
         config = import_module("botocore.config").Config(
             s3={
@@ -113,7 +113,7 @@ class Access:
         )
 
     def range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-        """Read bytes of an object from servers whose range responses obstore rejects (rclone sends 200 instead of 206)."""
+        """Read a range of an object from a server whose range responses obstore rejects (rclone sends 200 instead of 206)."""
         response = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         with contextlib.closing(response["Body"]) as body:
             if not (response.get("ContentRange") or "").startswith(f"bytes {start}-"):
@@ -157,9 +157,9 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Return status, code and message of a botocore exception, or None for other exceptions.
+    """Return a botocore exception's status, code and message, or None for any other exception.
 
-    If there was no response, the status is 0, and code and message are empty.
+    If there was no response, the status is 0, and the code and message are empty.
     """
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
@@ -196,7 +196,7 @@ def _endpoint(session: Any) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(what: str) -> Iterator[None]:
-    """Map botocore's errors: a missing profile, an expired SSO login, a role that may not be assumed."""
+    """Map botocore's errors, such as a missing profile, an expired SSO login, or a role that may not be assumed."""
     errors = import_module("botocore.exceptions")
     try:
         yield
@@ -207,9 +207,9 @@ def _mapped_errors(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """Use botocore's CA certificates if this machine has none, as in slim images.
+    """Use botocore's CA certificates if this machine has none, as is the case in slim images.
 
-    If there are no certificates, obstore creates no client, not even for http://.
+    Without certificates, obstore cannot create a client, not even for http://.
     """
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
@@ -226,4 +226,4 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Paths of CA certificates in Linux distributions, as rustls-native-certs searches them."""
+"""Where Linux distributions keep CA certificates, as searched by rustls-native-certs."""

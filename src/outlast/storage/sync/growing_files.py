@@ -1,15 +1,15 @@
-"""Files in a store that only grow: logs, the ledger, metrics. A push adds the new bytes as an object that is never replaced.
+"""Files that only grow: logs, the ledger, metrics. A push adds the new bytes to the store as an object that is never replaced.
 
     logs/worker-0.log                                              the file
     logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
-When a file was truncated (`metrics.jsonl`, if a run resumes from an earlier step), the next part begins before the end of the
-last one: writing all parts in order produces the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
+If a file was truncated (`metrics.jsonl`, when a run resumes from an earlier step), the next part begins before the end of the
+last one: writing all parts in order yields the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
 that a machine has lost (`pieces`).
 
 The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `join_run` and
-`store_takeover` fetch, and the command line reads. Docs: docs/decisions/0019-growing-files.md.
+`store_takeover` fetch, and the command line reads. See docs/decisions/0019-growing-files.md.
 """
 
 from __future__ import annotations
@@ -33,21 +33,22 @@ from outlast.storage.sync import tree
 T = TypeVar("T")
 
 PART = 8 << 20
-"""Maximum size of a part in bytes: a part takes one request and fits into memory."""
+"""Maximum size of a part in bytes: small enough for one request, and for memory."""
 _AT_ONCE = 8
 _PIECE = 1 << 20
-"""Bytes of a part read at a time by `pieces`."""
+"""How many bytes of a part `pieces` reads at a time."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small, and streams may be many."""
+"""Number of concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small, and there may be
+many streams."""
 _RECENT = 16
-"""Number of recent parts per file that the sender caches. It lists all parts if no cached part matches the file."""
+"""How many recent parts per file the sender caches. If no cached part matches the file, the sender lists all parts."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object with a file's bytes from `start` to `end`."""
+    """An object that holds a file's bytes from `start` to `end`."""
 
     key: str
     number: int
@@ -70,7 +71,7 @@ def grows(path: str) -> bool:
 
 
 def place(path: str) -> str:
-    """Return the directory of a file's parts."""
+    """Return the directory that holds a file's parts."""
     return f"{os.path.splitext(path)[0]}.parts"
 
 
@@ -92,7 +93,7 @@ def files(store: Store) -> list[str]:
 
 
 def parts(store: Store, path: str) -> list[Part]:
-    """Return a file's parts in the order they were written."""
+    """Return a file's parts in the order in which they were written."""
     parts = []
     for entry in store.entries(place(path)):
         stem, ext = os.path.splitext(entry.key.rpartition("/")[2])
@@ -102,9 +103,9 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Return the parts that make up the file, each with the offset where later parts start to replace it.
+    """Return the parts that make up the file, each with the offset from which later parts replace it.
 
-    If two parts have the same number, one is from a superseded sender; the one that later parts continue is used.
+    If two parts have the same number, one is from a superseded sender; the one that later parts continue from is used.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -118,23 +119,23 @@ def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """Sends new bytes of the files below `root`. Use only one sender per directory at a time."""
+    """Sends new bytes in the files below `root`. Use only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
         self._parts: dict[str, list[Part]] = {}
         self._tried: dict[str, Part] = {}
-        """Parts that may have arrived. They are sent again unchanged, so the store never has them twice."""
+        """Parts that may have arrived. They are sent again unchanged, so that the store never has them twice."""
         self.failed: list[tuple[str, str]] = []
-        """Files that the last push could not read or send, with the reasons."""
+        """Files that the last push could not read or send, each with the reason."""
 
     def forget(self, path: str) -> None:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files, and return how many were sent.
+        """Send the new bytes in these files, and return how many were sent.
 
-        Raises Stopped, and errors that concern all files, such as Unreachable.
+        Raises Stopped, and errors that would affect all files, such as Unreachable.
         """
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
@@ -193,7 +194,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Return the offset where the store starts to lack bytes: the end of the last part that matches the file."""
+        """Return the offset from which the store lacks bytes: the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _RECENT:
@@ -229,9 +230,9 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream a file's bytes, while threads of `pool` read ahead.
+    """Stream a file's bytes, while threads in `pool` read ahead.
 
-    For metrics this is the current content, for logs and ledgers all bytes ever pushed.
+    For metrics, this is the current content; for logs and ledgers, all bytes ever pushed.
     """
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
@@ -241,13 +242,13 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def since(store: Store, path: str, start: int) -> bytes:
-    """Return a file's current bytes from offset `start` on; empty beyond its end."""
+    """Return a file's current bytes from offset `start`; empty beyond its end."""
     later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
     return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
 
 
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
-    """Yield the results of jobs (bytes, function, arguments) in order, with at most `most` bytes in progress or unused."""
+    """Yield the results of jobs (bytes, function, arguments) in order, with at most `most` bytes in progress or waiting."""
     pending: collections.deque[tuple[int, Future[T]]] = collections.deque()
     held = 0
     for size, do, arguments in jobs:
@@ -262,7 +263,7 @@ def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T],
 
 
 def tail(store: Store, path: str, count: int) -> list[bytes]:
-    """Return the last `count` lines of a log, reading no more parts than needed."""
+    """Return a log's last `count` lines, reading no more parts than needed."""
     text = b""
     for part in reversed(parts(store, path)):
         for end in range(part.size, 0, -PART):

@@ -1,7 +1,7 @@
-"""Pure rules for `push_and_pull`: objects in the manifest, files as last read or written, and how the two compare.
+"""Rules for `push_and_pull`: objects in the manifest, files as last read or written, and how they compare. Pure.
 
-A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, crc32 and a hash of its
-etag. Times are nanoseconds since the epoch; a crc32 of -1 means unknown.
+A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, its crc32 and a hash of
+its etag. Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 CHECK_EVERY_S = 86_400.0
-"""The store is listed again after this many seconds, since other programs may write to it without a manifest."""
+"""The store is listed again after this many seconds, since other programs may write to it without updating the manifest."""
 GRANULARITY_NS = 2_000_000_000
-"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
-may be written again without a new mtime, so it is read once more; git calls these files racy."""
+"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. If a file was written less than this before it was read, it
+may be written again without a new mtime, so it is read once more. Git calls such files racy."""
 
 
 class Stat(NamedTuple):
@@ -45,10 +45,10 @@ class Object(NamedTuple):
 
     size: int
     mtime: int
-    """The mtime of the original file, or of the object if that is unknown."""
+    """The original file's mtime or, if that is unknown, the object's."""
     crc32: int
     mark: int
-    """The crc32 of the object's etag, which changes if the object is replaced."""
+    """The crc32 of the object's etag. It changes if the object is replaced."""
 
 
 class Verdict(enum.Enum):
@@ -63,12 +63,12 @@ class Verdict(enum.Enum):
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
     """Compare a file with an object, given the file's state when it was last `seen`.
 
-    Without `seen`, a file with the object's size and mtime counts as the object's original if the mtime is before `clean_before`:
-    the sender then read it so late that any later change would have changed the mtime.
+    If `seen` is None, a file with the object's size and mtime counts as the object's original if the mtime is before
+    `clean_before`: the sender then read it so late that any later change would have changed the mtime.
     """
     if file.size != object.size:
         return Verdict.DIFFERENT
-    if object.crc32 < 0:  # a download would have set the object's mtime, and a recorded file would have a crc32
+    if object.crc32 < 0:  # a download would have set the object's mtime, and a recorded file would have a checksum
         return Verdict.SAME if seen is None and file.mtime == object.mtime else Verdict.DIFFERENT
     if seen is None:
         return Verdict.SAME if file.mtime == object.mtime and file.mtime < clean_before else Verdict.UNKNOWN
@@ -80,7 +80,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """Return the record for a file with this stat and checksum. `read` is the start time of the read."""
+    """Return the record for a file with this stat and checksum. `read` is when the read began."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -89,12 +89,12 @@ def etag_hash(etag: str) -> int:
 
 
 def as_left(recorded: Object, size: int, etag: str) -> bool:
-    """Return whether an object has not been replaced since it was recorded."""
+    """Return whether an object is still as recorded, not replaced since."""
     return recorded.size == size and recorded.mark == etag_hash(etag)
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """Return the objects in a listing (key, size, etag, modified), as recorded unless they were replaced.
+    """Return the objects in a listing (key, size, etag, modified), as recorded unless replaced since.
 
     Omits the manifest's key `own`, and keys that end in a slash, which mark directories.
     """
@@ -116,7 +116,7 @@ def unknown(size: int, etag: str, modified: float) -> Object:
 
 
 def unsafe(key: str) -> str:
-    """Return why a key cannot be a path inside a directory, or an empty string."""
+    """Return why a key cannot be used as a path inside a directory, or an empty string."""
     if key.startswith("/"):
         return "it begins with a slash"
     if "\0" in key:
@@ -138,7 +138,7 @@ def directories(paths: Iterable[str]) -> set[str]:
     return directories
 
 
-# Documents: JSON by columns, sorted by path, and compressed in a store: 100,000 files take 3 MB and 0.1 s.
+# Documents are JSON in columns, sorted by path, and compressed in a store: 100,000 files take 3 MB and 0.1 s.
 
 _UNKNOWN = Object(-1, 0, -1, 0)
 _UNSEEN = Seen(-1, 0, 0, -1)
@@ -148,7 +148,7 @@ def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
     """Encode a manifest for the store."""
     paths = sorted(objects)
     text = _text({"settled": clean_before, "path": paths, **_columns(Object, [objects[path] for path in paths])})
-    packer = zlib.compressobj(1, zlib.DEFLATED, 31)  # 31: gzip; level 1: six times as fast as 6, and 9 % larger
+    packer = zlib.compressobj(1, zlib.DEFLATED, 31)  # 31 is gzip; level 1 is six times as fast as 6, and 9 % larger
     return packer.compress(text) + packer.flush()
 
 
@@ -164,19 +164,19 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """The local record of a tree and its place in a store, to save requests."""
+    """A local record of a tree and its place in a store, which saves requests."""
 
     place: str = ""
     etag: str = ""
-    """The etag of the manifest that `objects` came from; empty if there is no manifest."""
+    """Etag of the manifest that `objects` came from; empty if there is no manifest."""
     clean_before: int = 0
     checked: float = 0.0
-    """Local time of the last listing of the store."""
+    """When the store was last listed, by the local clock."""
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def stale(self, now: float) -> bool:
-        """Return whether the store must be listed again, as after the clock was set back."""
+        """Return whether the store must be listed again, for example because the clock was set back."""
         return not 0 <= now - self.checked < CHECK_EVERY_S
 
     def encode(self) -> bytes:
@@ -225,7 +225,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, whose scans of the many new values would take half of the time."""
+    """Pause the garbage collector, which would spend half of the time scanning the many new values."""
     enabled = gc.isenabled()
     gc.disable()
     try:

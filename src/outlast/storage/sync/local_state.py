@@ -1,11 +1,11 @@
-"""The local state of a sync: an interrupted sync resumes from it, and a sync without changes transfers nothing.
+"""A sync's local state, from which an interrupted sync resumes. If nothing has changed, a sync transfers nothing.
 
     state           files and objects (`index.State`), replaced as a whole
     state.done      log of later transfers, one line per file
     state.lock      held by the syncing process
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged once it is done. So whenever the process dies, the next sync repeats only transfers that were not logged.
+A transfer is logged once it is done, so whenever the process dies, the next sync repeats only transfers that were not logged.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Seconds between two flushes of the log. A kill loses the transfers logged in this time, an exception loses none."""
+"""Interval between flushes of the log, in seconds. A kill loses the transfers logged since the last one; an exception, none."""
 
 
 class StateFile:
-    """The state of one tree and one store, while this process holds its lock."""
+    """The state of one tree and one store, while this process holds the lock."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -37,7 +37,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred since the state was written, which the manifest in the store lacks."""
+        """Paths transferred since the state was written. The manifest in the store lacks them."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -67,7 +67,7 @@ class StateFile:
             self.flush()
 
     def _opened(self) -> IO[str]:
-        if self._replayed:  # cut off an incomplete line left by a kill
+        if self._replayed:  # drop an incomplete line left by a kill
             whole = self._done.read_bytes()
             os.truncate(self._done, whole.rfind(b"\n") + 1)
             return self._done.open("a")
@@ -81,7 +81,7 @@ class StateFile:
             self._flushed = time.monotonic()
 
     def save(self) -> None:
-        """Write the state, and start a new log."""
+        """Write the state and start a new log."""
         files.replace(self._path, self.state.encode())
         self._id = _id(self._path)
         self.close()
@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Return the identity of a version of the state, recorded in the log that continues it."""
+    """Return what identifies a version of the state, recorded in the log that continues it."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

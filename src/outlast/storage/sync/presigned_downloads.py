@@ -1,9 +1,9 @@
-"""Downloads objects through presigned URLs, from the socket to a file through one small buffer.
+"""Downloads objects through presigned URLs, from a socket to a file through one small buffer.
 
-obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files this takes up to 1.6
-times the CPU time, over TLS as well (docs/decisions/0024-the-house-in-order.md). Here the kernel fills the buffer and wakes the
-thread when the buffer is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). In
-all other cases (a proxy, an error, a broken connection) `fetch` returns None, and the store's client takes over.
+obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files, this takes up to 1.6
+times the CPU time, even over TLS (docs/decisions/0024-the-house-in-order.md). Here, the kernel fills the buffer and wakes the
+thread once it is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). In all
+other cases (a proxy, an error, a broken connection), `fetch` returns None, and the store's client takes over.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 _BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
 _MOST_FAILURES = 3
-"""Direct downloads are no longer tried after this many consecutive failures."""
+"""After this many consecutive failures, direct downloads are no longer tried."""
 _END = b"\r\n\r\n"
 
 
@@ -44,7 +44,8 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the request needs the store's client. With `whole`, these must be all bytes of the object. Raises OSError.
+        Returns None if the request needs the store's client. If `whole` is set, these must be all the object's bytes. Raises
+        OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
@@ -82,7 +83,7 @@ class Direct:
         return None
 
     def _connected(self, parts: SplitResult) -> _Connection | None:
-        """Open a connection, registered for `close`. Returns None on failure."""
+        """Open a connection, and register it for `close`. Returns None on failure."""
         if self._open is None:
             return None
         try:
@@ -138,7 +139,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Fetch bytes as `Direct.fetch` does. Raises _Closed if the server sends no response."""
+        """Fetch bytes like `Direct.fetch`. Raises _Closed if the server sends no response."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0
@@ -173,7 +174,8 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, whose first bytes are in the buffer. Returns its crc32, or None on a broken connection."""
+        """Write the response's body, of which the first bytes are in the buffer. Returns its crc32, or None if the connection
+        breaks."""
         crc = 0
         while start < end:
             count = min(_BUFFER - begin, end - start)

@@ -1,6 +1,6 @@
-"""A thread pool for many small jobs in bounded memory: requests to a store, files to read.
+"""A thread pool for many small jobs in bounded memory, such as requests to a store or files to read.
 
-The pool starts small and doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives all
+The pool starts small and doubles while throughput grows: loopback needs 8 threads; a distant store, 100. The caller receives all
 outcomes in one thread and needs no locks. Called by `transfer` and `push_and_pull`.
 """
 
@@ -18,17 +18,17 @@ from outlast.base.errors import Stopped
 T = TypeVar("T")
 
 MEMORY = 64 << 20
-"""Maximum bytes of file contents in memory at a time."""
+"""Maximum size of file contents in memory at a time, in bytes."""
 FEW, MANY = 8, 128
 """Initial and maximum number of threads."""
 _WINDOW_S = 0.5
-"""How long throughput is measured before threads are added, in seconds."""
+"""How long to measure throughput before adding threads, in seconds."""
 _LEAVE_S = 3.0
-"""Seconds that jobs in progress may continue after a stop."""
+"""How long jobs in progress may continue after a stop, in seconds."""
 
 
 class Job(NamedTuple, Generic[T]):
-    """A function to call, its cost in bytes of memory, and a key for the caller."""
+    """A function to call, the bytes of memory that it needs, and a key for the caller."""
 
     key: Any
     cost: int
@@ -103,7 +103,8 @@ def work(
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
     """Return the next number of threads, and the throughput that it must beat.
 
-    `now` is the throughput of `width` threads. The number doubles if `now` is at least a quarter above `previous`, initially 0.
+    `now` is the throughput with `width` threads. The number doubles if `now` is at least a quarter above `previous`, which is
+    initially 0.
     """
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")

@@ -1,11 +1,11 @@
-"""Uploads files and downloads objects, many at a time, in bounded memory.
+"""Uploads files and downloads objects, many at once, in bounded memory.
 
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
-Small files are sent and received whole, large files in parts. A download is written to a temporary file, compared with the
-expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. Callers are
-`push_and_pull` for trees, `checkpoints`, and `fetch_from_store` and `code_placement` for data.
+Small files are sent and received whole, large ones in parts. A download is written to a temporary file, checked against the
+expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. Called by `push_and_pull`
+for trees, by `checkpoints`, and by `fetch_from_store` and `code_placement` for data.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
 SMALL = 8 << 20
-"""Size in bytes above which files are sent by `Store.upload` and received in pieces of this size."""
+"""Files larger than this many bytes are sent by `Store.upload`, and received in pieces of this size."""
 _UPLOAD = 32 << 20
-"""Bytes of memory that `Store.upload` needs for one file."""
+"""How much memory `Store.upload` needs for one file, in bytes."""
 
 
 class Damaged(StoreError):
@@ -53,7 +53,7 @@ class Sent(NamedTuple):
 class Uploaded(NamedTuple):
     sent: Sent
     stat: Stat
-    """The file's stat before reading."""
+    """The file's stat before the read."""
     read: int
     """When the read began, in nanoseconds since the epoch."""
     steady: bool
@@ -68,7 +68,7 @@ class Download(NamedTuple):
     crc32: int = -1
     """The expected checksum; -1 if unknown."""
     mtime: int | None = None
-    """Modification time to set, nanoseconds since the epoch."""
+    """Modification time to set, in nanoseconds since the epoch."""
 
 
 class Downloaded(NamedTuple):
@@ -86,9 +86,9 @@ def send(
 ) -> dict[str, Sent]:
     """Upload files, given as (path, key), and return the uploaded objects by key.
 
-    Uploads of large files resume after a kill, from their journals in the directory `journals`. Many threads call `progress` with
-    the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes during the
-    upload, and Stopped soon after `stop` is set.
+    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` is called from many
+    threads, with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes
+    during the upload, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
@@ -106,11 +106,11 @@ def receive(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
-    """Download objects to files, given as (key, size, path), and return their crc32 by key.
+    """Download objects to files, given as (key, size, path), and return their crc32s by key.
 
-    A file gets its name once it has the right size and, with `durable`, would survive a power failure. Many threads call
-    `progress` with the number of bytes received since the last call. Raises the first StoreError (also Missing and Changed) or
-    OSError, and Stopped soon after `stop` is set.
+    A file gets its name once it has the right size and, if `durable` is set, would survive a power failure. `progress` is called
+    from many threads, with the number of bytes received since the last call. Raises the first StoreError (including Missing and
+    Changed) or OSError, and Stopped soon after `stop` is set.
     """
     requests = (Download(key, size, str(path)) for key, size, path in objects)
     outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
@@ -118,7 +118,7 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Yield keys and results of the jobs, or raise the first error."""
+    """Yield the jobs' keys and results, or raise the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:
@@ -137,7 +137,7 @@ def uploads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Uploaded], None, None]:
-    """Upload files and yield the outcome of each. With `snapshots`, a large file that changes meanwhile is copied first."""
+    """Upload files and yield the outcome of each. If `snapshots` is set, a large file that changes meanwhile is copied first."""
     enough = threading.Event()
 
     def job(path: Path, key: str) -> Uploaded:
@@ -254,7 +254,7 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object, downloaded in pieces. The thread of the last piece finishes the file, or raises the first error."""
+    """A large object, downloaded in pieces. The thread with the last piece finishes the file, or raises the first error."""
 
     store: Store
     request: Download
@@ -274,7 +274,7 @@ class _Pieces:
         self.ended = False
 
     def fetch(self, start: int) -> Downloaded | None:
-        """Download the piece at `start`. Returns the file after the last piece, otherwise None."""
+        """Download the piece at `start`. Returns the file if this was the last piece, otherwise None."""
         with self._lock:
             self._left -= 1
             if self._error is None:
@@ -312,7 +312,7 @@ class _Pieces:
         if self.enough.is_set():
             raise Stopped(f"the download of {self.request.key} was stopped")
         if self._file is None:
-            if self.request.crc32 < 0:  # otherwise the crc32 shows whether all pieces are of one version
+            if self.request.crc32 < 0:  # otherwise, the crc32 shows whether all pieces are from one version
                 entry = self.store.head(self.request.key)
                 if entry.size != self.request.size:
                     raise _replaced(self.store, self.request, entry.size)

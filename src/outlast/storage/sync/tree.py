@@ -1,7 +1,7 @@
-"""Walks of a directory tree, consistent reads of files, and atomic writes.
+"""Walks directory trees, reads files consistently, and writes them atomically.
 
-Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target lies
-inside the tree and does not contain the link. Names are UTF-8. Empty directories do not count, since stores have no directories.
+Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target is inside
+the tree and does not contain the link. Names are UTF-8. Empty directories are ignored, since stores have no directories.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""Prefix of the names of partial files, which end in `.part`."""
+"""Prefix for the names of partial files, which end in `.part`."""
 _PIECE = 64 << 10
-"""Bytes written at a time. For larger writes, Linux allocates larger page cache blocks. A virtual machine that reports free pages
-must get these back from its host, which takes three times as long as everything else."""
+"""Number of bytes written at a time. For larger writes, Linux allocates larger page cache blocks. A virtual machine that reports
+free pages to its host has to get these blocks back, which takes three times as long as everything else."""
 ATTEMPTS = 3
-"""Number of attempts to read a file that changes during the read."""
+"""How often to try to read a file that changes during the read."""
 
 
 @dataclass
@@ -34,11 +34,11 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, with the reason. These may exist although `files` lacks them."""
+    """Unreadable paths, each with the reason. They may exist although they are not in `files`."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Paths that are not files, with the reason."""
+    """Paths that are not files, each with the reason."""
     partials: list[str] = field(default_factory=list)
-    """Partial files, in progress or abandoned."""
+    """Partial files, whether in progress or abandoned."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
@@ -52,7 +52,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
         raise NotFound(f"{root} is not there; give a directory that is")
     scan = Scan()
     files, real = scan.files, os.path.realpath(root)
-    # (prefix of the directory's files, its path, real paths of directories above it that were entered through a link)
+    # (prefix for the directory's files, its path, real paths of the directories above it that were entered through a link)
     waiting: list[tuple[str, str, tuple[str, ...]]] = [("", root, (real,))]
     while waiting:
         prefix, place, way = waiting.pop()
@@ -88,7 +88,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """Add a link's target to the scan if it is a file. Returns the target if it is a directory to walk."""
+    """If a link's target is a file, add it to the scan; if it is a directory to walk, return it."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -109,7 +109,7 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
 
 
 def _not_utf8(name: str) -> str:
-    """Return the printable form of a name that is not UTF-8, or an empty string for UTF-8."""
+    """Return a printable form of a name that is not UTF-8, or an empty string if it is."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -118,7 +118,7 @@ def _not_utf8(name: str) -> str:
 
 
 def gone(path: str | Path) -> bool:
-    """Return whether a path does not exist; False for an inaccessible path."""
+    """Return whether a path does not exist; False if it is inaccessible."""
     try:
         os.stat(path)
     except (FileNotFoundError, NotADirectoryError):
@@ -138,14 +138,14 @@ def _stat(result: os.stat_result) -> Stat:
 
 
 def version(stat: Stat) -> tuple[int, int]:
-    """Return a value that changes when the content does."""
+    """Return a value that changes when the file's content does."""
     return stat.size, stat.mtime
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
 
-    Returns the content, the stat before the read, and whether it was the same afterwards. Tries up to ATTEMPTS times.
+    Returns the content, the stat before the read, and whether the stat was the same afterwards. Tries up to ATTEMPTS times.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -178,7 +178,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy up to `length` bytes of a file. Returns the number of bytes and their crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file. Returns how many bytes were copied, and their crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
@@ -188,13 +188,13 @@ def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
 
 
 class AtomicFile:
-    """A file that is written beside `path` and renamed to it when complete.
+    """A file that is written next to `path` and renamed to it once complete.
 
         with AtomicFile(path) as file:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Without `finish`, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
+    Unless `finish` is called, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -251,7 +251,7 @@ class AtomicFile:
 
 
 class Inside:
-    """The rule for writable paths: with all links resolved, a path's directory must lie inside the tree."""
+    """The rule for writable paths: once all links are resolved, a path's directory must be inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -259,7 +259,7 @@ class Inside:
         self._reasons: dict[str, str] = {}
 
     def obstacle(self, path: str) -> str:
-        """Return why a file cannot be written at a relative path, or an empty string."""
+        """Return why no file can be written at a relative path, or an empty string."""
         directory = path.rpartition("/")[0]
         if directory not in self._reasons:
             self._reasons[directory] = self._reason(directory)

@@ -1,4 +1,4 @@
-"""The CustomResourceDefinition of ElasticJob: `crd.yaml`, with the specification from the model of the job file.
+"""The CustomResourceDefinition for ElasticJob: `crd.yaml`, with the specification from the job file's model.
 
 The API server requires a structural schema
 (https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):

@@ -1,9 +1,9 @@
-"""The objects of an installation: namespace, CRDs, the operator and its rights; optionally the node watcher, and monitoring.
+"""The objects to install: the namespace, CRDs, the operator and its rights, and optionally the node watcher and monitoring.
 
     files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
 
-They are the YAML files beside this module, with `<namespace>` and `<image>` filled in; `crd` adds a job's specification to its
-own.
+They come from the YAML files next to this module, with `<namespace>` and `<image>` filled in; `crd` adds a job's specification
+to its own file.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Protects a job from evictions: its PodDisruptionBudget, and its pods' annotations."""
+"""Protects a job from evictions, with a PodDisruptionBudget and with annotations on its pods."""
 
 from __future__ import annotations
 
@@ -20,15 +20,15 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#w
 
 
 def min_available(workers: spec.Workers) -> int:
-    """Minimum number of workers that evictions must leave: `workers.min`, but one worker may always be evicted, since otherwise
-    draining its node would never end. A job that needs all its workers saves, and waits for the replacement."""
+    """Return how many workers evictions must leave: `workers.min`, except that one worker may always be evicted, since otherwise
+    draining its node would never end. A job that needs all its workers saves its state and waits for the replacement."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 
 def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
     """Return the PodDisruptionBudget for a job; `owner` is an ownerReference.
 
-    A worker that is not ready does not train and may always be evicted; otherwise, a job that waits would block a drain forever.
+    A worker that is not ready does not train and may always be evicted; otherwise, a waiting job would block a drain forever.
     https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy
     """
     meta = {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]}

@@ -1,4 +1,4 @@
-"""Kueue's Workloads for a job, and the effects of an admission on the job's pods. Pure.
+"""Kueue's Workloads for a job, and how an admission affects the job's pods. Pure.
 
 Kueue manages quotas and the Workloads that request them; the creator of a Workload manages the pods
 (https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.kueue_workloads` decides what to request.
@@ -36,12 +36,12 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """Priority of a Workload. The value is needed as well as the name, since Kueue does not look it up."""
+    """A Workload's priority. The value is needed as well as the name, since Kueue does not look it up."""
 
     value: int
     name: str = ""
     group: str = ""
-    """API group of the priority class: Kueue's, or that of pods' priority classes."""
+    """API group of the priority class: Kueue's, or the one for pods' priority classes."""
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
@@ -103,7 +103,7 @@ def flavors(workload: Mapping[str, Any]) -> set[str]:
 
 
 def admitted_count(workload: Mapping[str, Any]) -> int:
-    """Return the number of pods that a Workload was admitted for."""
+    """Return the number of pods for which a Workload was admitted."""
     requested = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 

@@ -1,4 +1,4 @@
-"""Constraints on the nodes for a worker's pod: spot machines, instance types, accelerators, and spreading over nodes."""
+"""Constraints on which nodes a worker's pod may use: spot machines, instance types, accelerators, spreading over nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Labels on spot nodes, with their values: Karpenter, EKS, GKE, AKS, self-managed groups on AWS."""
+"""Labels on spot nodes, with their values, as set by Karpenter, EKS, GKE, AKS and self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -86,8 +86,7 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def avoid_spot(affinity: Document) -> Document:
-    """Return a pod's affinity with the requirement that its node is not a spot machine. A node without any spot label is not a
-    spot machine."""
+    """Return a pod's affinity with the added requirement that its node is not a spot machine, that is, has no spot label."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_not_spot()]} for term in terms]

@@ -14,7 +14,7 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import who_trains
 
 LEAVE_S = 60.0
-"""Timeout for workers to flush their uploads and exit, once the job has ended."""
+"""Timeout for workers to flush their uploads and exit once the job has ended, in seconds."""
 _FINAL = (State.SUCCEEDED, State.FAILED)
 
 

@@ -21,11 +21,11 @@ from outlast.rendezvous.root_cause import PLAIN_PODS
 RETRYABLE = (130, 137, 138, 143)
 """Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
 OVERDUE_S = 60.0
-"""How long after a pod's grace period its node is presumed unreachable."""
+"""A pod's node is presumed unreachable this many seconds after the pod's grace period."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
 """Reasons that containerd and the kubelet report for containers that did not survive their node's restart."""
 _REMEMBERED = 10
-"""Number of failures remembered to compute the backoff, which is at its maximum by then."""
+"""How many failures are remembered for computing the backoff, which is then at its maximum."""
 
 
 def start_time(rec: ReconcilePass) -> None:
@@ -176,8 +176,8 @@ def _nnodes(pod: Pod) -> str | None:
 
 
 def _has_free_indices(rec: ReconcilePass) -> bool:
-    """Return whether there are indices that a pod can be created for. The index of a pod that is terminating or has failed is not
-    free."""
+    """Return whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is
+    not free."""
     return (
         not _succeeded(rec)
         and len(rec.snapshot.name) <= names.MAX_LENGTH

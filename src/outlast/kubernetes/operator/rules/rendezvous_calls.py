@@ -16,7 +16,7 @@ from outlast.rendezvous import root_cause, who_trains
 from outlast.rendezvous.who_trains import Call, Cause, MemberState
 
 ARRIVE_S = 2.0
-"""Debounce: missing workers are reported only once no worker has joined for this long."""
+"""Debounce: missing workers are reported only once no worker has joined for this many seconds."""
 _SUSPENDED_STATES = (State.SUSPENDED, State.QUEUED)
 
 

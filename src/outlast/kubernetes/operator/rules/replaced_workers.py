@@ -20,12 +20,12 @@ from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEU
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
-"""If a pod lives for less than this, a pause follows its loss: its node would reject the next pod as well."""
+"""If a pod lives for fewer seconds than this, a pause follows its loss: its node would reject the next pod as well."""
 SILENT_RECHECK_S = 10.0
-"""Poll interval while most workers are silent: their return triggers no reconcile pass."""
+"""Poll interval while most workers are silent, in seconds: their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""This job's pods avoid a node after this many counted failures on it within the window. A rank whose bits differ
-counts as this many failures by itself."""
+"""This job's pods avoid a node after this many counted failures on it within the window. If a rank's state differs from the
+others', that alone counts as this many failures on its node."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -187,8 +187,8 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Return nodes to avoid: those with repeated failures, wrong bits or workers that their peers could not reach, and those
-    about to be terminated."""
+    """Return the nodes to avoid: those with repeated failures, with a rank whose state differed, or with workers that their peers
+    could not reach, and those about to be terminated."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:

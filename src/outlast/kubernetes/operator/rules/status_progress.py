@@ -22,7 +22,7 @@ MEASURE_S = 5.0
 
 
 def _went_back(status: Status) -> bool:
-    """Return whether the last world has ended because of wrong bits: its last steps are withdrawn, not out of reach."""
+    """Return whether the last world ended because a rank's state differed: its last steps are withdrawn, not out of reach."""
     last, failed = [each.cause for each in status.counted_failures[-1:]], (status.failure or {}).get("generation")
     return last == [FailureCause.BITS] and status.world is not None and failed == status.world.generation - 1
 

@@ -10,7 +10,7 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures
 
 RECHECK_S = 10.0
-"""Poll interval for missing Kueue objects, which we do not watch."""
+"""Poll interval for missing Kueue objects, which we do not watch, in seconds."""
 
 
 def queued(rec: ReconcilePass) -> None:
