@@ -58,7 +58,7 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """A function that runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
+    """Runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
 
     Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """
@@ -84,7 +84,7 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Return the finished units' notes, by number. Lists the directory first, to save requests to a network disk."""
+        """Return finished units' notes, by unit number. Lists the directory first, to save requests to a network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
@@ -124,7 +124,7 @@ class Engine(Protocol):
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Run the units, and return their notes by number.
+        """Run the units, and return their notes by unit number.
 
         Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
         last call. Raises the task's exceptions, and OutlastError if a process is killed.
@@ -133,12 +133,12 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A run's source, target and processes. Each kind of dataset has its own settings in addition."""
+    """A run's source, target and processes. Each kind of dataset has its own additional settings."""
 
     source: Path
     to: Path
     processes: int = 1
-    """Number of processes on this machine; 0 means as many as cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0 means as many as its cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     """A callback with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
@@ -148,7 +148,7 @@ class Request:
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """None means `processes` on this machine."""
+    """The engine; None means `processes` on this machine."""
 
 
 def cores() -> int:
@@ -161,7 +161,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
+    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples each."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
