@@ -47,7 +47,7 @@ ALIASES = {
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""Flags of the workshop's script that have another name in this recipe; all other flags have the same name."""
+"""Flags that this recipe names differently from the workshop's script; all others have the same name."""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",

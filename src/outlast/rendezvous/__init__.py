@@ -1,4 +1,4 @@
-"""Rendezvous: the decision about which workers train together (`world`), its transports, and torchrun's handler."""
+"""Rendezvous: deciding which workers train together (`world`), transports, and torchrun's handler."""
 
 from __future__ import annotations
 

@@ -60,7 +60,7 @@ class Member:
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
     """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Called with the end of the run once the operator has published it, before anything acts on it."""
+    """Called with the run's end once the operator has published it, before anything acts on it."""
 
     @property
     def generation(self) -> int:
