@@ -53,7 +53,7 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Shortest pause of a loop that is logged, in seconds."""
+"""Minimum length, in seconds, of a pause in a loop that is logged."""
 
 
 class Awake:

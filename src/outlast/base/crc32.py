@@ -1,4 +1,4 @@
-"""CRC-32 checksums of memory and files. A file's checksum can be combined from those of its parts.
+"""CRC-32 checksums of memory and files. A file's checksum can be computed from its parts' checksums.
 
 All data that is saved, kept in memory or sent is checksummed, mostly during training. ISA-L is five times as fast as zlib, the
 fallback if ISA-L is not installed. Both give the same result and release the GIL.

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""Fraction of the memory to keep free, as a divisor: one tenth."""
+"""Divisor for the reserve: one tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 

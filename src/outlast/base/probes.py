@@ -28,7 +28,7 @@ class Health:
     ready: bool = False
     reason: str = "starting"
     end: str = ""
-    """How the run ended, for as long as the worker stays up afterwards; see `ownership.Ended`."""
+    """How the run ended (`join_run.Ended.dumps`), while the worker stays up afterwards; empty otherwise."""
 
 
 MOST = 32

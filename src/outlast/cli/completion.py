@@ -122,7 +122,7 @@ def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error, including that of login programs named in a kubeconfig."""
+    """Discard standard error, also from login programs named in a kubeconfig."""
     before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

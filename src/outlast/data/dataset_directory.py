@@ -28,7 +28,7 @@ MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
 """Name of the staging directory; in a store, name of the object that marks a dataset as incomplete."""
 MANIFEST = "manifest.json"
-"""Name of the manifest of shards, which is written last."""
+"""Name of the shard manifest, which is written last."""
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100

@@ -38,7 +38,7 @@ _WARN_S = 10.0
 _LARGE = 1 << 30
 """Size in bytes above which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval between writes of the state; a kill loses the bytes received since the last write."""
+"""Interval, in seconds, between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
 """Maximum number of times a download starts from the first byte, because the file changes or ranges are unsupported."""
 

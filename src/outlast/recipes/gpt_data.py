@@ -189,7 +189,7 @@ def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, mor
 
 
 def trained(path: Path) -> Pretrained:
-    """Read the trained model in a run's checkpoint, with its sizes and the digest of its tokenizer."""
+    """Read the trained model in a run's checkpoint, with the model's sizes and the tokenizer's digest."""
     record = Record.read(path)
     return Pretrained(path.name, Config(**record.config), checkpoint.read(path, "model"), record.tokenizer)
 

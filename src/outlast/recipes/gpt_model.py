@@ -196,7 +196,7 @@ class MoE(nn.Module):
             one = torch.arange(scores.shape[1], device=x.device)
             counts = (chosen.flatten()[:, None] == one).sum(0)  # (e,)
             aux = balance(scores.softmax(-1), counts, self.kind)
-        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place: those of expert 0 first
+        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place, expert 0's first
         inverse = order.argsort()
         rows = tokens[:, None].expand(-1, self.k, -1).flatten(0, 1)  # (n k, c)
         made = self.experts(_Permuted.apply(rows, order, inverse), counts)

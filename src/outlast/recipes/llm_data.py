@@ -167,7 +167,7 @@ class Row(NamedTuple):
     groups: tuple[tuple[Tensor, Tensor], ...]
     """Groups of samples of about the same length, for attention: positions of their tokens (samples, longest), and indices of
     the real tokens."""
-    order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
+    order: Tensor  # (t,) int64: each row token's index among the tokens of all groups
     real: int
     """Number of tokens, not counting padding."""
 

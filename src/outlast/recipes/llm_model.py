@@ -158,7 +158,7 @@ def fingerprint(model: nn.Module) -> str:
 def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
     """Add small trained matrices to the target modules of a model, and freeze all other weights. Raises OutlastError.
 
-    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are those of `peft.LoraConfig`.
+    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are options for `peft.LoraConfig`.
     """
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}

@@ -167,7 +167,7 @@ class Remarks:
 
     def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
         self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
-        """Names of the clips of each kind, sorted."""
+        """Sorted names of clips, by kind."""
 
     def note(self, kind: str, name: str) -> str:
         """Record a clip. Returns a message for the first three clips of each kind, otherwise ""."""

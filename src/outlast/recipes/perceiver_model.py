@@ -3,7 +3,7 @@ them.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
 4.3, with the sizes of deepmind/multimodal-perceiver. With that model's weights, the outputs equal those of Hugging Face's
-`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs, see `Attention.folded`: position encodings are
+`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs (see `Attention.folded`): position encodings are
 computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
 """
 

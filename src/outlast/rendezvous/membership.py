@@ -98,7 +98,7 @@ class Membership:
         self.dies: Callable[[], bool] = lambda: False
         """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
         self.pause_s = 0.0
-        """Delay in seconds before processes are next started; the other members wait."""
+        """Delay, in seconds, before processes are next started; the other members wait."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False

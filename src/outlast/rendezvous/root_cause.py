@@ -45,7 +45,7 @@ class Debounce:
     """Debounce times for the failures of one generation, in seconds from the first failure."""
 
     cause: float = 0.5
-    """How long calls are delayed while all failures are echoes, since a call would stop the culprit before it can report."""
+    """Delay for calls while all failures are echoes, since a call would stop the culprit before it can report."""
     settle: float = 1.0
     """Time after which failures are judged even if no world can form yet."""
     answer: float = 5.0

@@ -97,8 +97,8 @@ def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
     """Return whether other workers may be training, and would stop as soon as this worker reports. `needed` is True if no world
     can do without this worker.
 
-    If no worker can train without this one, it is faster to report first and prepare ranks meanwhile. On one machine, reporting
-    takes no time.
+    If no worker can train without this one, it is faster to report first, and prepare ranks while waiting. On one machine,
+    reporting takes no time.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

@@ -178,7 +178,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long to wait for workers, in seconds."""
+    """Timeouts for workers, in seconds."""
 
     start: float = 30.0
     """Timeout for missing workers while no worker holds any state, counted from when the smallest allowed world could form."""

@@ -84,7 +84,7 @@ class Device:
         """Allocate CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
         Memory for a device other than the current one is not pinned: copies into pinned memory run in the background, and
-        `synchronize` waits only for those of the current device.
+        `synchronize` waits only for the current device's copies.
         """
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)

@@ -85,11 +85,11 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 
 
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
-    """Open the session of a process whose library has joined its process group and seeded its generators.
+    """Open the session of a process in which a library has already joined a process group and seeded the generators.
 
     The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step: a job's later
-    worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
+    metrics and results outside a job; the default is the same as for `open`. `batch` is the number of samples per step: a job's
+    later worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -123,7 +123,7 @@ class Session:
         env = os.environ
         self.seed, self._attached = seed, attached
         self._joined = False
-        """Whether this session has joined the process group, and leaves it at the end."""
+        """Whether this session itself has joined the process group, and so leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
         self.output = Path(env.get(Env.OUTPUT, output or "out"))
@@ -235,7 +235,7 @@ class Session:
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
                 error.add_note(hint)
-            self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads go on with it
+            self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads continue it
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
             # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the

@@ -140,7 +140,7 @@ class InStore(Source):
 
 
 class InPod(Source):
-    """Reads a job's metrics, but not its event files, from the output in its pods."""
+    """Reads a job's metrics, but not its event files, from the output in the job's pods."""
 
     def __init__(self, place: KubernetesBackend, name: str) -> None:
         self._place, self._name = place, name

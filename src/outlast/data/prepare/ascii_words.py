@@ -28,7 +28,7 @@ _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
 """Masks for little-endian integers: entry n keeps the first n bytes."""
 _LONGEST = 16
 _SLOTS = 18
-"""Binary logarithm of the number of slots: 262,144 slots take 6 MiB."""
+"""log2 of the number of slots: 262,144 slots take 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
 """Maximum number and total bytes of words in a table: about 60 MiB of memory. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)

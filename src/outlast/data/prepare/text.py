@@ -182,7 +182,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """For each text in a unit, yield its part, the text, and whether it ends its document.
+    """For each text in a unit, yield the part, the text, and whether the text ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """

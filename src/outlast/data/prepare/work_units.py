@@ -144,7 +144,7 @@ class Request:
     uploaded: shard_format.Manifest | None = None
     """The dataset that already exists in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set to stop the run; the next run continues."""
+    """Set this to stop the run; the next run continues it."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None

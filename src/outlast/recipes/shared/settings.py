@@ -37,7 +37,7 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """Return a field with its default, its purpose (unit and reason), and its smallest and largest valid value.
+    """Return a field with a default, a purpose (unit and reason), and the smallest and largest valid values.
 
     `group` is the heading of the help section that begins with this field. `first` is True for the field that an argument
     without a flag sets; there may be only one.

@@ -260,7 +260,7 @@ class Running:
             self._candidate.resign()
 
 
-# The interface of a transport, see `rendezvous.transport`
+# The interface of a transport; see `rendezvous.transport`
 
 
 def board(endpoint: str, member: Member) -> Board:

@@ -111,7 +111,7 @@ class Record(_Value):
     world: World | None = None
     """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
-    """Tokens of the members of that world, in the same order."""
+    """Tokens of that world's members, in the same order."""
 
 
 @dataclass(frozen=True)

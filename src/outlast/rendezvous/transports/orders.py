@@ -49,7 +49,7 @@ class Answer:
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """Return the headers for an order to a worker. `key` is the run's key, see `sealed_lines.key`."""
+    """Return the headers for an order to a worker. `key` is the run's key; see `sealed_lines.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 

@@ -226,7 +226,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key` is the run's key, which every member must have; empty on a Unix socket. `clock` measures silence, and must stop
-        while this process is paused, see `clock.Awake`."""
+        while this process is paused; see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}

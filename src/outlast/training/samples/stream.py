@@ -254,7 +254,7 @@ class Stream:
         return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. World size and `batch` may differ from those of the saved run.
+        """Continue at the position in `state`. The world size and `batch` may differ from the saved run's.
 
         Raises OutlastError if the samples would come in another order: with other data, another seed, or another `shuffle`.
         """

@@ -152,7 +152,7 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Return the offsets of the data's checksum in the bytes after it: in its descriptor and in its directory entry."""
+    """Return the checksum's offsets in the bytes after the data: in the data descriptor and in the directory entry."""
     wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):

@@ -1,6 +1,6 @@
 """Copies tensors within this machine's memory, with several threads.
 
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle meanwhile.
+One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle in the meantime.
 """
 
 from __future__ import annotations

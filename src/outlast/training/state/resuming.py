@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The loaded state; the same on every rank."""
+    """The loaded state, the same on every rank."""
 
     step: int = 0
     at: tuple[int, int] = (0, 0)

@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by one of the threads of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. Also called by one of `snapshots`' threads."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest

@@ -50,7 +50,7 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """The run's owner, see `join_run`."""
+        """The run's owner; see `join_run`."""
         self.run_end: Closed | None = None
         """The run's end, as published by the operator."""
         self._coordinator: Host | etcd.Running | None = None

@@ -164,7 +164,7 @@ def newest_generation(where: store.Store, output: Path, run: str, *, stored: boo
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now, with its owner's name as its id."""
+    """Create the record for a run that starts now; the owner's name is the run's id."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 

@@ -1,4 +1,4 @@
-"""An agent's reports on its worker: `worker.json` for the launcher, and the responses of its probes."""
+"""An agent's reports on its worker: `worker.json` for the launcher, and responses to probes."""
 
 from __future__ import annotations
 

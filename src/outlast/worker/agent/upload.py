@@ -278,7 +278,7 @@ class Uploader:
         return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune the store according to the job's retention."""
+        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention policy."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)

@@ -81,7 +81,7 @@ class Results:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the record of code files when it was last read."""
+        """The mtime of the code files' record when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
         """Sizes of recently written files, for comparison in the next pass."""
