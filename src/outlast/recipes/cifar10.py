@@ -95,7 +95,7 @@ def network(group: int = 16) -> nn.Sequential:
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
-        # The workshop's network applies ReLU before the pool, which gives the same result but works on four times as many.
+        # The workshop's network applies ReLU before the pool, which gives the same numbers but works on four times as many.
         return [first, nn.ReLU(inplace=True), second, nn.MaxPool2d(2), nn.ReLU(inplace=True), BatchNorm(o, group)]
 
     layers: Any = nn.Sequential(

@@ -135,7 +135,7 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
 def agreed(run: Session, *datasets: Packed) -> None:
     """Raise OutlastError, on every rank, if machines have packed different images. A collective; call it before `run.resume`.
 
-    The cause is different sources or decoding libraries. The same index would then select different images on different machines.
+    This happens if sources or decoding libraries differ. The same index would then select different images on different machines.
     """
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
@@ -202,7 +202,7 @@ def folder(
     `size` stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the
     same shape. `pack` gives the same images, order and pixels, so a run may switch between the two.
 
-    With `skip_bad`, the next decodable image replaces one that cannot be decoded, the same one on every rank and in every epoch.
+    With `skip_bad`, the next decodable image replaces one that cannot be decoded, the same on every rank and in every epoch.
     Each rank prints the names of its bad images. Raises OutlastError if there are no images or no classes, or if the classes
     of train and val differ.
     """

@@ -265,10 +265,9 @@ class Session:
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap `model` in DistributedDataParallel on this rank's device, adding gradients in the same order after every restart.
 
-        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, that changes
-        the bits of the gradients' sum, so the first step after a resume would not be exact. This method makes DDP rebuild the
-        buckets before the first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for
-        `static_graph=True`. A collective.
+        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, that changes the bits of
+        the gradients' sum, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before
+        the first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(

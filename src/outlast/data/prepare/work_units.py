@@ -161,7 +161,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples each."""
+    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
