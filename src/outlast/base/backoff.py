@@ -78,8 +78,8 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """Return the response to a cluster request, retried until it succeeds or raises a `hopeless` error, by default any but
-    Unanswered. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
+    """Return the response to a cluster request. Retries until the request succeeds or raises a `hopeless` error, by default any
+    error but Unanswered. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
     away = False
     while True:
         try:
@@ -139,13 +139,13 @@ class ConnectionLog:
         self._problem: type[Exception] | None = None
 
     def broken(self, problem: Exception) -> None:
-        """Report a broken connection."""
+        """Report that the connection is broken."""
         if self._sentences[0] and type(problem) is not self._problem:
             _say(f"{self._sentences[0]}; it goes on as it was and tries again: {problem}")
         self._problem = type(problem)
 
     def restored(self) -> None:
-        """Report a working connection."""
+        """Report that the connection works."""
         if self._sentences[1] and self._problem:
             _say(self._sentences[1])
         self._problem = None

@@ -1,8 +1,8 @@
-"""Clocks that never step, to measure silence, loops and hangs, and to detect steps of the wall clock.
+"""Clocks that never step, for measuring silence, loops and hangs, and for detecting steps of the wall clock.
 
     clock = Clock()
     clock()          seconds since the epoch, monotonic from the clock's creation
-    clock.broken_at  time of the wall clock's last step: silence before that time proves nothing
+    clock.broken_at  when the wall clock last stepped: silence before that time proves nothing
 
 The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
 within one process, and `time.time` for times that people read or that outlive the process.
@@ -37,8 +37,8 @@ class Clock:
         """Steady time of the last wall clock step or suspend; count silence only from then on."""
 
     def __call__(self) -> float:
-        """Return the steady time. If the wall clock has stepped or the machine has slept since the last call, set
-        `broken_at` to it."""
+        """Return the steady time. Sets `broken_at` to that time if the wall clock has stepped or the machine has slept since the
+        last call."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -53,14 +53,14 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Shortest pause in a loop that is logged, in seconds."""
+"""Minimum length, in seconds, of a pause in a loop that is logged."""
 
 
 class Awake:
     """A clock that begins at the current time and advances only while its loop runs.
 
     Unlike the monotonic clock, it also stops for paused virtual machines, frozen containers and stopped processes, so that no
-    deadline passes meanwhile. Loops must read it at least every `STEP_S`. Safe to call from any thread.
+    deadline passes while the loop is stopped. Loops must read it at least every `STEP_S`. Safe to call from any thread.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -106,7 +106,7 @@ class Seen:
 
 
 def until(at: float, timeout: float, now: float) -> float | None:
-    """Return the end of a timeout that began at `at`; None if it is over.
+    """Return the time at which a timeout that began at `at` ends; None if it has ended.
 
     If `at` is in the future, the clock was set back. Up to one timeout ahead, no time counts as passed; beyond that, the timeout
     is over. So a wait never exceeds twice its timeout, however the clock jumps.

@@ -1,4 +1,4 @@
-"""CRC-32 checksums of memory and files. A file's checksum can be combined from those of its parts.
+"""CRC-32 checksums of memory and files. A file's checksum can be computed from its parts' checksums.
 
 All data that is saved, kept in memory or sent is checksummed, mostly during training. ISA-L is five times as fast as zlib, the
 fallback if ISA-L is not installed. Both give the same result and release the GIL.
@@ -38,8 +38,8 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends first. The result is
-    meaningless once `stop` is set."""
+    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends first. The result is meaningless once
+    `stop` is set."""
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):

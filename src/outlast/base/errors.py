@@ -43,7 +43,7 @@ class NoRoom(OutlastError):
 
 
 class NotRestored(OutlastError):
-    """The newest state cannot be read now. This counts as a failure: a retry may succeed."""
+    """The newest state cannot be read at present. This counts as a failure: a retry may succeed."""
 
 
 class NotSaved(OutlastError):
@@ -174,7 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes, each once: after `raise error from error`, an exception is its own cause."""
+    """Yield an exception and its causes, each only once, since `raise error from error` makes an exception its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

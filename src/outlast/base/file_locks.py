@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed. Return False if it is already locked; with `wait`, block instead."""
+    """Lock an open file or directory until it is closed. Returns False if it is already locked; with `wait`, blocks instead."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -75,7 +75,7 @@ def shared(path: Path) -> int | None:
 
 
 def free(path: Path) -> bool:
-    """Return whether nobody holds a lock on a file at this moment."""
+    """Return whether no process holds a lock on a file at this moment."""
     try:
         fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
     except FileNotFoundError:

@@ -6,7 +6,7 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""Divisor for the reserve: a tenth of the memory stays free."""
+"""Divisor for the reserve: one tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
 """Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
 
@@ -19,7 +19,7 @@ class Machine:
 
     @property
     def headroom(self) -> int:
-        """Bytes that can be allocated now, at least 0. A tenth of the machine's memory and of each cgroup's limit stays free."""
+        """Bytes that can be allocated now, at least 0. Leaves a tenth of the machine's memory and of each cgroup's limit free."""
         machine = self.machine()
         free = [machine.get("MemAvailable", 0) - machine.get("MemTotal", 0) // _RESERVE]
         free += [limit - used - limit // _RESERVE for limit, used in self.groups()]
@@ -51,7 +51,7 @@ class Machine:
     def oom_kills(self) -> int:
         """Return the number of processes in our cgroup that the kernel's OOM killer has killed; 0 if unknown."""
         for directory, *_ in self._places():
-            for name in ("memory.events", "memory.oom_control"):  # of cgroup v2 and v1
+            for name in ("memory.events", "memory.oom_control"):  # in cgroup v2 and v1
                 with contextlib.suppress(OSError, ValueError, StopIteration):
                     lines = (line.split() for line in (directory / name).read_text().splitlines())
                     return next(int(words[1]) for words in lines if words[0] == "oom_kill")

@@ -2,7 +2,7 @@
 for other workers, and `/leave` for holders of the run's key.
 
 A worker is healthy while it makes progress (a step, or a phase of startup), and ready while it is in a world. The port is open to
-everyone in the cluster, so connections are limited in number and duration. Silent ones are closed, oldest first, so that kubelets
+everyone in the cluster, so connections are limited in number and duration. Idle ones are closed, oldest first, so that kubelets
 get a response under any load.
 """
 
@@ -28,7 +28,7 @@ class Health:
     ready: bool = False
     reason: str = "starting"
     end: str = ""
-    """How the run ended, reported while the worker stays up; see `ownership.Ended`."""
+    """How the run ended (`join_run.Ended.dumps`), while the worker stays up afterwards; empty otherwise."""
 
 
 MOST = 32
@@ -108,7 +108,7 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` connections. One more closes the oldest, which must be silent: requests take milliseconds."""
+    """A server with at most `MOST` connections. One more closes the oldest, which must be idle: requests take milliseconds."""
 
     request_queue_size = BACKLOG
 

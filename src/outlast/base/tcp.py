@@ -8,7 +8,7 @@ from __future__ import annotations
 import socket
 
 REACH_S = 5.0
-"""Timeout in seconds of `reach`."""
+"""Timeout for `reach`, in seconds."""
 
 
 def host_port(address: str) -> tuple[str, int]:

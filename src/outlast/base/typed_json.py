@@ -3,7 +3,7 @@
     decode(Report, {"run": "r", "id": 3, "standing": "waiting", "newer": 1})  ->  Report("r", 3, MemberState.WAITING)
 
 The types of a dataclass's fields describe the message. Fields from newer versions are ignored, and missing fields get their
-defaults. A value of the wrong type is refused. The types:
+defaults. A value of the wrong type is refused. Supported types:
 
     bool, str, Any, enums, Literal[...], X | None, dataclasses
     int                             an integer in [0, 2**53): no message has a negative one
@@ -30,15 +30,15 @@ _Reader = Callable[[Any], Any]
 
 
 class _Unfit(ValueError):
-    """Raised for a field that is missing or not of its type."""
+    """Raised for a field that is missing or has the wrong type."""
 
     def __init__(self, field: str, problem: str) -> None:
         self.field, self.problem = field, problem
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Convert a parsed JSON value to this type. Raises ValueError with a sentence that names the wrong field, and calls the value
-    `name`, by default `a <kind>`."""
+    """Convert a parsed JSON value to this type. Raises ValueError with a sentence that names the wrong field and refers to the
+    value as `name`, by default `a <kind>`."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)

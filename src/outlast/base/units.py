@@ -1,4 +1,4 @@
-"""Durations, quantities and intervals: parsed from a job file, and formatted for parsers or for people.
+"""Parses durations, quantities and intervals from a job file, and formats them for parsers or for people.
 
     "1h30m", 90, "0.5s"  <->  timedelta          duration, duration_text
     "16Gi", "2G", 1024   <->  bytes (int)        memory, memory_text
@@ -6,7 +6,7 @@
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
 `x` parses the text returned by `x_text` to the same value. Quantities are as in Kubernetes
-(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the end of a
+(https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
 sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Uses only the standard library.
 """
 
@@ -161,7 +161,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Return text or a number as text without an exponent; for anything else `?`, which no parser accepts."""
+    """Return text, or a number as text without an exponent. For anything else, return `?`, which no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

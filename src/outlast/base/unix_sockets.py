@@ -1,4 +1,4 @@
-"""Unix sockets at paths of any length: Linux limits addresses to 107 bytes, so we use ones relative to the directory."""
+"""Unix sockets at paths of any length: Linux limits addresses to 107 bytes, so we use addresses relative to the directory."""
 
 from __future__ import annotations
 

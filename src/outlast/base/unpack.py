@@ -1,4 +1,4 @@
-"""Safe unpacking of archives, even hostile or damaged ones.
+"""Unpacks archives safely, even hostile or damaged ones.
 
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
@@ -58,13 +58,13 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits for unpacking an archive, and words for the error messages."""
+    """Limits for unpacking an archive, and wording for the error messages."""
 
     what: str
     """Contents of the archive: `code` or `data`."""
     entries: int
     size: int
-    """Number of bytes that any archive may unpack to, however small it is."""
+    """Number of unpacked bytes that every archive is allowed, however small it is."""
     ratio: int = 0
     """Maximum number of unpacked bytes per byte of the archive, if this allows more than `size`."""
     instead: str = "keep data elsewhere"
@@ -78,7 +78,7 @@ class Limits:
 
 
 def kind(name: str) -> str:
-    """Return a file's kind by its name: `zip`, `tar`, `compressed`, or empty for anything else."""
+    """Return a file's kind, judged by its name: `zip`, `tar`, `compressed`, or an empty string for anything else."""
     lower = name.lower()
     if lower.endswith(".zip"):
         return "zip"
@@ -193,7 +193,7 @@ class _Tree:
                 self.budget.bytes(len(data))
                 file.write(data)
         path.chmod(0o755 if mode & stat.S_IXUSR else 0o644)
-        modified = min(max(modified, 0.0), self._now)  # so that the job's files are newer
+        modified = min(max(modified, 0.0), self._now)  # so that files that the job writes are newer
         os.utime(path, (modified, modified))
 
     def hard_link(self, member: str, target: str) -> None:
@@ -309,7 +309,7 @@ def _untar(file: IO[bytes], tree: _Tree) -> None:
                     tree.refuse(member.name, "a device or pipe")
             if stream.last != bytes(tarfile.BLOCKSIZE):  # tarfile takes a damaged header for the end; a real end is zeros
                 raise tarfile.ReadError("it ends early, or in nonsense")
-        while stream.read(_CHUNK):  # to the checksum at the end of a compressed file
+        while stream.read(_CHUNK):  # read to the checksum at the end of a compressed file
             pass
 
 
@@ -341,7 +341,7 @@ def _zstd(file: IO[bytes]) -> IO[bytes]:
 
 def _members(archive: tarfile.TarFile) -> Iterator[tarfile.TarInfo]:
     while (member := archive.next()) is not None:
-        archive.members.clear()  # type: ignore[attr-defined] # it would keep them all
+        archive.members.clear()  # type: ignore[attr-defined] # otherwise it would keep all members in memory
         yield member
 
 

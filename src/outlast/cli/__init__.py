@@ -12,7 +12,7 @@ from typing import Any, NoReturn
 
 
 def kubectl_plugin() -> NoReturn:
-    """Run as `kubectl outlast`, which only knows the cluster's jobs. kubectl finds the program `kubectl-outlast` on the PATH."""
+    """Run as `kubectl outlast`, which knows only jobs in the cluster. kubectl finds the program `kubectl-outlast` on the PATH."""
     from outlast.cli.completion import PLUGIN
 
     main(name=PLUGIN)
@@ -21,7 +21,7 @@ def kubectl_plugin() -> NoReturn:
 def kubectl_completion() -> None:
     """Complete the last word of `kubectl outlast ...` for kubectl, which runs `kubectl_complete-outlast WORDS`.
 
-    kubectl reads one name, tab and description per line, as fish does, and then a directive:
+    kubectl reads a name, a tab and a description per line, as fish does, and then a directive:
     https://github.com/kubernetes/sample-cli-plugin#shell-completion
     """
     from outlast.cli.completion import PLUGIN

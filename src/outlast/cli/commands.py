@@ -1,7 +1,7 @@
-"""The command line, `outlast VERB`. The subpackages are the groups in the help: `train`, `look`, `data` and `cluster`.
+"""The command line, `outlast VERB`. The subpackages correspond to the groups in the help: `train`, `look`, `data` and `cluster`.
 
 Verbs call a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) only when they run, so that `outlast --help` is
-instant. The exit code is 0 on success, 1 if the command failed, 2 if it was used wrongly, and for `outlast run` the job's.
+instant. The exit code is 0 on success, 1 if the command failed, 2 if it was used wrongly; `outlast run` returns the job's.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "node-watch": processes.node_watch,
     },
 }
-"""Commands by heading in the help, everyday commands first. The guide's page of commands has the same order."""
+"""Commands by heading in the help, everyday commands first. The guide lists commands in the same order."""
 _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,
@@ -131,5 +131,5 @@ app.command(hidden=True)(evaluation)
 
 @functools.cache
 def command() -> Any:
-    """Build the whole command line, once: this takes longer than most commands run."""
+    """Build the whole command line, only once, since this takes longer than most commands run."""
     return typer.main.get_command(app)

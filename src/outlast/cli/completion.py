@@ -1,4 +1,4 @@
-"""Shell completion: names of jobs, namespaces and contexts.
+"""Shell completion for the names of jobs, namespaces and contexts.
 
 A shell calls these functions when the user presses TAB. They never print or fail, and take at most a second: names that a cluster
 returns later are not offered. If there are no names, the shell offers files.
@@ -24,7 +24,7 @@ _TIMEOUT_S = 1.0
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return job names: from the cluster that preceding options name, else from this directory, else from the current cluster."""
+    """Return job names from the cluster in the preceding options, or else from this directory or the current cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 
@@ -92,7 +92,7 @@ def _kubeconfig() -> list[dict[str, Any]]:
 
 
 def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
-    """Return the names that a cluster returns within the timeout."""
+    """Return the names with which a cluster responds within the timeout."""
     from outlast.kubernetes import api
 
     api.load()
@@ -112,7 +112,7 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    """Return the names that begin with `incomplete`, without duplicates. An error drops only the names after it."""
+    """Return the names that begin with `incomplete`, without duplicates. After an error, returns the names before it."""
     offered: dict[str, None] = {}
     with _quiet(), contextlib.suppress(Exception):  # e.g. a damaged file: completion must not print errors
         for name in names():
@@ -122,7 +122,7 @@ def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error, including that of login programs named in a kubeconfig."""
+    """Discard standard error, also from login programs named in a kubeconfig."""
     before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

@@ -1,7 +1,7 @@
-"""Finding a job: which job a command refers to, and which backend runs it.
+"""Finds the job that a command refers to, and the backend that runs it.
 
 With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, this directory is searched
-first. If it lacks the job and a kubeconfig exists, the namespace of the kubeconfig's current context is next.
+first. If the job is not there and a kubeconfig exists, its current context's namespace is searched next.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def this_machine() -> Backend:
 
 
 def backend(ctx: typer.Context) -> Backend:
-    """Return the backend given to `main`, or else this machine's."""
+    """Return the backend passed to `main`, or else this machine's."""
     given: Backend | None = ctx.obj
     return given if given is not None else this_machine()
 
@@ -112,7 +112,7 @@ def cluster(
     everywhere: bool = False,
     selector: str = "",
 ) -> KubernetesBackend:
-    """Return a cluster's backend. Its connections are closed at the end of the command. Raises NoCluster."""
+    """Return a cluster's backend, whose connections are closed at the end of the command. Raises NoCluster."""
     from outlast.kubernetes import api
     from outlast.kubernetes.jobs import backend as kubernetes
 
@@ -186,8 +186,8 @@ def run(ctx: typer.Context, name: str | None, namespace: str | None, context: st
 
 
 def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
-    """Pick a job (the newest is last) for a command without a name, and return its name and the reason: the only unfinished job,
-    or the newest if all have finished. Returns None if several are unfinished."""
+    """Pick a job for a command without a name: the only unfinished one, or the newest (the last) if all have finished. Returns
+    its name and the reason, or None if several are unfinished."""
     match [status.name for status in statuses if not status.state.final]:
         case []:
             return statuses[-1].name, f"the newest of {len(statuses)} jobs"
@@ -200,7 +200,7 @@ def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 def in_store(given: str | None) -> str | None:
     """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name.
 
-    Commands therefore work on any machine, not only where the job runs.
+    So commands work on any machine, not only where the job runs.
     """
     if given is None or "://" in given:
         return given
@@ -215,7 +215,7 @@ def in_store(given: str | None) -> str | None:
 
 
 def stored_run(url: str) -> tuple[Store, runs.Run]:
-    """Return the place of a job's output in a store, and the record of its run there. Raises NotFound."""
+    """Return the store with a job's output, and the run's record there. Raises NotFound."""
     from outlast.storage import runs, store
 
     there = store.open_(url)

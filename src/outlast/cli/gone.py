@@ -1,4 +1,4 @@
-"""Removed commands and options with their replacements. An entry stays for one minor version."""
+"""Removed commands and options, with their replacements. An entry stays for one minor version."""
 
 from __future__ import annotations
 

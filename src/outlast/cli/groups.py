@@ -1,4 +1,4 @@
-"""Help for a command with subcommands: in groups, and without truncated lines.
+"""Formats the help for a command with subcommands: in groups, and without truncated lines.
 
 Click truncates descriptions that do not fit on a line. This help shows first sentences in full, so they have to be short:
 `tests/cli/test_cli.py` enforces 80 columns.
@@ -12,7 +12,7 @@ from typing import Any, ClassVar
 from typer.core import TyperGroup
 
 _LONG = 1000
-"""Length in characters that no first sentence exceeds, so nothing is truncated."""
+"""A length in characters that no first sentence exceeds, so that nothing is truncated."""
 
 
 class Commands(TyperGroup):

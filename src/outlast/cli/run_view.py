@@ -1,8 +1,8 @@
 """The view of a run: workers' lines and the job's state, until the job ends or the user stops it.
 
-The first Ctrl-C (or SIGTERM) makes the job save and stop, the second kills the job. Closing the terminal (SIGHUP) leaves the job
-running. If the job's launcher dies meanwhile, it is restarted. Two screens show the run: `Plain` in this module, for pipes and
-files, and `live_panel.Terminal`.
+The first Ctrl-C (or SIGTERM) makes the job save and stop; the second kills it. Closing the terminal (SIGHUP) leaves the job
+running. If the job's launcher dies in the meantime, it is restarted. Two screens show the run: `Plain` in this module, for pipes
+and files, and `live_panel.Terminal`.
 """
 
 from __future__ import annotations
@@ -28,11 +28,11 @@ if TYPE_CHECKING:
 _POLL_S = 0.2
 """Poll interval for the status in seconds, short enough that changes seem to appear at once."""
 _ENSURE_INTERVAL_S = 1.0
-"""Seconds between two checks that the job still has a launcher."""
+"""Seconds between checks that the job still has a launcher."""
 _DRAIN_TIMEOUT_S = 1.0
 """Seconds to wait for each further log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
-"""Seconds to wait for the end of a killed job."""
+"""Seconds to wait for a killed job to end."""
 _BATCH = 1000
 """Maximum number of log lines per batch, and of buffered lines before the log reader has to wait."""
 
@@ -87,7 +87,7 @@ def signals() -> Iterator[list[int]]:
 
 
 def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
-    """Show a run until it ends or is killed. Returns its last status and the exit code.
+    """Show a run until it ends or is killed. Returns the last status and the exit code.
 
     `tail` is as for `Backend.logs`.
     """
@@ -146,7 +146,7 @@ def exit_code(status: JobStatus) -> int:
 
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
-    """Yield the summary of an ended run: duration, output, reason for a failure, the command that resumes it, warnings."""
+    """Yield the summary of an ended run: duration, output, reason for a failure, the command to resume the run, warnings."""
     took = units.human_seconds(tables_and_pages.lasted(status, now))
     did = [
         f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,

@@ -1,4 +1,4 @@
-"""Output of the command line: tables, a job's page, JSON and YAML.
+"""The command line's output: tables, a job's page, JSON and YAML.
 
 Text is aligned without a library, so that `outlast list` is instant. The live view is in `live_panel`.
 """
@@ -24,9 +24,9 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 300
-"""Maximum number of characters shown of a log line in a failure."""
+"""Maximum number of characters to show from a log line in a failure."""
 _FIRST_STEP_S = 20.0
-"""Seconds for which a run that reports no step is shown at step 0; arbitrary."""
+"""Seconds during which a run that reports no step is shown at step 0; arbitrary."""
 
 
 class Output(enum.StrEnum):
@@ -54,7 +54,7 @@ ListOutputOption = Annotated[
 
 
 def data(value: Any, output: Output | ListOutput, *, changed: bool = False) -> None:
-    """Print plain data as JSON or YAML; with `changed`, as one of many documents: a line of JSON, or YAML after `---`."""
+    """Print plain data as JSON or YAML. With `changed`, it is one of many documents: a line of JSON, or YAML after `---`."""
     if output == "json":
         print(json.dumps(value, indent=None if changed else 2), flush=changed)
     else:
@@ -107,7 +107,7 @@ def lasted(status: JobStatus, now: float) -> float:
 
 
 def world(status: JobStatus) -> str:
-    """Format the number of workers as `2/2 (1–4)`: in the world, requested, allowed."""
+    """Format the numbers of workers in the world, requested and allowed: `2/2 (1–4)`."""
     allowed = str(status.min) if status.min == status.max else f"{status.min}–{status.max}"
     return f"{len(status.world)}/{status.replicas} ({allowed})"
 
@@ -130,12 +130,12 @@ def _steps_known(status: JobStatus) -> bool:
 
 
 def session(status: JobStatus) -> bool:
-    """Return whether the training has a session, and therefore reports its steps through it or has committed a checkpoint."""
+    """Return whether the training has a session, as shown by reported steps or by a committed checkpoint."""
     return status.told == "session" or status.checkpoint is not None
 
 
 def no_checkpoint(status: JobStatus) -> str:
-    """Return the word after `none`: `yet` with a session, which would report a checkpoint; otherwise `seen`."""
+    """Return the word that follows `none`: `yet` if there is a session, which would report a checkpoint, or else `seen`."""
     return "yet" if session(status) or not status.started else "seen"
 
 
@@ -175,7 +175,7 @@ def newest_snapshot(status: JobStatus) -> str | None:
 
 
 def in_store(store: StoreStatus, now: float) -> str:
-    """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or since when and why they fail."""
+    """Format the state of uploads: `s3://bucket/runs/digits: step 800, all uploaded 12s ago`, or why and since when they fail."""
     parts = [f"step {store.step}"] if store.step else []
     uploaded = "uploaded" if store.backlog else "all uploaded"
     if store.pushed or not parts:
@@ -198,7 +198,7 @@ def _most(total: LostStatus) -> str:
 
 
 def failure(failed: Failure) -> str:
-    """Describe a failure: the first failing rank, how it ended, and the end of its traceback or else of its log."""
+    """Describe a failure: the first rank that failed, how it ended, and the end of its traceback or else of its log."""
     where = [f"generation {failed.generation}"] if failed.generation else []
     where += [f"step {failed.step}"] if failed.step is not None else []
     where += [f"exit code {failed.code}"] if failed.code >= 0 and "exit code" not in failed.reason else []
@@ -222,7 +222,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Format a job's page, with everything known about the job."""
+    """Format a job's page, which has everything known about the job."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -260,12 +260,12 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store's status says more than its URL, which in a cluster is the output. Only agents report more."""
+    """Return whether the store's status has more than a URL, which in a cluster is the output's. Only agents report more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
 def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
-    """Return a job's cells in a list, by heading; with `namespaced`, also its namespace."""
+    """Return a job's cells for a list, by heading; with `namespaced`, also its namespace."""
     if output is ListOutput.NAME:
         return {"NAME": status.name}
     cells = {

@@ -1,11 +1,11 @@
-"""Safe output to the terminal, which text from other sources cannot control.
+"""Makes output safe: text from other sources cannot control the terminal.
 
 Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
 clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`, after which `sys.stdout` and
 `sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Individual commands need no checks.
 
-Only this module writes control sequences: `log` for workers' lines, `console` for rich. From workers, only colours (SGR) within a
-line pass; kubectl passes logs on unchanged. `colours` obeys NO_COLOR and FORCE_COLOR.
+Only this module writes control sequences: `log` for workers' lines, `console` for rich. Of workers' control sequences, only
+colours (SGR) within a line are passed on; kubectl passes on all. `colours` obeys NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u206
 _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 """Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
-"""Cursor up, with which tqdm returns from a second bar to the first, or the newline before this sequence."""
+"""The cursor-up sequence, with which tqdm returns from a second bar to the first, or the newline before that sequence."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
 """A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
 _RESET = "\x1b[0m"
@@ -97,7 +97,7 @@ def release() -> None:
 
 
 def bug(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print a traceback without Python 3.13's colours, which would appear as text. For `sys.excepthook`."""
+    """Print a traceback without Python 3.13's colours, which would appear as text. Used as `sys.excepthook`."""
     print("".join(traceback.format_exception(kind, error, where)), end="", file=sys.stderr)
 
 
@@ -107,8 +107,8 @@ def say(sentence: str) -> None:
 
 
 def colours(stream: TextIO | None) -> bool:
-    """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, else on a terminal that
-    supports them.
+    """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, otherwise only on a terminal
+    that supports them.
 
     A variable counts if its value is not empty: https://no-color.org and https://force-color.org.
     """
@@ -169,8 +169,8 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 
 class Folded:
-    """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
-    after the cause. Lines that all workers print at a restart are shown once."""
+    """Filters echoes: lines that a failure's survivors print only because another rank has ended. One echo per worker stays,
+    after the cause. Lines that all workers print at a restart are shown only once."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}
@@ -222,7 +222,7 @@ def prefix(worker: int, *, colour: bool) -> str:
 
 @contextlib.contextmanager
 def handled(by: Callable[[int, FrameType | None], object], *numbers: signal.Signals) -> Iterator[None]:
-    """Handle these signals with the function `by` within the block."""
+    """Within the block, handle these signals with the function `by`."""
     before = {number: signal.signal(number, by) for number in numbers}
     try:
         yield

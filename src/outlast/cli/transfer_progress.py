@@ -1,4 +1,4 @@
-"""Long transfers on the command line: progress as a bar or as lines, and Ctrl-C, after which the same command continues."""
+"""Shows long transfers on the command line, as a bar or as lines, and handles Ctrl-C, after which the same command continues."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ _LINE_INTERVAL_S = 5.0
 
 
 class Tell(Protocol):
-    """Callback for the progress of a transfer."""
+    """A callback for a transfer's progress."""
 
     def __call__(self, done: int, total: int, files: str = "") -> None:
         """Report `done` of `total` bytes. `files` describes the number of files, if known."""

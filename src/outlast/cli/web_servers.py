@@ -1,4 +1,4 @@
-"""Web servers (TensorBoard, JupyterLab) that run as a command's child process until Ctrl-C."""
+"""Runs a web server (TensorBoard, JupyterLab) as a command's child process until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""Timeout for a server's first response in seconds; arbitrary."""
+"""Timeout for a server's first response, in seconds; arbitrary."""
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
@@ -41,7 +41,7 @@ def port(requested: int | None, bind: str, default: int) -> int:
 
 
 def shown(bind: str) -> str:
-    """Return the host in the URL with which a browser on this machine reaches a server that listens at `bind`."""
+    """Return the host for the URL at which a browser on this machine reaches a server that listens at `bind`."""
     return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
 
 

@@ -2,7 +2,7 @@
 
 Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: CIFAR-10's
 50,000 training images take 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler here
-accepts only numpy arrays and plain values. For any other directory they raise `NotCifar`.
+accepts only numpy arrays and plain values. `train` and `test` raise `NotCifar` for any other directory.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -48,7 +48,7 @@ class Images:
     x: NDArray[np.uint8]
     """Pixels, (n, 3, 32, 32)."""
     y: NDArray[np.int64]
-    """Labels, (n,), 0 ... 9."""
+    """Labels, (n,), from 0 to 9."""
     names: tuple[str, ...]
     """Names of the ten classes."""
 
@@ -147,7 +147,7 @@ class _Unpickler(pickle.Unpickler):
     """Loads only numpy arrays, bytes, text, numbers, lists and dicts."""
 
     def __init__(self, file: BinaryIO) -> None:
-        super().__init__(file, encoding="bytes")  # the originals come from Python 2, whose str is bytes
+        super().__init__(file, encoding="bytes")  # the original files come from Python 2, whose str is bytes
 
     def find_class(self, module: str, name: str) -> Any:
         allowed = _ALLOWED.get((module.replace("numpy.core.", "numpy._core."), name))  # numpy 1's name and numpy 2's

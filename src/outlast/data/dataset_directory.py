@@ -26,9 +26,9 @@ from outlast.job import ownership, url_logins
 
 MARKER = ".outlast-data.json"
 COMING = ".outlast-get"
-"""Name of the staging directory; in a store, the object that marks a dataset as incomplete."""
+"""Name of the staging directory; in a store, name of the object that marks a dataset as incomplete."""
 MANIFEST = "manifest.json"
-"""Name of the manifest of shards, which is written last."""
+"""Name of the shard manifest, which is written last."""
 EMPTY = frozenset({"lost+found"})
 """Names that a new, empty volume may contain."""
 _ATTEMPTS = 100
@@ -115,10 +115,10 @@ class Place:
             shutil.rmtree(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty directories.
+        """Remove empty directories; does nothing after `finish`.
 
         A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
-        this object created it. Does nothing after `finish`.
+        this object created it.
         """
         if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
@@ -151,7 +151,7 @@ class Place:
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we still remove
+        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we are about to remove
             if entry.name != "lock":
                 with contextlib.suppress(OSError):
                     _removed(entry)

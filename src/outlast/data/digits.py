@@ -1,7 +1,7 @@
 """scikit-learn's handwritten digits as CIFAR-10 batch files: real images for a first run, without a download.
 
 1,797 digits of 8×8 pixels in 17 shades (E. Alpaydin and C. Kaynak, 1998; part of scikit-learn's package) become 32×32×3 images:
-1,442 to train on and 355 held out, the same images on every machine. `outlast data get digits --to DIR` calls `write`.
+1,442 for training and 355 held out, the same images on every machine. `outlast data get digits --to DIR` calls `write`.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
     """Return all digits, uint8 (1797, 3, 32, 32), and their labels, int64 (1797,)."""
     with importing("the data set of digits", "digits"):
         from sklearn.datasets import load_digits  # type: ignore[import-untyped, import-not-found, unused-ignore]
-    small, y = load_digits(return_X_y=True)  # (1797, 64) in 0 ... 16, (1797,)
+    small, y = load_digits(return_X_y=True)  # (1797, 64) from 0 to 16, (1797,)
     grow = _interpolation(8, 32)  # (32, 8)
     grey = grow @ small.reshape(-1, 8, 8) @ grow.T * (255 / 16)  # (1797, 32, 32)
     x = np.repeat(np.rint(grey).astype(np.uint8)[:, None], 3, axis=1)  # (1797, 3, 32, 32)

@@ -38,9 +38,9 @@ _WARN_S = 10.0
 _LARGE = 1 << 30
 """Size in bytes above which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval between writes of the state; a kill loses the bytes received since the last write."""
+"""Interval, in seconds, between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of times that one download starts from the first byte: the file may change, or ranges may be unsupported."""
+"""Maximum number of times a download starts from the first byte, because the file changes or ranges are unsupported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +53,7 @@ class Remote:
     sha256: str = ""
     md5: str = ""
     name: str = ""
-    """Local name of the file; if empty, the name in the URL."""
+    """The file's local name; if empty, the name in the URL."""
 
     @property
     def checked(self) -> bool:
@@ -80,7 +80,7 @@ class Options:
     absent_s: float = 20.0
     """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
     timeout_s: float = 60.0
-    """Read timeout of a connection, in seconds."""
+    """A connection's read timeout, in seconds."""
 
 
 class _Changed(Exception):
@@ -108,7 +108,7 @@ class Download:
         """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._parts = self._beginnings = 0
-        """Number of responses that the bytes on disk came from, and number of starts from the first byte."""
+        """Number of responses from which the bytes on disk came, and number of starts from the first byte."""
         self._whole = False
         """True if the server's partial responses are unusable."""
         self._answered = False
@@ -157,7 +157,7 @@ class Download:
 
     @property
     def _identity(self) -> str:
-        """Identifier of the file. An earlier download is continued only if its identifier is the same."""
+        """The file's identifier. An earlier download is continued only if it has the same identifier."""
         return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
@@ -187,7 +187,7 @@ class Download:
             os.fsync(fd)
         except BaseException:
             if not self._state.exists():
-                self._discard()  # nothing that could be resumed
+                self._discard()  # there is nothing to resume
             raise
         finally:
             os.close(fd)

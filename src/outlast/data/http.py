@@ -4,7 +4,7 @@
         response.total, response.version, response.first, response.read(1 << 18)
 
 urllib follows redirects, uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs no
-package. After `Unavailable` a retry may help; after OutlastError it cannot.
+package. After `Unavailable`, a retry may help; after OutlastError, it cannot.
 """
 
 from __future__ import annotations
@@ -44,7 +44,7 @@ class Unavailable(Exception):
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Seconds to wait before a retry, from the header `Retry-After`."""
+        """Seconds to wait before a retry, from the `Retry-After` header."""
         self.answered = answered
         """True if a server responded."""
 
@@ -96,7 +96,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """Version of a file, from the headers of a response."""
+    """A file's version, from a response's headers."""
 
     etag: str = ""
     modified: str = ""
@@ -113,7 +113,7 @@ class Version:
 
     @property
     def condition(self) -> str:
-        """Value of the header `If-Range`: a strong tag or a date."""
+        """Value for the `If-Range` header: a strong tag or a date."""
         return self.etag if self.strong else "" if self.etag else self.modified
 
 
@@ -243,7 +243,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
             f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or "")
         )
     where = address.shown if address else "the server"
-    reason = str(error.reason).partition("\n")[0].rstrip(".")  # urllib adds more lines about endless redirects
+    reason = str(error.reason).partition("\n")[0].rstrip(".")  # for endless redirects, urllib adds more lines
     remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
     return OutlastError(f"{where}: {error.code} {reason}".rstrip() + f"; {remedy}")
 
@@ -257,7 +257,7 @@ class OutOfRange(Exception):
 
 
 def _seconds(after: str) -> float:
-    """Return the seconds from now for a value of `Retry-After`, which is a number of seconds or a date; 0 if invalid."""
+    """Convert a `Retry-After` value (a number of seconds, or a date) to seconds from now; 0 if invalid."""
     if after.strip().isdecimal():
         return float(after)
     try:

@@ -19,7 +19,7 @@ from outlast.data.http import Address
 
 @dataclasses.dataclass(frozen=True)
 class Made:
-    """Generator of a dataset that needs no download."""
+    """A dataset that is generated rather than downloaded."""
 
     write: Callable[[Path], object]
     """Writes the dataset's files to an empty directory."""
@@ -88,8 +88,8 @@ _KNOWN = (
             Remote(
                 "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
                 size=170_498_071,
-                md5="c58f30108f718f92721af3b95e74349a",  # of https://www.cs.toronto.edu/~kriz/cifar.html
-                sha256="6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",  # of Keras
+                md5="c58f30108f718f92721af3b95e74349a",  # from https://www.cs.toronto.edu/~kriz/cifar.html
+                sha256="6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",  # from Keras
             ),
         ),
     ),
@@ -105,7 +105,7 @@ _KNOWN = (
             Remote(
                 "http://cs231n.stanford.edu/tiny-imagenet-200.zip",
                 size=248_100_043,
-                md5="90528d7ca1a48142e341f4ef8d21d0de",  # not by its authors, but by several libraries that load it
+                md5="90528d7ca1a48142e341f4ef8d21d0de",  # not from its authors, but from several libraries that load it
             ),
         ),
     ),

@@ -1,5 +1,5 @@
-"""Downloads or generates a dataset, verifies and unpacks it, and writes the marker. Called by `outlast data get` and a machine's
-cache.
+"""Downloads or generates a dataset, verifies and unpacks it, and writes the marker. Called by `outlast data get` and by machines'
+caches.
 
     marker, written = get(named_datasets.named("cifar10"), Path("data/cifar10"), How(say=print))
 

@@ -41,7 +41,7 @@ KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
 """Suffix for the name of a ragged column's offsets."""
 UINT16 = 1 << 16
-"""Maximum size of a vocabulary whose tokens fit uint16."""
+"""Maximum size of a vocabulary whose tokens fit in uint16."""
 CHUNK = 8 << 20
 """Number of bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
@@ -129,7 +129,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """Return the smallest type for a vocabulary's tokens, uint16 or uint32."""
+    """Return the smallest type that fits a vocabulary's tokens, uint16 or uint32."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -139,7 +139,7 @@ def dtype(vocab_size: int) -> str:
 def read(directory: Path | str) -> Manifest:
     """Return the manifest of a dataset in a directory, or derive one for a plain nanoGPT directory.
 
-    Calls `stat` on every shard, but reads none. Raises BadDataset, also for a missing shard or one of the wrong size.
+    Calls `stat` on every shard, but reads none. Raises BadDataset, also if a shard is missing or has the wrong size.
     """
     directory = Path(directory)
     try:
@@ -234,7 +234,7 @@ def _consistent(manifest: Manifest) -> None:
 
 
 def check_dtype(vocab_size: int | None, dtype: str, place: str) -> None:
-    """Raise BadDataset if the type is too small for a vocabulary's tokens."""
+    """Raise BadDataset if `dtype` is too small for a vocabulary's tokens."""
     if vocab_size is not None and dtype == "uint16" and vocab_size > UINT16:
         raise BadDataset(
             f"{place} has a vocabulary of {vocab_size} tokens in uint16, whose largest token is {UINT16 - 1}: larger ones "
@@ -358,7 +358,7 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""numpy's type codes by safetensors' type names."""
+"""numpy's type codes, by safetensors' type names."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
@@ -504,7 +504,7 @@ def write(directory: Path, manifest: Manifest) -> None:
 
 
 class Files(Protocol):
-    """A dataset's files in a directory (`Local`) or a store (`cli.data.prepare`)."""
+    """A dataset's files, in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
         """Return a file's size in bytes, or None if it is missing."""
@@ -575,7 +575,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in `first`, a file's first bytes, disagrees with the number of samples, else ""."""
+    """Return a message if the header in `first`, the file's first bytes, disagrees with the number of samples, else ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Invalid as wrong:

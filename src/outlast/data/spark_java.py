@@ -1,6 +1,6 @@
 """Chooses the Java installation that Spark runs on.
 
-This module neither imports PySpark nor starts Java: the file `release` in a Java directory lists its version and modules.
+This module neither imports PySpark nor starts Java: the file `release` in a Java directory lists the version and modules.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _OLDEST = 17
-"""Oldest Java for Spark 4; Spark 3.5 also runs on it."""
+"""Oldest Java version for Spark 4; Spark 3.5 also runs on it."""
 _NEWEST = {3: 21}
 """Newest Java by Spark's major version. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer supports."""
 _MODULES = {4: ("jdk.incubator.vector",)}
@@ -45,7 +45,7 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
 
 
 def unfit(java: Path, spark: str) -> str:
-    """Return why this version of Spark cannot run on a Java; "" if it can, or if there is no `release` file."""
+    """Return why this version of Spark cannot run on a Java installation; "" if it can, or if there is no `release` file."""
     try:
         release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
     except OSError:

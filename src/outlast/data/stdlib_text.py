@@ -1,7 +1,7 @@
 """The sources of Python's standard library: real text for a first language model, without a download.
 
-The library has about 600 modules, 10 MB of text in one style. The same Python version always gives the same files, in UTF-8 with
-Unix line ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build
+The library has about 600 modules and 10 MB of text in one style. The same Python version always gives the same files, in UTF-8
+with Unix line ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build
 configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
@@ -23,7 +23,7 @@ _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
 def source() -> str:
-    """Return the Python version that the sources belong to, such as `Python 3.12.4`."""
+    """Return the version of Python that the sources belong to, such as `Python 3.12.4`."""
     return f"Python {platform.python_version()}"
 
 
@@ -38,7 +38,7 @@ def write(directory: Path) -> None:
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # no valid encoding: a test's deliberately bad files
+            continue  # not validly encoded: deliberately bad files for tests
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

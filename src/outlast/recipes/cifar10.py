@@ -47,12 +47,12 @@ ALIASES = {
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""Flags of the workshop's script that have another name in this recipe; all other flags have the same name."""
+"""Flags that this recipe names differently from the workshop's script; all others have the same name."""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
 }  # fmt: skip
-"""Values of `--setting workshop`, the defaults of the EKS workshop's script."""
+"""Values for `--setting workshop`: the defaults in the EKS workshop's script."""
 
 
 @dataclass(frozen=True)
@@ -91,7 +91,7 @@ class Settings:
 
 
 def network(group: int = 16) -> nn.Sequential:
-    """Return the network from pixels (b, 3, 32, 32) in 0 ... 1 to logits (b, 10). `group`: see `BatchNorm`."""
+    """Return the network from pixels (b, 3, 32, 32), which are from 0 to 1, to logits (b, 10). See `BatchNorm` for `group`."""
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
@@ -126,7 +126,7 @@ class BatchNorm(nn.BatchNorm2d):
         if not self.training:
             return super().forward(x)
         parts = x.split(self.group)
-        each = torch.zeros(len(parts), 2, x.shape[1], device=x.device, dtype=self.weight.dtype)  # of each group
+        each = torch.zeros(len(parts), 2, x.shape[1], device=x.device, dtype=self.weight.dtype)  # for each group
         outputs = [
             F.batch_norm(part, mean, variance, self.weight, self.bias, training=True, momentum=1.0, eps=self.eps)
             for part, (mean, variance) in zip(parts, each, strict=True)
@@ -140,7 +140,7 @@ class BatchNorm(nn.BatchNorm2d):
 def statistics(model: nn.Module, share: float) -> None:
     """Move BatchNorm's running statistics by a tenth towards the statistics of the current step. A collective.
 
-    `share`: this rank's share of the step's images.
+    `share` is this rank's share of the step's images.
     """
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
@@ -177,7 +177,7 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 
 
 class Training(loop.Recipe):
-    """Training run, whose methods `loop.train` calls."""
+    """A training run; `loop.train` calls its methods."""
 
     unmeasured = None  # the logged loss is the metric
 
@@ -195,7 +195,7 @@ class Training(loop.Recipe):
         self.device, self.dtype = device.of(run.device), device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch."), "classes": short(images.names)}
         self.used |= {"batch": self.stream.batch, "batch_size": None}
-        self.loss: float | None = None  # null in final.json when this process had no step left to do
+        self.loss: float | None = None  # null in final.json if this process had no step left to do
         self.first, self.started = 0, time.monotonic()
 
     def state(self) -> dict[str, Any]:
@@ -246,7 +246,7 @@ class Training(loop.Recipe):
 
 
 class Images(Stream):
-    """Order of images. A batch size per rank is multiplied by the number of ranks at the start of the run."""
+    """The order of images. A batch size given per rank is multiplied by the number of ranks at the start of the run."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
@@ -273,7 +273,7 @@ def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float
 
 
 def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
-    """Return images (b, 3, 32, 32) with random changes, which depend only on (seed, epoch, index) and not on the world."""
+    """Return images (b, 3, 32, 32) with random changes that depend only on (seed, epoch, index), not on the world."""
     index = torch.zeros(
         len(x), dtype=torch.int64
     )  # a rank without images in a short last batch computes index 0 and discards the result
@@ -289,7 +289,7 @@ def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
 
 
 def shown(x: Tensor) -> Tensor:
-    """Convert images from bytes to inputs of the network, from 0 to 1."""
+    """Convert images from bytes to network inputs from 0 to 1."""
     return pixels.normalised(x, (0.0, 0.0, 0.0), (1.0, 1.0, 1.0))
 
 
@@ -305,7 +305,7 @@ def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
 
 
 AVERAGE = "average"
-"""Key of a weight's running average in the optimizer's state."""
+"""The key for a weight's running average in the optimizer's state."""
 
 
 @torch.no_grad()
@@ -369,8 +369,8 @@ def short(names: Sequence[str]) -> list[str]:
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
     """Return a trained network and the name of its weights.
 
-    The weights are from `file`, or the checkpoint `name` of `output`. By default they are from the model.pt in `output`, or from
-    its newest checkpoint. Raises OutlastError if the weights are missing, or are another model's.
+    The weights come from `file`, or from the checkpoint `name` in `output`; by default, from model.pt in `output`, or else from
+    the newest checkpoint there. Raises OutlastError if the weights are missing, or are another model's.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -386,7 +386,7 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Load a file of weights, which may be from the workshop's script. Raises OutlastError."""
+    """Load a weights file, which may come from the workshop's script. Raises OutlastError."""
     weights = {name.removeprefix("network."): value for name, value in results.state_dict(path).items()}
     model.load_state_dict(results.fitted(weights, model, f"the weights in {path}"))
 

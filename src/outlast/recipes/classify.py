@@ -68,7 +68,7 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """Return the class names: `given`, the names in the run's training data, or CIFAR-10's."""
+    """Return the class names: `given`, or else those in the run's training data, or else CIFAR-10's."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(
@@ -82,7 +82,7 @@ def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
 
 @torch.inference_mode()
 def probable(model: nn.Module, x: torch.Tensor, names: Sequence[str], top: int) -> list[list[tuple[str, float]]]:
-    """Return the `top` most probable classes of each image, with their probabilities. `x`: bytes (b, 3, 32, 32)."""
+    """Return the `top` most probable classes of each image, with their probabilities. `x` is bytes, (b, 3, 32, 32)."""
     values, labels = model(cifar10.shown(x.to(device.computing()))).float().softmax(1).topk(top)  # (b, top) each
     return [
         [(names[label], value) for value, label in zip(*pair, strict=True)]

@@ -48,7 +48,7 @@ ALIASES = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""Keys of nanoGPT's trainers, dense and with experts, that this recipe names differently; all others have the same name."""
+"""Keys that this recipe names differently from nanoGPT's trainers, dense and with experts; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -119,7 +119,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """Training run, whose methods `loop.train` calls."""
+    """A training run; `loop.train` calls its methods."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -312,7 +312,7 @@ def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
     """Return the optimizer's state in the format of nanoGPT's AdamW. A collective.
 
-    Parameters are numbered, first the parameters with weight decay.
+    Parameters are numbered, those with weight decay first.
     """
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
@@ -329,7 +329,7 @@ def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def newest(s: Settings) -> Pretrained:
-    """Return the weights to measure or sample: --init_from, the newest valid checkpoint, or ckpt.pt, in this order."""
+    """Return the weights to measure or sample: --init_from, the newest valid checkpoint, or ckpt.pt, in that order."""
     output = results.output()
     if s.init_from not in ("scratch", "resume"):
         return gpt_data.pretrained(s.init_from)

@@ -28,13 +28,13 @@ from outlast.training import Shards
 from outlast.training.state import checkpoint, weights
 
 VOCABULARY = 50304
-"""Default size of the vocabulary: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
+"""Default vocabulary size: GPT-2's 50,257 tokens, rounded up to a multiple of 64 for faster kernels (nanoGPT)."""
 CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
-"""Names of nanoGPT's files in the output."""
+"""Names of nanoGPT's checkpoint files in the output directory."""
 
 
 class Corpus:
-    """Prepared text in a directory or below the URL of a store. Raises OutlastError for unusable data."""
+    """Prepared text in a directory, or below a URL in a store. Raises OutlastError for unusable data."""
 
     def __init__(self, place: str, block: int) -> None:
         self.place = place
@@ -45,7 +45,7 @@ class Corpus:
         shard_format.check_dtype(self.vocab_size, manifest.dtype, place)
 
     def check(self, tokens: Tensor) -> None:
-        """Raise OutlastError for a token outside the vocabulary. `tokens`: on the CPU."""
+        """Raise OutlastError for a token outside the vocabulary. `tokens` must be on the CPU."""
         if (largest := int(tokens.max())) >= self.vocab_size:
             raise OutlastError(
                 f"{self.place} holds token {largest}, and its vocabulary has {self.vocab_size}, so it was made by another "
@@ -54,14 +54,14 @@ class Corpus:
 
 
 def spread(part: Shards, count: int) -> Tensor:
-    """Return at most `count` blocks, evenly spread over a part, (n, block + 1) int64. The blocks are always the same."""
+    """Return at most `count` blocks spread evenly over a part, (n, block + 1) int64. They are the same every time."""
     n = min(count, len(part))
     return cast(Tensor, part.take(np.arange(n) * len(part) // n))
 
 
 @dataclasses.dataclass(frozen=True)
 class Tokenizer:
-    """Tokenizer in a file: `tokenizer.json` from `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
+    """A tokenizer in a file: `tokenizer.json` from `outlast data prepare text`, or nanoGPT's characters in `meta.pkl`."""
 
     file: Path
     digest: str
@@ -91,7 +91,7 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """Return the record of a run: sizes, tokenizer and best loss. A new record requires a measurement before the first step."""
+    """Return a run's record: sizes, tokenizer and best loss. A new record requires a measurement before the first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
@@ -107,7 +107,7 @@ def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Pretrained:
-    """Trained model with its sizes."""
+    """A trained model and its sizes."""
 
     name: str
     config: Config
@@ -125,7 +125,7 @@ class Pretrained:
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
     """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Downloads nothing.
 
-    `block`: length in tokens to which the context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
+    `block` is the length in tokens to which the context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
     Raises OutlastError.
     """
     path = results.place(named)
@@ -171,7 +171,7 @@ def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str
 
 
 def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
-    """Write a checkpoint that nanoGPT's `sample.py` reads, with `more` (iter_num, config, optimizer). Raises OutlastError.
+    """Write a checkpoint for nanoGPT's `sample.py`, with `more` entries (iter_num, config, optimizer). Raises OutlastError.
 
     A dense model has only nanoGPT's arguments; a model with experts has additional arguments, which only this recipe reads.
     """
@@ -189,7 +189,7 @@ def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, mor
 
 
 def trained(path: Path) -> Pretrained:
-    """Read the trained model in a run's checkpoint, with its sizes and the digest of its tokenizer."""
+    """Read the trained model in a run's checkpoint, with the model's sizes and the tokenizer's digest."""
     record = Record.read(path)
     return Pretrained(path.name, Config(**record.config), checkpoint.read(path, "model"), record.tokenizer)
 

@@ -1,6 +1,6 @@
 """The model for `outlast.recipes.gpt`: GPT-2's blocks, dense or with a mixture of experts, and nanoGPT's names for its weights.
 
-Names of modules are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
+Module names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
 no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert
 without tokens has a gradient of zeros, not None, so that no rank waits for it.
 """
@@ -33,13 +33,13 @@ SIZES = {
 
 @dataclass(frozen=True)
 class Config:
-    """Sizes of a model. Raises OutlastError for invalid sizes."""
+    """A model's sizes. Raises OutlastError for invalid sizes."""
 
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
     block_size: int = 1024
-    """Length of the context in tokens."""
+    """Context length in tokens."""
     vocab_size: int = 50304
     bias: bool = False
     """True for biases in linear layers and norms; experts never have biases."""
@@ -50,7 +50,7 @@ class Config:
     static_experts: int = 0
     """Number of experts that every token passes through."""
     expert_hidden: int = 0
-    """Number of hidden units of an expert; 0 means 4 n_embd, as in the MLP of a dense block."""
+    """Number of hidden units in an expert; 0 means 4 n_embd, as in a dense block's MLP."""
     moe_loss_type: str = BALANCES[0]
 
     def __post_init__(self) -> None:
@@ -78,12 +78,12 @@ class Config:
 
     @property
     def hidden(self) -> int:
-        """Number of hidden units of an expert, or of a dense block's MLP."""
+        """Number of hidden units in an expert, or in a dense block's MLP."""
         return (self.expert_hidden if self.num_experts else 0) or 4 * self.n_embd
 
 
 class Losses(NamedTuple):
-    """Output of the model for tokens with targets."""
+    """The model's output for tokens with targets."""
 
     main: Tensor
     """Mean cross-entropy in nats, a scalar."""
@@ -132,7 +132,7 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows. `x`: (m, c), first `counts[0]` rows of expert 0, then those of expert 1, and so on."""
+        """Apply each expert to its rows. `x`: (m, c), with expert 0's `counts[0]` rows first, then expert 1's, and so on."""
         dtype = _kind(x)
         x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
@@ -141,7 +141,7 @@ class Experts(nn.Module):
                 fc, proj = torch.where(some, fc, 0), torch.where(some, proj, 0)
             ends = counts.cumsum(0).to(torch.int32)
             return F.grouped_mm(F.gelu(F.grouped_mm(x, fc, offs=ends)), proj, offs=ends)
-        most = int(counts.max())  # every expert padded to the largest
+        most = int(counts.max())  # pad every expert to the largest
         expert = torch.repeat_interleave(counts, output_size=len(x))  # (m,)
         slot = expert * most + torch.arange(len(x), device=x.device) - (counts.cumsum(0) - counts)[expert]
         padded = x.new_zeros(len(counts) * most, x.shape[1]).index_copy(0, slot, x).view(len(counts), most, -1)
@@ -149,13 +149,13 @@ class Experts(nn.Module):
 
 
 def _kind(x: Tensor) -> torch.dtype:
-    """Return the data type of matrix products, with or without autocast."""
+    """Return the data type for matrix products, with or without autocast."""
     on = x.device.type
     return torch.get_autocast_dtype(on) if torch.is_autocast_enabled(on) else x.dtype
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch can multiply groups of these matrices in one call, which requires rows of a multiple of 16 bytes."""
+    """Return whether torch can multiply groups of these matrices in one call: the row size must be a multiple of 16 bytes."""
     kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
@@ -176,7 +176,7 @@ class _Permuted(torch.autograd.Function):
 
 
 class MoE(nn.Module):
-    """Mixture of experts: each token passes through the static experts and its `num_experts_per_tok` best routed experts."""
+    """A mixture of experts: each token passes through the static experts and its `num_experts_per_tok` best routed experts."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -196,7 +196,7 @@ class MoE(nn.Module):
             one = torch.arange(scores.shape[1], device=x.device)
             counts = (chosen.flatten()[:, None] == one).sum(0)  # (e,)
             aux = balance(scores.softmax(-1), counts, self.kind)
-        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place: those of expert 0 first
+        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place, expert 0's first
         inverse = order.argsort()
         rows = tokens[:, None].expand(-1, self.k, -1).flatten(0, 1)  # (n k, c)
         made = self.experts(_Permuted.apply(rows, order, inverse), counts)
@@ -206,10 +206,10 @@ class MoE(nn.Module):
 
 
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
-    """Return the imbalance of the experts, a scalar, which is 0 if all are used equally.
+    """Return the experts' imbalance, a scalar that is 0 if all are used equally.
 
-    `probabilities`: (n, e), the router's probabilities of all experts for each token; `counts`: (e,), number of assignments of
-    each expert. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
+    `probabilities`: (n, e), each token's router probabilities for all experts; `counts`: (e,), each expert's number of
+    assignments. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
     The gradient is that of the mean probability, which even an expert without tokens has.
 
     entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
@@ -242,7 +242,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Language model from tokens to the loss of the next tokens, or to their logits. Embedding and output layer share weights."""
+    """A language model from tokens to the next tokens' loss or logits. The embedding and the output layer share weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -280,7 +280,7 @@ class GPT(nn.Module):
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
 
     def flops_per_token(self, length: int) -> float:
-        """Return the FLOPs of a training step per token at a context of `length` tokens.
+        """Return a training step's FLOPs per token for a context of `length` tokens.
 
         The result is 6 per weight that the token uses, plus attention (PaLM, appendix B).
         """
@@ -321,7 +321,7 @@ class _CrossEntropy(torch.autograd.Function):
             p = F.linear(some, weight).to(exact)  # (rows, v), first the logits
             total += (p.amax(-1) - p[each, labels]).sum()
             p = torch.softmax(p, -1, out=p)
-            total -= p.amax(-1).log().sum()  # the log of the sum, less the right logit
+            total -= p.amax(-1).log().sum()  # the log of the sum, minus the target's logit
             p[each, labels] -= 1  # the gradient of the logits
             p = p.to(x.dtype)
             by_x[start : start + rows] = p @ weight
@@ -343,7 +343,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Number of logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, few enough to fit."""
+"""Number of logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, but few enough to fit."""
 
 
 @torch.inference_mode()
@@ -376,10 +376,10 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Rename weights of nanoGPT or Hugging Face's GPT-2 to this module's names, and cut the position embeddings to
+    """Rename weights from nanoGPT or Hugging Face's GPT-2 to this module's names, and cut the position embeddings to
     `config.block_size`.
 
-    Raises OutlastError for weights of another model.
+    Raises OutlastError for another model's weights.
     """
     renamed = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
     masks = (".attn.bias", ".attn.masked_bias")

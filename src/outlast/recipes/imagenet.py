@@ -53,7 +53,7 @@ ALIASES = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""Flags of torchelastic's main.py, in both versions, that this recipe names differently; all others have the same name."""
+"""Flags that this recipe names differently from torchelastic's main.py, in both versions; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -109,12 +109,12 @@ class Settings:
 
     @property
     def memory_format(self) -> torch.memory_format:
-        """Memory format of weights and images."""
+        """Memory format for weights and images."""
         return torch.channels_last if self.channels_last else torch.contiguous_format
 
 
 class Training(loop.Recipe):
-    """Training run, whose methods `loop.train` calls."""
+    """A training run; `loop.train` calls its methods."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -182,7 +182,7 @@ class Training(loop.Recipe):
     def report(self, step: int, batch: Batch) -> None:
         """Log a step every `print_freq` iterations.
 
-        `data_idx`: number of earlier images of the epoch, over all ranks.
+        `data_idx` is the number of the epoch's earlier images, over all ranks.
         """
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
@@ -248,7 +248,7 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Return the number of earlier steps as it would be if all had used the current batch size."""
+    """Return the number of earlier steps, converted to the current batch size."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
@@ -293,7 +293,7 @@ def workers(s: Settings, part: Any) -> int:
 
 
 def values(sums: Tensor) -> dict[str, float]:
-    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums`: the result of `measured`."""
+    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums` is the result of `measured`."""
     (loss, top5), (images, right) = sums[:2].tolist(), sums[2:].view(2, -1)
     n = images.sum().item()
     means = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}
@@ -306,14 +306,14 @@ def shown(means: Mapping[str, float]) -> str:
 
 
 def validation(s: Settings, data: Images) -> Stream:
-    """Return a stream of all validation images in order, each of which one rank computes."""
+    """Return a stream of all validation images in order; one rank computes each image."""
     return Stream(data.val, batch=s.batch_size, microbatch=s.piece, shuffle=False, workers=workers(s, data.val))
 
 
 @torch.no_grad()
 def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tensor:
-    """Return sums over this rank's validation images: loss and top-5 hits, then per class the number of images and the top-1
-    hits.
+    """Return sums over this rank's validation images: loss and top-5 hits, then the number of images and of top-1 hits per
+    class.
 
     The result is (2 + 2 classes,) float64 on the CPU; adding the results of all ranks gives the total. The model is not changed.
     """
@@ -366,7 +366,7 @@ def evaluate(s: Settings) -> None:
 
 
 def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequence[str]]:
-    """Return the weights to measure: --weights, --checkpoint, or the newest valid checkpoint, in this order."""
+    """Return the weights to measure: --weights, --checkpoint, or the newest valid checkpoint, in that order."""
     if s.weights:
         model = ResNet(s.arch, s.num_classes or len(data.classes))
         if omitted := imagenet_model.load(model, Path(s.weights)):

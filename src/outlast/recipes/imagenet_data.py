@@ -27,7 +27,7 @@ PACKED_AT_ONCE = 16 * 2**30
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
-    """Open the data that the settings name. A collective with `run`. Raises OutlastError for unusable data."""
+    """Open the data that the settings name. A collective if `run` is given. Raises OutlastError for unusable data."""
     if s.synthetic:
         return Synthetic(s)
     place = directory(s)
@@ -41,7 +41,7 @@ def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
 
 
 def directory(s: Settings) -> str:
-    """Return the path or URL of the images. A directory `train` stands for its dataset, as in scripts without validation."""
+    """Return the path or URL of the images. A directory named `train` stands for its parent, as in scripts without validation."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(
@@ -85,11 +85,11 @@ class Pictures:
         return (len(self.train) + len(self.val)) * 3 * side * side
 
     def bad_names(self) -> list[str]:
-        """Return the names of the images that this rank could not decode so far; packed images give none."""
+        """Return the names of the images that this rank has been unable to decode; always empty for packed images."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return images (b, 3, s, s) and labels (b,) of a micro-batch on its device, augmented unless `epoch` is None (val)."""
+        """Return a micro-batch's images (b, 3, s, s), augmented unless `epoch` is None (val), and labels (b,), on its device."""
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:
@@ -111,10 +111,10 @@ class Pictures:
 
 
 def stored(s: Settings, root: Path) -> int | None:
-    """Return the side in pixels to which images are resized before cropping; None keeps their size."""
+    """Return the side in pixels to which images are resized before cropping; None keeps their original size."""
     if s.stored_size is not None:
         return s.stored_size or None
-    if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all have 64 x 64
+    if (images.inside(root) / "val" / "val_annotations.txt").exists():  # tiny-imagenet: all are 64 x 64
         return None
     return s.image_size * 8 // 7  # 256 for 224, as is common
 

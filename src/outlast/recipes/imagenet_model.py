@@ -1,6 +1,6 @@
 """ResNet with 18 to 152 layers, for `outlast.recipes.imagenet` (He et al., "Deep residual learning for image recognition", 2015).
 
-The 3x3 convolution of a bottleneck has the stride, as is now common (ResNet "v1.5"). Weights have torchvision's names, so
+A bottleneck's 3x3 convolution has the stride, as is now common (ResNet "v1.5"). Weights have torchvision's names, so
 published weights can be loaded.
 """
 
@@ -83,7 +83,7 @@ def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count:
 
 
 class ResNet(nn.Module):
-    """Network from images (b, 3, h, w) to logits (b, classes).
+    """A network from images (b, 3, h, w) to logits (b, classes).
 
     With `zero_gamma`, every residual block initially equals its shortcut (Goyal et al., 2017).
     """
@@ -108,7 +108,7 @@ class ResNet(nn.Module):
             if zero_gamma and isinstance(module, BasicBlock | Bottleneck):
                 last = module.bn3 if isinstance(module, Bottleneck) else module.bn2
                 nn.init.zeros_(last.weight)
-        nn.init.normal_(self.fc.weight, std=0.01)  # as Goyal et al.; torch's own is uniform
+        nn.init.normal_(self.fc.weight, std=0.01)  # as in Goyal et al.; torch's default is uniform
         nn.init.zeros_(self.fc.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -120,8 +120,8 @@ class ResNet(nn.Module):
 class Statistics:
     """BatchNorm's running statistics as a function of the global batch, in any world.
 
-    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps the values of
-    rank 0. Here all micro-batches of a step start from the same values, and their results are averaged. The statistics change
+    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps rank 0's
+    values. Here all micro-batches of a step start from the same values, and their results are averaged. The statistics change
     once per step, by the mean over the global batch. For a single micro-batch this equals torch's update.
     """
 
@@ -134,16 +134,16 @@ class Statistics:
         self._mean: list[Tensor] = []
 
     def begin(self) -> None:
-        """Prepare for the micro-batches of a step. Call before the first."""
+        """Prepare for a step's micro-batches. Call before the first."""
         self._start = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
         torch._foreach_add_(self._batches, 1)
         self._counts = [each.clone() for each in self._batches]
 
     def add(self, share: float) -> None:
-        """Add the statistics of a micro-batch. Call after each micro-batch.
+        """Add a micro-batch's statistics. Call after each micro-batch.
 
-        `share`: the micro-batch's share of the global batch. The shares of all ranks sum to the number of ranks.
+        `share` is the micro-batch's share of the global batch. The shares of all ranks sum to the number of ranks.
         """
         torch._foreach_add_(self._mean, self._running, alpha=share)
         torch._foreach_copy_(self._running, self._start)

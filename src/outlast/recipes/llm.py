@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""Name of the file that records the directory of the epoch with the lowest validation loss."""
+"""Name of the file that records which epoch's directory has the lowest validation loss."""
 ALIASES = {"output": "output_dir"}
-"""Flags of train_framework.py that have another name in this recipe; all other flags have the same name."""
+"""Flags that this recipe names differently from train_framework.py; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +104,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """Training run, whose methods `loop.train` calls."""
+    """A training run; `loop.train` calls its methods."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -135,7 +135,7 @@ class Training(loop.Recipe):
         if s.parallel == "fsdp":
             return loop.parallel("fsdp", self.run, tuned, _llm_model().layers(tuned.base))
         frozen = [name for name, each in tuned.named_parameters() if not each.requires_grad]
-        frozen += [name for name, _ in tuned.named_buffers()]  # need no broadcast: every rank has read them
+        frozen += [name for name, _ in tuned.named_buffers()]  # these need no broadcast: every rank has read them
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tuned, frozen)
         return loop.parallel("ddp", self.run, tuned)
 
@@ -246,7 +246,7 @@ class Training(loop.Recipe):
         return loss
 
     def mean(self, samples: Samples) -> float:
-        """Return the mean loss over the learned tokens of all samples, each of which one rank computes. A collective."""
+        """Return the mean loss over all samples' learned tokens; one rank computes each sample. A collective."""
         run = self.run
         begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
@@ -295,7 +295,7 @@ class Training(loop.Recipe):
 
 
 def say(kind: str, **values: Any) -> None:
-    """Print a line of values by name."""
+    """Print a line of named values."""
     log.info(f"[{kind}] " + " ".join(f"{name}={value}" for name, value in values.items()))
 
 
@@ -324,15 +324,15 @@ class Parts:
     train: Samples
     val: Samples | None
     directory: Path
-    """Directory of the base model."""
+    """The base model's directory."""
     record: Record
     bfloat16: bool
     packing: bool
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load model, tokenizer and data. One process per machine tokenizes; all ranks raise its errors. A collective with
-        `run`."""
+        """Load model, tokenizer and data. One process per machine tokenizes; all ranks raise its errors. A collective if
+        `run` is given."""
         started = time.monotonic()
         llm_model = _llm_model()
         directory, name = llm_model.place(s.model, s.model_local_dir, offline=s.local_files_only)
@@ -346,7 +346,7 @@ class Parts:
         model.name_or_path = name
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
         about = {"base": llm_model.fingerprint(model) if s.lora else "", "data": train.digest}
-        progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch`: those whose results are written
+        progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch` counts those whose results are written
         record = Record({"base": "another base model", "data": "other training data"}, **about, **progress)
         if s.lora:
             options = {"r": s.lora_r, "lora_alpha": s.lora_alpha, "lora_dropout": s.lora_dropout}
@@ -369,7 +369,7 @@ class Parts:
         return weights.trained(self.tuned.model)
 
     def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], size: int) -> list[Row]:
-        """Return the forward passes for some micro-batches; packed passes have at most `size` tokens."""
+        """Return the forward passes for the given micro-batches; packed passes have at most `size` tokens."""
         if self.packing:
             return llm_data.packed([sample for piece in pieces for sample in piece], size)
         return [llm_data.padded(piece) for piece in pieces]
@@ -383,7 +383,7 @@ def _llm_model() -> Any:
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """Return the samples for training and validation. Raises OutlastError; for an invalid line, on all ranks."""
+    """Return the samples for training and validation. Raises OutlastError; on all ranks if a line is invalid."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -417,14 +417,14 @@ def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> 
 
 
 def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
-    """Return whether matrix products are computed in bfloat16. A collective with `run`."""
+    """Return whether matrix products are computed in bfloat16. A collective if `run` is given."""
     if s.bf16 and s.dtype == "float32":
         raise OutlastError("--bf16 and --dtype float32 contradict each other; leave out one of the two")
     return s.bf16 or device.dtype(s.dtype, where, run.gather if run else None) == torch.bfloat16
 
 
 def validation(parts: Parts, samples: Samples, numbers: range, s: Settings) -> list[Row]:
-    """Return the forward passes for some validation samples."""
+    """Return the forward passes for the validation samples `numbers`."""
     pieces = [[samples[i] for i in numbers[at : at + s.batch]] for at in range(0, len(numbers), s.batch)]
     return parts.rows(pieces, s.batch * s.seq_len)
 

@@ -34,7 +34,7 @@ Sample = tuple[Tensor, Tensor]
 
 
 class Source(NamedTuple):
-    """File with records, or part of a prepared directory."""
+    """A file with records, or a part of a prepared directory."""
 
     path: Path
     part: str
@@ -43,8 +43,8 @@ class Source(NamedTuple):
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
     """Return the sources for training and validation, and a message if validation has no source. Raises OutlastError.
 
-    `data`: a .jsonl file, a directory with train.jsonl, or a prepared directory. `val`: a validation file; empty means the file
-    beside the data.
+    `data` is a .jsonl file, a directory with train.jsonl, or a prepared directory. `val` is a validation file; empty means the
+    file beside the data.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -140,7 +140,7 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(np.minimum(every, limit)[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Identifier of the samples and the limit."""
+        """Identifies the samples and the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -158,7 +158,7 @@ def _learned(labels: NDArray[np.int32], offsets: NDArray[np.int64], limit: int) 
 
 
 class Row(NamedTuple):
-    """Input of one forward pass. Samples are packed into one row, or each sample has a separate row, padded at the end."""
+    """Input for one forward pass. Samples are packed into one row, or each sample has its own row, padded at the end."""
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
@@ -167,13 +167,13 @@ class Row(NamedTuple):
     groups: tuple[tuple[Tensor, Tensor], ...]
     """Groups of samples of about the same length, for attention: positions of their tokens (samples, longest), and indices of
     the real tokens."""
-    order: Tensor  # (t,) int64: the index of each token of a row among those of all groups
+    order: Tensor  # (t,) int64: each row token's index among the tokens of all groups
     real: int
     """Number of tokens, not counting padding."""
 
 
 def packed(samples: Sequence[Sample], size: int) -> list[Row]:
-    """Pack samples, in order, into rows of at most `size` tokens; a longer sample has a separate row."""
+    """Pack samples, in order, into rows of at most `size` tokens; a longer sample gets its own row."""
     rows: list[list[Sample]] = []
     left = 0
     for sample in samples:
@@ -198,7 +198,7 @@ def _row(samples: Sequence[Sample]) -> Row:
 
 
 def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `Row.places` and `Row.targets`. `labels`: (b, t), where nothing is learned at the beginning of a row."""
+    """Return `Row.places` and `Row.targets`. `labels`: (b, t); nothing is learned at the beginning of a row."""
     following = labels.flatten().roll(-1).long()
     places = (following != chat.NOT_LEARNED).nonzero().flatten()
     return places, following[places]

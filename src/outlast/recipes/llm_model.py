@@ -1,7 +1,7 @@
 """The model of `llm`: a Hugging Face causal language model, trained in full or with LoRA, and its loss.
 
-The only recipe module that imports peft. `load` reads a model from a directory, `Tuned` computes the loss of a row of samples,
-and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
+This is the only recipe module that imports peft. `load` reads a model from a directory, `Tuned` computes the loss of a row of
+samples, and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
 """
 
 # mypy: allow-untyped-calls
@@ -50,7 +50,7 @@ _SAMPLED = 64
 
 
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple[Path, str]:
-    """Return the directory of a model, and its name in an adapter's config: its path, or its name at Hugging Face.
+    """Return a model's directory, and its name for an adapter's config: a path, or a name at Hugging Face.
 
     The order of precedence: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS; Hugging Face's
     cache, with a download unless `offline`. Raises OutlastError.
@@ -82,7 +82,7 @@ def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
     """Load the model in a directory to the CPU, with weights of type `dtype`. Raises OutlastError.
 
-    `where`: the device that will run the model.
+    `where` is the device that will run the model.
     """
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
@@ -146,7 +146,7 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a base model's names, shapes and some values, equal for weights in float32 and bfloat16."""
+    """Return a digest of a base model's names, shapes and some values; it is equal for weights in float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -158,7 +158,7 @@ def fingerprint(model: nn.Module) -> str:
 def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
     """Add small trained matrices to the target modules of a model, and freeze all other weights. Raises OutlastError.
 
-    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are those of `peft.LoraConfig`.
+    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are options for `peft.LoraConfig`.
     """
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}
@@ -177,7 +177,7 @@ def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
         ) from error
     for module in wrapped.modules():
         if isinstance(module, BaseTunerLayer):
-            cast(Any, module).cast_input_dtype_enabled = False  # autocast does that; copies in float32 would be wasted
+            cast(Any, module).cast_input_dtype_enabled = False  # autocast already casts; float32 copies would be wasted
     return wrapped
 
 
@@ -226,7 +226,7 @@ def _attended(
 
 
 class Tuned(nn.Module):
-    """Causal language model that returns the loss of a row, summed over its learned tokens.
+    """A causal language model that returns a row's loss, summed over its learned tokens.
 
     Logits are computed only for these tokens, a few rows at a time. If the model's head is more than a matrix product, the model
     computes all logits itself (`whole`).
@@ -241,7 +241,7 @@ class Tuned(nn.Module):
 
     @property
     def base(self) -> Any:
-        """Model without LoRA's wrapper."""
+        """The model without LoRA's wrapper."""
         return self.model.get_base_model() if isinstance(self.model, peft.PeftModel) else self.model
 
     def forward(self, row: Row) -> Tensor:
@@ -342,7 +342,7 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
                 model.save_pretrained(str(partial), state_dict=dict(tensors), save_embedding_layers=False)
             else:
                 model.save_pretrained(str(partial), state_dict={name: each.to(dtype) for name, each in tensors.items()})
-                about = json.loads((partial / "config.json").read_text())  # has the type in memory, not in the file
+                about = json.loads((partial / "config.json").read_text())  # contains the type in memory, not the file's
                 about["dtype"] = str(dtype).removeprefix("torch.")
                 (partial / "config.json").write_text(json.dumps(about, indent=2, sort_keys=True) + "\n")
         tokenizer.save_pretrained(str(partial))

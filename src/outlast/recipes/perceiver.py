@@ -52,7 +52,7 @@ ALIASES = {
     "config_file_path": "config",
     "drop_last": "a short last step counts as what it is, and nothing is dropped",
 }
-"""Flags of train_trn.py that have another name in this recipe; all other flags have the same name."""
+"""Flags that this recipe names differently from train_trn.py; all others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """Training run, whose methods `loop.train` calls."""
+    """A training run; `loop.train` calls its methods."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -168,7 +168,7 @@ class Training(loop.Recipe):
         s, where = self.s, self.run.device
         points = queried(self.model.config, s, step)
         points = Points(*(each.to(where, non_blocking=True) for each in points))
-        extras = []  # weights and hidden labels of each micro-batch
+        extras = []  # each micro-batch's weights and hidden labels
         indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # for a rank without clips
         for data, _ in batch.pieces:
             n = len(data["label"])
@@ -224,7 +224,7 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Measure the losses on the validation clips, each of which one rank computes. The points are always the same."""
+        """Measure the losses on the validation clips; one rank computes each clip. The points are always the same."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
@@ -270,7 +270,7 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Return the weights of the clips in a batch, on the CPU: (b,), 0 for bad clips, else 1.
+    """Return the weights for a batch's clips, on the CPU: (b,), 0 for bad clips, else 1.
 
     Without skip_bad, a bad clip raises OutlastError.
     """
@@ -288,7 +288,7 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 
 
 class Speed:
-    """Moving average of the clips per second, over the last ten lines of the log.
+    """A moving average of clips per second, over the last ten log lines.
 
     The first line after a start does not count, because it includes compilation.
     """
@@ -303,7 +303,7 @@ class Speed:
         return sum(self._windows) / len(self._windows) if self._windows else None
 
     def add(self, speed: float) -> float:
-        """Add the speed of a line. Returns the mean, or 0 before the second line."""
+        """Add a line's speed. Returns the mean, or 0 before the second line."""
         if self._compiled and speed:
             self._windows.append(speed)
         self._compiled = True
@@ -311,7 +311,7 @@ class Speed:
 
 
 def record(config: Config, digest: str) -> Record:
-    """Return the record of a run before its first step."""
+    """Return a run's record before its first step."""
     fixed = {"data": "other clips", "config": "another model"}
     shape = {
         name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"

@@ -40,10 +40,10 @@ SMALL = {TRAIN: 1000, VAL: 100}
 
 @dataclasses.dataclass(frozen=True)
 class Clips:
-    """Part of a dataset, decoded when it is read; a map-style dataset.
+    """A map-style dataset: one part of the data, decoded when it is read.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three flags. `problem` is a message if the clip
-    cannot be read. `silent` and `short` report missing sound and missing frames, which were filled in.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks: `problem` is a message if the
+    clip cannot be read; `silent` and `short` report that sound or frames were missing and have been filled in.
     """
 
     root: Path
@@ -57,7 +57,7 @@ class Clips:
         return len(self.items)
 
     def name(self, index: int) -> str:
-        """Return the file of a clip."""
+        """Return a clip's file."""
         return self.items[index][0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -99,7 +99,7 @@ class Data:
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
     """Open the data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
 
-    `labels`: path to a list of labels. `share`: fraction of the videos in val, unless a directory is named val.
+    `labels` is the path of a list of labels, and `share` the fraction of the videos in val unless a directory is named val.
     """
     if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)
@@ -148,7 +148,7 @@ def _prepared(place: str, config: Config) -> Data:
 
 
 def checked(labels: Tensor, classes: int, place: str) -> None:
-    """Raise OutlastError for a label outside the model's classes. `labels`: on the CPU."""
+    """Raise OutlastError for a label outside the model's classes. `labels` must be on the CPU."""
     if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
         wrong = next(int(label) for label in labels if not 0 <= label < classes)
         raise OutlastError(
@@ -167,7 +167,7 @@ class Remarks:
 
     def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
         self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
-        """Names of the clips of each kind, sorted."""
+        """Sorted names of clips, by kind."""
 
     def note(self, kind: str, name: str) -> str:
         """Record a clip. Returns a message for the first three clips of each kind, otherwise ""."""
@@ -194,7 +194,7 @@ CLASSES: Mapping[str, tuple[int, int, int]] = {
     "right": (1, 0, 660),
     "up": (0, -1, 880),
 }
-"""Classes of the synthetic videos: direction in which the square moves (x, y), and pitch in hertz."""
+"""The synthetic videos' classes: the direction (x, y) in which the square moves, and the pitch in hertz."""
 PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
@@ -220,7 +220,7 @@ def synthetic(above: Path) -> Path:
 
 
 def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 20) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
-    """Return a clip of a class: frames (t, size, size, 3) and 0.8 s of sound."""
+    """Return a clip of the class `name`: frames (t, size, size, 3) and 0.8 s of sound."""
     x, y, pitch = CLASSES[name]
     side = size // 3
     start = draw.integers(0, size, 2)
@@ -246,7 +246,7 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
             stream = container.add_stream("mpeg4", rate=video.FRAMES_PER_SECOND)
             stream.height, stream.width, stream.pix_fmt = *frames.shape[1:3], "yuv420p"
             stream.codec_context.qmin = stream.codec_context.qmax = 2  # hardly any loss
-            stream.thread_count = 1  # the same bytes every time
+            stream.thread_count = 1  # for the same bytes every time
             track = container.add_stream("aac", rate=video.RATE, layout="mono")
             for number, each in enumerate(frames):
                 frame = av.VideoFrame.from_ndarray(np.ascontiguousarray(each), format="rgb24")
@@ -270,7 +270,7 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
 def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
     """Read sizes and weights in a directory of Hugging Face's Perceiver. Raises OutlastError. Downloads nothing.
 
-    `given`: requested sizes, which must equal the sizes in the directory. A path that does not exist is looked up below
+    `given` has the requested sizes, which must equal the sizes in the directory. A path that does not exist is looked up below
     $OUTLAST_MODELS.
     """
     path = results.place(named)

@@ -1,4 +1,4 @@
-"""Measurements of `outlast.recipes.perceiver` on the validation clips (losses, PSNR, accuracy), and reconstructed clips."""
+"""Measures `outlast.recipes.perceiver` on the validation clips (losses, PSNR, accuracy), and reconstructs clips."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -19,11 +19,11 @@ from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
 NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
-"""Names of the sums over clips, in the order of a (7,) float64 tensor."""
+"""Names of the sums over clips, in their order in a (7,) float64 tensor."""
 
 
 def means(sums: Tensor, s: Any) -> dict[str, float]:
-    """Return the means of the sums: the loss, its parts, PSNR in dB (for pixels from 0 to 1), and accuracies from 0 to 1."""
+    """Return means, given the sums: the loss, its parts, PSNR in dB (for pixels from 0 to 1), and accuracies from 0 to 1."""
     clips = float(sums[0])
     if not clips:
         raise OutlastError("no validation clip can be read; see the sentences above")

@@ -2,8 +2,8 @@
 them.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
-4.3, with the sizes of deepmind/multimodal-perceiver. With the weights of that model, the outputs equal those of Hugging Face's
-`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs, see `Attention.folded`: position encodings are
+4.3, with the sizes of deepmind/multimodal-perceiver. With that model's weights, the outputs equal those of Hugging Face's
+`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs (see `Attention.folded`): position encodings are
 computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
 """
 
@@ -26,16 +26,16 @@ from outlast.recipes.shared import results
 AUDIO, IMAGE, LABEL = "audio", "image", "label"
 """Modalities, in the order in which inputs and queries are concatenated."""
 EPSILON = 1e-5
-"""Epsilon of layer norms."""
+"""Epsilon for layer norms."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """Sizes of a model, by default those of deepmind/multimodal-perceiver."""
+    """A model's sizes; the defaults are those of deepmind/multimodal-perceiver."""
 
     frames: int = 16
     image_size: int = 224
-    """Side of a frame in pixels."""
+    """A frame's side in pixels."""
     audio_per_frame: int = 1920
     """Number of sound samples per frame."""
     classes: int = 700
@@ -47,11 +47,11 @@ class Config:
     num_heads: int = 8
     num_cross_heads: int = 1
     widening: int = 1
-    """Number of hidden units of an MLP, as a multiple of its width."""
+    """Number of hidden units in an MLP, as a multiple of its width."""
     d_output: int = 512
     """Width of the decoder's output, before the last three layers."""
     patch: int = 4
-    """Side of a patch in pixels."""
+    """A patch's side in pixels."""
     samples_per_patch: int = 16
     image_bands: int = 32
     audio_bands: int = 192
@@ -78,7 +78,7 @@ class Config:
 
     @property
     def channels(self) -> dict[str, int]:
-        """Number of channels of an input for each modality, before padding."""
+        """Number of channels in an input of each modality, before padding."""
         return {
             AUDIO: self.samples_per_patch + 1 + 2 * self.audio_bands,
             IMAGE: 3 * self.patch**2 + 3 + 6 * self.image_bands,
@@ -87,7 +87,7 @@ class Config:
 
     @property
     def queried(self) -> dict[str, int]:
-        """Number of channels of a query for each modality, before padding."""
+        """Number of channels in a query of each modality, before padding."""
         return {AUDIO: 1 + 2 * self.audio_bands, IMAGE: 3 + 6 * self.image_bands, LABEL: self.label_channels}
 
     @property
@@ -123,7 +123,7 @@ SIZES: dict[str, dict[str, int]] = {
 
 
 class Attention(nn.Module):
-    """Attention of queries (width `d_q`) to inputs (width `d_kv`), or of queries to themselves, over `d_kv` channels. Outputs
+    """Attention from queries (width `d_q`) to inputs (width `d_kv`) or to the queries themselves, over `d_kv` channels. Outputs
     have width `d_q`."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
@@ -205,7 +205,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
 
 
 class Inputs(NamedTuple):
-    """Normalized inputs of a batch, without the channels that are constant within a modality."""
+    """A batch's normalized inputs, without the channels that are constant within a modality."""
 
     keys: Tensor
     """(b, m, k): first the `varying` channels, a one-hot vector of the three modalities, and the negative mean, all divided by
@@ -223,7 +223,7 @@ def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int
 
 
 class Layer(nn.Module):
-    """Attention followed by an MLP. With `residual`, the queries are added to the output of the attention."""
+    """Attention followed by an MLP. With `residual`, the queries are added to the attention's output."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, c: Config, *, cross: bool, residual: bool = True) -> None:
         super().__init__()
@@ -240,7 +240,7 @@ class Layer(nn.Module):
 
 
 class Points(NamedTuple):
-    """Points of a clip to decode, shared by the batch."""
+    """The points to decode in every clip of a batch."""
 
     image: Tensor
     """(p,) int64: indices of pixels, frame by frame and row by row."""
@@ -249,7 +249,7 @@ class Points(NamedTuple):
 
 
 class Decoded(NamedTuple):
-    """Reconstruction of a batch at the points."""
+    """A batch's reconstruction at the points."""
 
     image: Tensor
     """(b, p, 3), from 0 to 1."""
@@ -260,7 +260,7 @@ class Decoded(NamedTuple):
 
 
 class Perceiver(nn.Module):
-    """Model from clips to latents, and from latents to points of the same clips."""
+    """A model from clips to latents, and from latents to points of the same clips."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class Perceiver(nn.Module):
             {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
         )
         self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
-        """Input that replaces a hidden label."""
+        """The input that replaces a hidden label."""
         self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
         self.self_attends = nn.ModuleList(
             Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
@@ -287,7 +287,7 @@ class Perceiver(nn.Module):
         for name, parameter in self.named_parameters():
             if name.endswith("bias"):
                 nn.init.zeros_(parameter)
-            elif name.endswith("weight") and "norm" not in name:  # as the paper's code: by the width of the input
+            elif name.endswith("weight") and "norm" not in name:  # scaled by the input's width, as in the paper's code
                 nn.init.trunc_normal_(parameter, std=parameter.shape[1] ** -0.5)
             elif "norm" not in name:
                 nn.init.trunc_normal_(parameter, std=0.02)
@@ -351,7 +351,7 @@ class Perceiver(nn.Module):
         return Inputs(torch.cat(rows, 1), varying, constant)
 
     def _queries(self, points: Points) -> Tensor:
-        """Return the queries of the points and of the label: (q + p + 1, d_query)."""
+        """Return the queries for the points and the label: (q + p + 1, d_query)."""
         c = self.config
         shape = (c.frames, c.image_size, c.image_size)
         t, h, w = points.image // (shape[1] * shape[2]), points.image // shape[2] % shape[1], points.image % shape[2]
@@ -392,7 +392,7 @@ def pixels(video: Tensor) -> Tensor:
 
 
 def sound(audio: Tensor) -> Tensor:
-    """Convert 16-bit samples to -1 ... 1. Floating-point values are returned unchanged."""
+    """Scale 16-bit samples to the range -1 to 1. Floating-point values are returned unchanged."""
     return audio if audio.is_floating_point() else audio.float() / 32768
 
 
@@ -419,7 +419,7 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Sums over the clips with weight 1 in a micro-batch, divided by the number of clips in the micro-batch; scalars."""
+    """Scalars: sums over the clips with weight 1 in a micro-batch, divided by the number of clips in the micro-batch."""
 
     image: Tensor
     """Mean absolute difference of pixel values from 0 to 1."""
@@ -467,7 +467,7 @@ _NAMES = (
     (r"\.mlp\.dense(\d)\.", r".fc\1."),
 )
 _UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
-"""Masks that the published model applies with probability 0."""
+"""Masks, which the published model applies with probability 0."""
 
 
 def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:
@@ -501,9 +501,9 @@ def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Con
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Rename weights of Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, to this module's names.
+    """Rename weights from Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, to this module's names.
 
-    Raises OutlastError for weights of another model.
+    Raises OutlastError for another model's weights.
     """
     renamed = {}
     for name, tensor in weights.items():

@@ -41,13 +41,13 @@ from outlast.training import Shards
 from outlast.training.session import Session
 
 MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's pixels in 0 ... 1, by channel: red, green, blue."""
+"""Mean and standard deviation of ImageNet's pixels, scaled to the range 0 to 1, by channel: red, green, blue."""
 _TRIES = 10
 """Maximum number of attempts to find a random box that fits an image, as in torchvision's RandomResizedCrop."""
 CROP = 2 * _TRIES + 2
 """Number of random numbers that `boxes` needs per image."""
 _CHUNK = 1 << 18
-"""Number of values that `normalised` computes at a time on a CPU, few enough to fit into the cache."""
+"""Number of values that `normalised` computes at a time on a CPU, few enough to fit in the cache."""
 _SMALL = 1 << 16
 """Number of values in an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
 _MUCH = 1 << 22
@@ -55,7 +55,7 @@ _MUCH = 1 << 22
 
 
 class Samples(NamedTuple):
-    """Batch of images, or one image of a `Folder` as arrays without the first dimension."""
+    """A batch of images, or one image of a `Folder` as arrays without the first dimension."""
 
     x: Any
     """Pixels, uint8 (b, H, W, 3)."""
@@ -64,7 +64,7 @@ class Samples(NamedTuple):
     index: Any
     """Indices in the dataset, int64 (b,), for `draws`."""
     aspect: Any
-    """Width / height of the image in its file, float32 (b,), for `boxes` and `centre`."""
+    """Each image's width / height in its file, float32 (b,), for `boxes` and `centre`."""
 
 
 # ---- reading
@@ -76,7 +76,7 @@ class Packed(Shards):
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
-        """Class names, in the order of their labels; empty if the manifest has no names."""
+        """Class names, in the order of their labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
         """Number of damaged images that both parts leave out."""
         if not self.remote:
@@ -110,7 +110,7 @@ class Packed(Shards):
         x, y = columns["image"], columns["label"]
         self._labels(y.numpy())
         aspect = columns.get("aspect")
-        if aspect is None:  # not stretched: the pixels have the aspect of the file, or of its centre
+        if aspect is None:  # not stretched: the pixels have the aspect ratio of the file, or of its centre
             aspect = torch.full((len(y),), x.shape[2] / x.shape[1])
         return Samples(x, y, torch.from_numpy(indices.astype(np.int64)), aspect)
 
@@ -135,7 +135,7 @@ def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
 def agreed(run: Session, *datasets: Packed) -> None:
     """Raise OutlastError, on every rank, if machines have packed different images. A collective; call it before `run.resume`.
 
-    Different sources or decoding libraries cause this. The same index would then select different images on different machines.
+    This happens if sources or decoding libraries differ. The same index would then select different images on different machines.
     """
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
@@ -146,7 +146,7 @@ def agreed(run: Session, *datasets: Packed) -> None:
 
 
 class Folder(Dataset[Samples]):
-    """Images that are decoded whenever they are read. `folder` opens them."""
+    """Images that are decoded each time they are read. `folder` opens them."""
 
     def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
         images.pillow()
@@ -194,7 +194,7 @@ class Folder(Dataset[Samples]):
 def folder(
     root: str | os.PathLike[str], part: str = "train", *, size: int | None = None, val: float = 0.1, skip_bad: bool = False
 ) -> Folder:
-    """Open the images of a directory, to decode them at every read: `Stream(pixels.folder(root, size=256), batch=256,
+    """Open a directory's images, to decode them at each read: `Stream(pixels.folder(root, size=256), batch=256,
     workers=8)`.
 
     Layouts: `train/CLASS/...` with `val/CLASS/...` (ImageNet, torchvision's ImageFolder), tiny-imagenet-200 with its flat val,
@@ -202,7 +202,7 @@ def folder(
     `size` stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the
     same shape. `pack` gives the same images, order and pixels, so a run may switch between the two.
 
-    With `skip_bad`, the next decodable image replaces one that cannot be decoded, identically on every rank and in every epoch.
+    With `skip_bad`, the next decodable image replaces one that cannot be decoded, the same on every rank and in every epoch.
     Each rank prints the names of its bad images. Raises OutlastError if there are no images or no classes, or if the classes
     of train and val differ.
     """
@@ -259,7 +259,7 @@ def boxes(
     scale: tuple[float, float] = (0.08, 1.0),
     ratio: tuple[float, float] = (3 / 4, 4 / 3),
 ) -> Tensor:
-    """Return random boxes in images for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
+    """Return random boxes for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
 
     `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's fraction of the image's area is in the
     range `scale`, and its width / height, in pixels of the file, is in the range `ratio`. The distribution is the same as in
@@ -298,7 +298,7 @@ def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
 def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
     """Crop a box of each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
 
-    `boxes`: the result of `boxes` or `centre`; the edges are rounded to whole pixels. The `mirrored` images, bool (b,), are
+    `boxes` is the result of `boxes` or `centre`; edges are rounded to whole pixels. The `mirrored` images, bool (b,), are
     flipped as by `flip`, without another pass. On a CPU each image is processed by torch's kernel for bytes; on other devices two
     matrix products process all images at once. The results differ by at most 1 of 255.
     """
@@ -326,7 +326,7 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = N
 
 
 def _each(do: Callable[[int], None], count: int, size: int) -> None:
-    """Call `do(0)` ... `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch has.
+    """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch has.
 
     Torch itself would divide each image among its threads and wait for the slowest thread, thousands of times a second. On a
     shared machine each wait lasts until that thread gets a core. The calling thread processes small images, because most of their
@@ -381,7 +381,7 @@ def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
     """Translate each image by up to `pad` pixels, and fill the space with black. `u`: `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
-    by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), -pad ... pad
+    by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), from -pad to pad
     down = torch.arange(height, device=x.device) + by[:, :1]  # (b, H)
     across = torch.arange(width, device=x.device) + by[:, 1:]  # (b, W)
     inside = ((down >= 0) & (down < height))[:, :, None] & ((across >= 0) & (across < width))[:, None]  # (b, H, W)
@@ -422,7 +422,7 @@ def normalised(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.channels_last,
 ) -> Tensor:
-    """Convert bytes to inputs of a network: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
+    """Convert bytes to network inputs: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
     rows, _ = _plane(x)
     x = (x if rows == 1 else x.permute(0, 2, 3, 1)).contiguous()  # (b, H, W, 3)
     b, height, width, _ = x.shape

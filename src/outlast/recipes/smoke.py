@@ -61,7 +61,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         x, y = (tensor.to(run.device) for tensor in made_up(s))  # (n, f), (n,)
         model = nn.Sequential(nn.Linear(s.features, 256), nn.ReLU(), nn.Linear(256, s.classes)).to(run.device)
-        first = mean_loss(model, x, y)  # before resuming: of the untrained weights, in every generation
+        first = mean_loss(model, x, y)  # before resuming, so for the untrained weights in every generation
         net = run.ddp(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr)
         stream = Stream((x, y), batch=s.batch, seed=s.seed, epochs=s.epochs)
@@ -107,7 +107,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
     """Return messages about failed checks.
 
-    `first`, `last`: losses before and after training; `hashes`: checksums of the weights, by rank.
+    `first` and `last` are the losses before and after training, and `hashes` the checksums of the weights, by rank.
     """
     messages = []
     fell = 1 - last / first
@@ -120,7 +120,7 @@ def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the mean loss over all samples. Every rank computes all of them."""
+    """Return the mean loss over all samples. Every rank computes the loss for all of them."""
     return F.cross_entropy(model(x), y).item()
 
 

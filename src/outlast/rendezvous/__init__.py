@@ -1,4 +1,4 @@
-"""Rendezvous: the decision about which workers train together (`who_trains`), its transports, and torchrun's handler."""
+"""Rendezvous: deciding which workers train together (`who_trains`), transports, and torchrun's handler."""
 
 from __future__ import annotations
 

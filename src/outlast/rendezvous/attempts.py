@@ -1,8 +1,8 @@
 """Attempts: a world's members restart its training processes without the coordinator. Pure.
 
-An attempt starts the same world again, with the same generation and members but a fresh store. It follows a failure, once every
-member reports that its processes have ended and that it has no other orders. The member with rank 0 leads: it stops the other
-members, collects their answers, and starts the attempt.
+An attempt starts the same world again, with the same generation and members but a fresh store. An attempt follows a failure, once
+every member reports that its processes have ended and that it has no other orders. The member with rank 0 leads: it stops the
+other members, collects their answers, and starts the attempt.
 
     Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they have ended
@@ -15,8 +15,8 @@ after every member has reported that its processes from the previous attempt hav
 that has refused never starts.
 
 The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts.
-If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`; decision
-0041.
+If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`. See
+decision 0041.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ REPEAT_S = 5.0
 """Interval at which an unanswered message is repeated. The mesh reports every failed delivery, and stopping processes takes
 seconds, so repeating messages to a thousand members often would be wasteful."""
 LATE_S = 2.0
-"""Time after which a waiting member also reports to the coordinator."""
+"""Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
 """Maximum number of consecutive attempts without progress: after an error or a hang at one step (the next one ends the job), and
 after a kill."""
@@ -71,7 +71,7 @@ class Past:
 
     @property
     def sentence(self) -> str:
-        """Beginning of a sentence about this repair."""
+        """The beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
 
@@ -108,7 +108,7 @@ class Go:
     address: Address
     """`host:port` of the store."""
     worker: Id
-    """Id of the worker that failed."""
+    """The failed worker's id."""
     failure: Mapping[str, Any]
 
     @property

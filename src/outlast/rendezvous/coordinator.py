@@ -1,4 +1,4 @@
-"""Coordination of one run: process its members' reports, publish calls and worlds, judge failures and end the run. Pure.
+"""Coordinates one run: processes its members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
 
 A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
 agent (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
@@ -55,8 +55,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """A time to decide. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the cause of
-    the pending failures, if the owner knows more about it than the reports say."""
+    """A time to decide. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
+    failures' cause, if the owner knows more than the reports say."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -91,7 +91,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message, see `sockets.Server.send`. Not needed if members read the published state."""
+    """Send a message; see `sockets.Server.send`. Not needed if members read the published state."""
 
     to: Iterable[int]
     kind: str
@@ -99,7 +99,7 @@ class Send:
 
 
 Effect = Record | World | Send | Fence | Ending | Wait
-"""A `World` begins, an `Ending` must be carried out, and a `Wait` gives the reason why there is no decision."""
+"""A `World` begins, an `Ending` must be carried out, and a `Wait` says why there is no decision."""
 
 
 class EventSink(Protocol):
@@ -141,15 +141,15 @@ class PersistedState:
     counted: int = 0
     """The newest generation with a counted failure."""
     attempt: int = 0
-    """Attempt in which that failure occurred, see `failure.Failure.attempt`."""
+    """The attempt in which that failure occurred; see `failure.Failure.attempt`."""
     restarts: int = 0
     """Number of failures counted since the start of the run."""
     failures: tuple[tuple[float, int, int | None], ...] = ()
-    """`restart_budget.Record`s, each with its age instead of its time."""
+    """`restart_budget.Record`s, each with an age instead of a time."""
     failure: Mapping[str, Any] | None = None
     """The last counted failure, a `failure.Failure`."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as the id, the age and the number of consecutive losses."""
+    """`partition.Loss`es that keep members out of worlds, each as (id, age, number of consecutive losses)."""
 
     @property
     def generation(self) -> int:
@@ -176,7 +176,7 @@ class CoordinatorState(who_trains.State):
     pending: tuple[Pending, ...] = ()
     """Failures of the current generation that have not been judged yet."""
     pending_since: float = 0.0
-    """Time at which the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
+    """Time on our clock at which the first pending failure arrived; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
     """The newest generation and attempt with a counted failure; further failures in it are ignored."""
     followed: int = 0

@@ -3,7 +3,7 @@
 Torch's elastic agent requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and stops on
 `RendezvousClosedError`. The answers come from a `Membership`, which a worker's agent uses directly, without this handler.
 
-Published as entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
+Published as the entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
 """
 
 from __future__ import annotations
@@ -98,7 +98,7 @@ class Torchrun(Handler):
             raise SystemExit(0) from problem
 
     def shutdown(self) -> bool:
-        """Report how this node has ended. torchrun calls this in a `finally` block, so `sys.exception` is its error."""
+        """Report how this node has ended. torchrun calls this in a `finally` block, so `sys.exception` returns its error."""
         ended_by = sys.exception()
         if ended_by is None:
             self.member.report(MemberState.DONE)

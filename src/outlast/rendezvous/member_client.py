@@ -36,7 +36,7 @@ class Board(Protocol):
 
     @property
     def id(self) -> int:
-        """Index of the member; negative before one is assigned."""
+        """The member's index; negative before one is assigned."""
 
     def put(self, report: Report) -> float | None:
         """Write the report, or renew it if it is unchanged. Returns the seconds until the next renewal; None if nothing can be
@@ -59,7 +59,7 @@ class Board(Protocol):
 
 
 class Client:
-    """A run's member, which connects only when it first reports."""
+    """A member of a run, which connects only when it first reports."""
 
     def __init__(self, board: Board) -> None:
         self._board = board
@@ -80,7 +80,7 @@ class Client:
 
     @property
     def id(self) -> int:
-        """Index of this worker; negative before one is assigned."""
+        """This worker's index; negative before one is assigned."""
         return self._board.id
 
     @property

@@ -36,10 +36,10 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
-"""Interval at which training processes are asked for their batch until they have reported it."""
+"""Interval, in seconds, at which training processes are asked for their batch until they have reported it."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
-"""Connects to a world's store as the given rank, and hosts it on the listening socket if the rank is 0. Raises OSError or
+"""Connects to a world's store as the given rank; rank 0 also hosts it, on the listening socket. Raises OSError or
 RuntimeError (torch's) if the store's host cannot be reached."""
 
 
@@ -75,8 +75,8 @@ class Membership:
         join_s: float = math.inf,
         leave_s: float | None = None,
     ) -> None:
-        """`join_s` is the timeout for joining a world. `leave_s` is the time that training has to save and leave on request; if
-        None, the call's deadline applies."""
+        """`join_s` is the timeout for joining a world. `leave_s` is how long training has to save and leave on request; if None,
+        the call's deadline applies."""
         self._client = client
         self._run_id = run_id
         self._join_s, self._leave_s = join_s, leave_s
@@ -98,7 +98,7 @@ class Membership:
         self.dies: Callable[[], bool] = lambda: False
         """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
         self.pause_s = 0.0
-        """Delay in seconds before processes are next started; the other members wait."""
+        """Delay, in seconds, before processes are next started; the other members wait."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
@@ -141,7 +141,7 @@ class Membership:
 
     @property
     def id(self) -> int:
-        """Index of this worker; negative before one is assigned."""
+        """This worker's index; negative before one is assigned."""
         return self._client.id
 
     @property
@@ -187,7 +187,7 @@ class Membership:
         self._client.close()
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report a standing that `next_world` does not know about."""
+        """Report a standing that `next_world` does not report itself."""
         self._client.report(standing=standing, **fields)
 
     def must_stop(self) -> bool:
@@ -273,7 +273,7 @@ class Membership:
         return dataclasses.replace(self.world, address=go.address, held=self._held)
 
     def _overruled(self) -> str:
-        """Return the reason why the coordinator must decide; empty if the members may."""
+        """Return why the coordinator must decide; empty if the members may."""
         new, mesh = self._client.world, self.mesh
         if self._client.closed is not None or self.called() or (new is not None and new.generation > self.generation):
             return "the coordinator has decided what comes next"
@@ -369,7 +369,7 @@ class Membership:
         return self.repairs.report()
 
     def _listen(self) -> None:
-        """Open this member's side of the mesh. Its address is sent in our reports and published with later worlds."""
+        """Open this member's side of the mesh, whose address is sent in our reports and published with later worlds."""
         if self.mesh or not self.key:
             return
         try:

@@ -33,7 +33,7 @@ class Report:
     id: Id
     standing: MemberState
     generation: int = 0
-    """Generation of the member's current or last world."""
+    """The generation of the member's current or last world."""
     since: float = 0.0
     address: MaybeAddress = ""
     """`host:port` where the member would host the world's store."""
@@ -58,8 +58,8 @@ class Report:
     held: int = 0
     """The newest complete step that the member's processes had saved or held in memory when stopped. Sent between worlds."""
     owes: bool = True
-    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
-    will."""
+    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or
+    never will be able to."""
     again: bool = False
     """True if this process has replaced the one that joined `generation`, which its peers no longer hear. Only workers running
     the previous version report it."""
@@ -117,7 +117,7 @@ class Called:
     reason: str
     planned: bool
     deadline: float
-    """Time at which a planned call turns into an unplanned one, in seconds since the epoch."""
+    """When a planned call becomes unplanned, in seconds since the epoch."""
     leave_s: float | None = None
     """Seconds from receipt to `deadline`, counted on the recipient's clock."""
 

@@ -1,4 +1,4 @@
-"""Decide which members of a partitioned world are lost. Pure.
+"""Decides which members of a partitioned world are lost. Pure.
 
 Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *unheard*. A pair of members is *broken* if one does
 not hear the other. A broken pair stops training, as every step needs every pair. `decide` picks the members to remove so that no
@@ -11,7 +11,7 @@ Otherwise all live members report within AGREE_S, then the largest side with a s
 
 A minority never removes a silent majority on its own report alone: all members are called first (`ask`), and members that do not
 answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and no member is lost.
-Docs: docs/decisions/0040-partitions.md. Called by `rendezvous.who_trains`.
+Called by `rendezvous.who_trains`. See docs/decisions/0040-partitions.md.
 """
 
 from __future__ import annotations
@@ -25,15 +25,16 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
-"""Maximum delay between reports of one partition: both ends of a link notice within half a second, plus the transfer time."""
+"""Maximum delay, in seconds, between reports of one partition: both ends of a link notice within half a second, and the
+reports take time to arrive."""
 PATIENCE_S = 2.0
-"""Tolerance for a single broken pair: its connection may recover, or other members' reports may be late."""
+"""Seconds for which a single broken pair is tolerated: its connection may recover, or other members' reports may be late."""
 CONFIRM_S = 2.0
-"""Timeout for an unheard majority to answer a call."""
+"""Timeout, in seconds, for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
-"""How long a member is kept out of worlds after its first loss, which doubles with each further loss, and the maximum."""
+"""Seconds for which a member is kept out of worlds after its first loss, doubled by each further loss, and the maximum."""
 FORGIVEN_S = 600.0
-"""Time without a loss after which a member's next loss counts as its first."""
+"""Seconds without a loss after which a member's next loss counts as its first."""
 
 Pair = frozenset[int]
 

@@ -26,7 +26,7 @@ KIND = "attempt"
 REPORTERS = 3
 """Number of members in a world that report repairs, so that a coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02
-"""Interval for polling the coordinator and the notice while we wait for the other members, in seconds."""
+"""Interval, in seconds, for polling the coordinator and the notice while we wait for the other members."""
 
 
 class Repairs:
@@ -66,7 +66,7 @@ class Repairs:
             self._catch_up()
 
     def stop_requested(self) -> bool:
-        """Return whether our processes must stop. Call it often, since it also repeats unanswered messages."""
+        """Return whether our processes must stop. Call this often, since it also repeats unanswered messages."""
         with self._lock:
             if self._participant is None:
                 return False

@@ -20,8 +20,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, which a user may
-clean up during the pauses, which add up to minutes."""
+"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, since a user may
+clean it up during the pauses, which add up to minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds for `Kills`, in seconds; arbitrary."""
 

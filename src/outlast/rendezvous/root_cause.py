@@ -1,4 +1,4 @@
-"""Rules for failures: find the root cause among a world's failures, and judge when and whether the job continues. Pure.
+"""Rules for failures: finding the root cause among a world's failures, and judging when and whether the job continues. Pure.
 
 When one worker dies, the other workers fail as well. Their errors only echo its death, but may arrive first. So the coordinator
 briefly collects a generation's failures, then judges the root cause once, against the budget in `rendezvous.restart_budget`. The
@@ -45,7 +45,7 @@ class Debounce:
     """Debounce times for the failures of one generation, in seconds from the first failure."""
 
     cause: float = 0.5
-    """How long calls are delayed while all failures are echoes, since a call would stop the culprit before it can report."""
+    """Delay for calls while all failures are echoes, since a call would stop the culprit before it can report."""
     settle: float = 1.0
     """Time after which failures are judged even if no world can form yet."""
     answer: float = 5.0
@@ -54,7 +54,7 @@ class Debounce:
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Times for the operator: kubelets report within about a second how a container ended, and eventually for every pod."""
+"""Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
 """Times for pods without an agent: the kubelet of the root cause may report seconds after an echo's."""
 

@@ -1,4 +1,4 @@
-"""Phrases that name workers and numbers in sentences about worlds. Pure."""
+"""Phrases that name workers and numbers, for sentences about worlds. Pure."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 
     torchrun --rdzv-backend=outlast --rdzv-endpoint=etcd://host:2379 --rdzv-id=train --nnodes=2:8 train.py
 
-Called by `rendezvous.handler`. Options: docs/guide/torchrun.md.
+Called by `rendezvous.handler`. See docs/guide/torchrun.md for the options.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class Client(member_client.Client):
 
 
 class Printer:
-    """Event sink for a torchrun node that coordinates. It prints, but has neither a ledger nor a store."""
+    """An event sink for a torchrun node that coordinates. It prints, but has neither a ledger nor a store."""
 
     def say(self, text: str) -> None:
         print(f"outlast | {text}", flush=True)
@@ -115,7 +115,7 @@ class Printer:
 
 
 def client(endpoint: str, *, run: str, sizes: tuple[int, int], conf: Mapping[str, Any]) -> tuple[Client, float]:
-    """Connect a client; returns it with the timeout for joining a world, in seconds. Raises OutlastError."""
+    """Connect a client, and return it with the timeout in seconds for joining a world. Raises OutlastError."""
     seconds = options(conf)
     where = servers.address(endpoint, {name: str(value) for name, value in conf.items() if name in servers.OPTIONS})
     if run == UNNAMED:

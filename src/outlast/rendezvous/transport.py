@@ -60,7 +60,7 @@ class Member:
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
     """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Called with the end of the run once the operator has published it, before anything acts on it."""
+    """Called with the run's end once the operator has published it, before anything acts on it."""
 
     @property
     def generation(self) -> int:
@@ -97,8 +97,8 @@ def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
     """Return whether other workers may be training, and would stop as soon as this worker reports. `needed` is True if no world
     can do without this worker.
 
-    If no worker can train without this one, it is faster to report first and prepare ranks meanwhile. On one machine, reporting
-    takes no time.
+    If no worker can train without this one, it is faster to report first, and prepare ranks while waiting. On one machine,
+    reporting takes no time.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

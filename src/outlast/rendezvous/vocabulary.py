@@ -46,7 +46,7 @@ class Member:
     """`host:port` where the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
-    """Generation of the worker's current or last world; 0 if it has not trained yet."""
+    """The generation of the worker's current or last world; 0 if the worker has not trained yet."""
     since: float = 0.0
     """Time at which `standing` last changed; repeating a report does not change it."""
     failed: bool = False
@@ -72,7 +72,7 @@ class Member:
 
 
 class Cause(enum.StrEnum):
-    """Machine-readable reason for a call; `Call.reason` is the text for people."""
+    """A call's machine-readable reason; `Call.reason` is the text for people."""
 
     UNKNOWN = ""
     """Not given, or introduced in a newer version."""
@@ -101,7 +101,7 @@ class Cause(enum.StrEnum):
 
 @dataclass(frozen=True)
 class Call:
-    """Request to re-rendezvous for `generation`.
+    """A request to re-rendezvous for `generation`.
 
     A later call for the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
     """
@@ -132,19 +132,19 @@ class World:
     held: int = 0
     """The newest complete step of any worker in the last world. Resuming below this step loses steps and is reported."""
     mesh_addresses: tuple[MaybeAddress, ...] = ()
-    """Address of each member's mesh, in rank order; empty if the member has no mesh. Older versions publish no addresses."""
+    """Each member's mesh address, in rank order; empty if the member has no mesh. Older versions publish no addresses."""
 
 
 @dataclass(frozen=True)
 class Wait:
-    """Decision to do nothing until the next event or `look_again`."""
+    """A decision to do nothing until the next event or `look_again`."""
 
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only when the situation does."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others, and will not be soon; part of `reason`. Empty if there are none."""
+    """Why some workers are not training with the others, and will not be soon; part of `reason`. Empty if all are or will be."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -153,7 +153,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """Decision to form no further worlds, since training is done or suspended."""
+    """A decision to form no further worlds, since training is done or suspended."""
 
     reason: str
     done: bool
@@ -178,7 +178,7 @@ class Desired:
 
 @dataclass(frozen=True)
 class Timeouts:
-    """How long to wait for workers, in seconds."""
+    """Timeouts for workers, in seconds."""
 
     start: float = 30.0
     """Timeout for missing workers while no worker holds any state, counted from when the smallest allowed world could form."""

@@ -1,4 +1,4 @@
-"""Decide which workers train together, as a pure function of the members' reports.
+"""Decides which workers train together, as a pure function of the members' reports.
 
 The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`. The
 decision is to call the workers to a new rendezvous, to publish a world, to wait, or to close the run.

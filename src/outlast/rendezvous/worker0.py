@@ -29,11 +29,11 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Length of the pause after a decision, as a multiple of the decision's duration. It leaves time to process reports."""
+"""Length of the pause after a decision, as a multiple of the decision's duration. The pause leaves time to process reports."""
 LEAVE_S = 15.0
-"""Time that the coordinator has to notify workers of the end, in seconds."""
+"""Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0
-"""How long decisions may fail before this worker is restarted, in seconds. Its successor learns the state from the other
+"""Seconds for which decisions may fail before this worker is restarted. Its successor learns the state from the other
 workers."""
 
 

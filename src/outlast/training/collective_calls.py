@@ -26,7 +26,7 @@ from outlast.worker.hangs import deadlocks
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _ROOM = 14
-"""Maximum number of summands in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
+"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
 _BITS = 20
 """Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
@@ -95,7 +95,7 @@ class Calls:
             raise
         self.waited_s += time.monotonic() - begun
         keys, squares, *sums = self._numbers.tolist()
-        if int(keys) ** 2 != self.ranks * int(squares):  # Cauchy and Schwarz: equal only if all keys are
+        if int(keys) ** 2 != self.ranks * int(squares):  # Cauchy-Schwarz: equal only if all keys are
             calls: list[Any] = [None] * self.ranks
             dist.all_gather_object(calls, (watch.call, position), group=self._group)
             raise OutlastError(differing(calls))
@@ -128,7 +128,7 @@ class Calls:
 
 
 def differing(calls: Sequence[tuple[str, int]]) -> str:
-    """Return the error message about ranks in different calls, given each rank's (call, position of the stream)."""
+    """Return the error message about ranks in different calls, given each rank's (call, stream position)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"

@@ -1,6 +1,6 @@
 """Waits for data in training, and a warning if they are long.
 
-A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides on the warning.
+A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides when to warn.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""Minimum duration of a stall in seconds: a shorter wait is the hand-over from the thread that reads ahead."""
+"""Minimum duration of a stall in seconds: a shorter wait is only the hand-over from the read-ahead thread."""
 _LOOK_S = 60.0
 _MUCH = 0.2
 """Minimum share of a period spent waiting that causes a warning; arbitrary."""

@@ -1,4 +1,4 @@
-"""DDP whose gradients are added in the same order after every restart."""
+"""DDP that adds gradients in the same order after every restart."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""The modules given to `settle`, whose waits `own_time` measures."""
+"""The modules passed to `settle`; `own_time` measures their waits."""
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
@@ -21,9 +21,9 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step: it arranges them in an empty backward pass.
+    """Give DDP its final gradient buckets before the first step, by running an empty backward pass.
 
-    Gradients and weights stay as they are, and so does a module that is not wrapped in DDP. A collective.
+    Gradients and weights are unchanged. Does nothing if the module is not wrapped in DDP. A collective.
     """
     if not isinstance(net, DistributedDataParallel):
         return

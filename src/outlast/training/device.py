@@ -28,13 +28,13 @@ from outlast.job import accelerators
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that trains here, by name."""
+    """Return the versions of the software that training uses here, by name."""
     found = {"outlast": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 
 
 class Device:
-    """Devices of one type, used through torch's module for them."""
+    """Devices of one type, accessed through torch's module for that type."""
 
     pins = True
     """True if copies from pinned memory run in the background."""
@@ -84,7 +84,7 @@ class Device:
         """Allocate CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
         Memory for a device other than the current one is not pinned: copies into pinned memory run in the background, and
-        `synchronize` waits only for those of the current device.
+        `synchronize` waits only for the current device's copies.
         """
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
@@ -119,7 +119,7 @@ class Device:
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
-        """Undo `register`. Call this before the memory is unmapped, since CUDA would treat its address as pinned."""
+        """Undo `register`. Call this before the memory is unmapped, since CUDA would still treat its address as pinned."""
 
     def mark_step(self) -> None:
         """End the step on devices that record operations and run them as one program (XLA)."""
@@ -160,7 +160,7 @@ class CopyStream:
     def wait(self) -> None:
         """Wait for the copies. Any thread may call this."""
         if (copied := self._copied) is not None:
-            self._module.set_device(self._index)  # a new thread has device 0, on which CUDA would take memory
+            self._module.set_device(self._index)  # a new thread starts on device 0, where CUDA would allocate memory
             copied.synchronize()
             self._copied = None  # a graph captured from now on must not wait for an event from outside
 
@@ -202,9 +202,9 @@ class _Cpu(Device):
         torch.set_rng_state(state)
 
     def synchronize(self) -> None:
-        """No-op: calls on the CPU return when they are done."""
+        """No-op: operations on the CPU are synchronous."""
 
-    def copy_stream(self) -> None:  # torch.cpu has streams, which run nothing in parallel
+    def copy_stream(self) -> None:  # torch.cpu's streams run nothing in parallel
         return None
 
 
@@ -320,7 +320,7 @@ def find() -> Device:
 
 
 def join(backend: str) -> bool:
-    """Join the process group that the environment describes, or a world of one; returns False if a library has joined it."""
+    """Join the process group that the environment describes, or a world of one. Returns False if a library has already joined."""
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:
@@ -340,7 +340,7 @@ def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[boo
     """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
     Ranks on different hardware must use the same type. Pass `run.gather` in that case: `auto` is then bfloat16 only if that is
-    faster on all ranks. A collective with `gather`.
+    faster on all ranks. A collective if `gather` is given.
     """
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32

@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """Return the first of an object's methods that is absent or lacks parameters that we rely on; empty if there is none."""
+    """Return the first of an object's methods that is missing or lacks parameters we rely on, or an empty string."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -27,7 +27,7 @@ RESERVED = ("step", "reduce")
 
 
 def split(accelerator: Any) -> str:
-    """Return the reason why Accelerate's `accelerator` does not have a whole model on each rank; empty if it does."""
+    """Return why Accelerate's `accelerator` does not have a whole model on each rank; empty if it does."""
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
@@ -35,9 +35,9 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step, and return whether a checkpoint is due that has to wait for the step's evaluation. A collective.
+    """End a step. Returns whether a checkpoint is due that must wait for the step's evaluation. A collective.
 
-    With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the one that is due.
+    With `measured_later`, an evaluation that ranks checkpoints follows the step, so the caller saves the checkpoint that is due.
     """
     if not measured_later:
         run.boundary(step)

@@ -26,7 +26,7 @@ from outlast.training.state.stateful_loader import Stateful
 State = Mapping[str, Any]
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Attributes of torch's schedulers that hold their number of steps."""
+"""Attributes in which torch's schedulers store their number of steps."""
 
 
 def whole(step: Any) -> int:
@@ -102,7 +102,7 @@ def described(state: State) -> list[str]:
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """Return each scheduler's number of steps in a state, by name and attribute."""
+    """Return the number of steps of each scheduler in a state, by name and attribute."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -152,7 +152,7 @@ def saves() -> dict[Any, int]:
 
 
 def hint(error: BaseException, state: State) -> str:
-    """Return a hint about the script's probable mistake, given the error that ended it, or an empty string."""
+    """Return a hint about the mistake that probably caused the script's final error, or an empty string."""
     message = str(error)
     if isinstance(error, ValueError | TypeError) and "unpack" in message:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")

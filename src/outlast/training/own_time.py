@@ -1,8 +1,8 @@
-"""A rank's own time per step, which is its step less the time in collectives. `job.slow_ranks` finds slow ranks by it.
+"""A rank's own time per step: the step's duration minus the time in collectives. `job.slow_ranks` uses it to find slow ranks.
 
-Waits in the session's calls are known (`Calls.waited_s`). The backward pass's wait for the last gradients is measured by DDP's
-logger in every n-th step, with the clock on a CPU and with events on a GPU: it is the communication time less the part that
-overlaps computation. A step's numbers are available once the next step's forward pass has begun. Reasons:
+Waits in the session's calls are known (`Calls.waited_s`). In every n-th step, DDP's logger measures how long the
+backward pass waits for the last gradients, by the clock on a CPU and by events on a GPU: this is the communication time minus
+its overlap with computation. A step's numbers are available once the next step's forward pass has begun. See
 docs/decisions/0067-slow-and-differing-ranks.md.
 """
 
@@ -29,7 +29,7 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples. Reading a GPU's times waits for its stream, and they vary less."""
+"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and they vary less."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 
@@ -44,7 +44,7 @@ class OwnTimes:
         self._clock = time.monotonic
         self._windows: collections.deque[slow_ranks.Window] = collections.deque(maxlen=slow_ranks.WINDOWS)
         self._named: dict[int, float] = {}
-        """Slow ranks, and the share by which each is above the others."""
+        """The slow ranks, and the fraction by which each one's own time exceeds the others'."""
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
@@ -88,7 +88,7 @@ class OwnTimes:
             self._samples.append(max(0.0, step_s - in_collectives_s))
 
     def _choose_rate(self, step_s: float) -> int:
-        """Return the number of steps between samples, and tell DDP."""
+        """Return the number of steps between samples, after setting it in DDP."""
         every_s = _EVERY_GPU_S if self._gpu else _EVERY_S
         rate = min(_RATE, max(1, round(every_s / max(step_s, 1e-6))))
         if self._rate and self._rate / 2 < rate < self._rate * 2:
@@ -98,7 +98,7 @@ class OwnTimes:
         return rate
 
     def _compare(self, record: Progress) -> None:
-        """End the window, and name the ranks whose own time is above the others'. A collective."""
+        """End the window, and name the ranks whose own time exceeds the others'. A collective."""
         samples, self._samples, self._opened = self._samples, [], self._clock()
         own_s, error_s = slow_ranks.measured(samples) if len(samples) >= _LEAST else (0.0, 0.0)
         every = self._gather((own_s, error_s, int(os.environ.get(Env.WORKER, record.rank)), os.environ.get(Env.NODE, "")))

@@ -1,4 +1,4 @@
-"""Progress of scripts without a session: `progress` reports the step. Needs no torch."""
+"""Progress reports from scripts that have no session: `progress` reports the step. Needs no torch."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ _reported = _Reported()
 
 
 def progress(step: int, total: int | None = None) -> None:
-    """Report that `step` optimizer steps are done, of `total` if known. For scripts without a session.
+    """Report that `step` optimizer steps are done, out of `total` if known. For scripts that have no session.
 
     `outlast status`, the panel and `outlast report` show the step and the remaining time. The call saves no checkpoint, is not a
     collective, and does nothing unless Outlast runs the script. Call it on every rank or on rank 0 alone, after each step or less

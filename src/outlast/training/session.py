@@ -85,11 +85,11 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
 
 
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
-    """Open the session of a process whose library has joined its process group and seeded its generators.
+    """Open the session of a process in which a library has already joined a process group and seeded the generators.
 
     The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is that of `open`. `batch` is the number of samples per step: a job's later
-    worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
+    metrics and results outside a job; the default is the same as for `open`. `batch` is the number of samples per step: a job's
+    later worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -98,23 +98,23 @@ class Session:
     """One rank of the world, as returned by `session.open`; called `run` below."""
 
     rank: int
-    """Number of this process in the world, 0 ... world_size - 1."""
+    """This process's rank in the world, from 0 to world_size - 1."""
     local_rank: int
-    """Number of this process in its worker."""
+    """This process's rank within its worker, counted from 0."""
     world_size: int
     """Number of processes in the world; changes when a worker is lost or added."""
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
-    """Number of the world in this run, counted from 1. Each start of the run and each change of its workers forms a new world; a
-    crash after which the same workers restart their processes does not."""
+    """Which world of this run this is, counting from 1. A new world forms each time the run starts or its set of workers changes,
+    but not after a crash in which the same workers restart their processes."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. If workers have separate disks, every disk has the checkpoints and
     metrics, and rank 0's disk has the results."""
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds left to save and leave at the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
+    """Seconds left to save and leave, as of the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
     while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(
@@ -123,7 +123,7 @@ class Session:
         env = os.environ
         self.seed, self._attached = seed, attached
         self._joined = False
-        """Whether this session has joined the process group, and leaves it at the end."""
+        """Whether this session itself has joined the process group, and so leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
         self.output = Path(env.get(Env.OUTPUT, output or "out"))
@@ -146,7 +146,7 @@ class Session:
         self._votes: tuple[bool, bool] | None = None
         self._pace = vote_pace.Pace()
         self._unwritten = ""
-        """The reason why this rank's output could not be fenced; empty if it was."""
+        """Why this rank's output could not be fenced; empty if it was fenced."""
         self._lock = threading.Lock()
         self._record = Progress(self.generation, self.rank, "started", batch=batch if isinstance(batch, int) else 0)
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
@@ -198,7 +198,7 @@ class Session:
         return self
 
     def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every writable disk. Take the next generation unless the environment has `numbered` it."""
+        """Fence earlier generations on every writable disk. Unless the environment has `numbered` this generation, number it."""
         own = self.generation if numbered else None
         if own is None and self._disks.several:
             own = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
@@ -235,7 +235,7 @@ class Session:
         else:
             if error is not None and (hint := mistakes.hint(error, self._state)):
                 error.add_note(hint)
-            self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads go on with it
+            self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads continue it
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
             # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the
@@ -263,11 +263,11 @@ class Session:
 
     @public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """Wrap `model` in DistributedDataParallel on this rank's device, with the same order of additions after every restart.
+        """Wrap `model` in DistributedDataParallel on this rank's device, adding gradients in the same order after every restart.
 
-        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, the gradients' sum then
-        has other bits, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before the
-        first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph=True`. A collective.
+        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, that changes the bits of
+        the gradients' sum, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before
+        the first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -284,7 +284,7 @@ class Session:
         names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects. The
         random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks,
         one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed run
-        warns, and saves fail until the output can be written.
+        warns, and saves fail until it can.
 
         Raises OutlastError if the saved state does not fit `state`, or if a run without saved state cannot write its output.
         Raises NoRoom if a disk is too full for its copy, and NotRestored if a store or the memory cannot be read. A collective.
@@ -549,7 +549,7 @@ class Session:
         After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75). If the
         last saves took longer than the time left, the call only waits for the save in progress, and training later continues from
         that step. A save that fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError
-        before `resume`, if `step` does not advance with the stream, and if a Stream that is being read is not in the state. A
+        before `resume`, if `step` does not advance with the stream, or if a Stream that is being read is not in the state. A
         collective.
         """
         step = mistakes.whole(step)

@@ -1,6 +1,6 @@
-"""How many steps pass between the ranks' votes in `Session.boundary`.
+"""The number of steps between the ranks' votes in `Session.boundary`.
 
-A vote is a small all-reduce. With as many ranks as cores it delays a step by milliseconds, since the threads that carry it need
+A vote is a small all-reduce. With as many ranks as cores it delays a step by milliseconds, since the threads that run it need
 the same cores. Votes may take at most a hundredth of the steps' time: rank 0 measures them, and each of its votes proposes the
 number of steps to the next. A later vote delays the next snapshot and the response to an interruption by as much.
 """

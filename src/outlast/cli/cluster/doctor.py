@@ -1,4 +1,4 @@
-"""`outlast doctor`: a check that training would work on this machine and in a cluster."""
+"""`outlast doctor`: checking that training would work on this machine and in a cluster."""
 
 from __future__ import annotations
 
@@ -104,7 +104,7 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the checks. If a cluster error ends them, yield a last finding about it."""
+    """Yield the checks. If a cluster error ends them, yield a final finding about that error."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

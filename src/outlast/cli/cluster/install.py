@@ -81,7 +81,7 @@ def install(
 
 
 def _wait(cluster: api.Cluster, workload: dict[str, Any], began: float, timeout: float) -> None:
-    """Wait until the operator or the node watcher runs. After the timeout, print the reason and raise typer.Exit."""
+    """Wait until the operator or the node watcher runs. After the timeout, prints the reason and raises typer.Exit."""
     from outlast.kubernetes import diagnosis
     from outlast.kubernetes.jobs import installation
 

@@ -1,6 +1,6 @@
-"""`outlast rdzv show`: the rendezvous of runs that coordinate through etcd.
+"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd.
 
-The command only reads the keys of members and coordinators (`rendezvous.etcd.client.look`).
+The command only reads members' and coordinators' keys (`rendezvous.etcd.client.look`).
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
 
 
 def page(runs: Sequence[Run]) -> str:
-    """Format the runs as text: one line per run, or a single run with all its members."""
+    """Format runs as text: one line each, or a single run with all its members."""
     if len(runs) == 1:
         return _whole(runs[0])
     rows = []
@@ -73,7 +73,7 @@ def page(runs: Sequence[Run]) -> str:
 
 
 def why(run: Run) -> str:
-    """Return the coordinator's reason for the current state of a run."""
+    """Return the coordinator's reason for a run's current state."""
     if run.closed:
         return f"over: {run.closed.reason} (exit code {run.closed.code})"
     if run.called:

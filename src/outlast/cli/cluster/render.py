@@ -1,4 +1,4 @@
-"""`outlast render`: a job file as documents for Kubernetes, to read or to apply."""
+"""`outlast render`: printing a job file as Kubernetes documents, to read or to apply."""
 
 from __future__ import annotations
 

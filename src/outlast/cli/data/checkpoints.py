@@ -33,7 +33,7 @@ StoreOption = Annotated[
 
 
 def _job(ctx: typer.Context, name: str | None, url: str | None, namespace: str | None, context: str | None) -> Places:
-    """Return the places of a job's checkpoints. Reads the store only if the job is unknown on this machine. Raises NotFound."""
+    """Return where a job's checkpoints are. Reads the store only if the job is unknown on this machine. Raises NotFound."""
     from outlast.storage.checkpoints import both_places, in_store
 
     elsewhere = find_job.in_store(name)
@@ -203,7 +203,7 @@ def verify(
 
 
 def _verified(path: Path) -> str | None:
-    """Return what is damaged in a checkpoint, or None if it is whole. Protects it from removal during the check."""
+    """Return what is damaged in a checkpoint, or None if nothing is. Protects the checkpoint from removal during the check."""
     from outlast.storage import checkpoints
 
     try:

@@ -110,7 +110,7 @@ def get(
 
 
 def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
-    """Show how many of the missing bytes have arrived. Bytes from earlier commands do not count: they would inflate the rate."""
+    """Show how many of the missing bytes have arrived. Bytes from earlier commands would inflate the rate and do not count."""
     first: list[int] = []
 
     def progress(done: int, total: int) -> None:

@@ -1,4 +1,4 @@
-"""`outlast fetch`: a job's output, from its store."""
+"""`outlast fetch`: fetching a job's output from its store."""
 
 from __future__ import annotations
 

@@ -2,7 +2,7 @@
 dataset.
 
 `data.prepare` does the work. A dataset for a store is first made in a work directory. Then its shards are uploaded, and finally
-its manifest.
+the manifest.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ SeparatorOption = Annotated[
 
 @dataclass(frozen=True)
 class How:
-    """Command line options that all kinds of datasets share."""
+    """Command-line options shared by all kinds of datasets."""
 
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
     to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
@@ -83,7 +83,7 @@ class How:
 
     @contextlib.contextmanager
     def engine_opened(self) -> Iterator[Engine | None]:
-        """Yield the engine for the work, or None for local processes. Raises OutlastError for the other engine's options."""
+        """Yield the engine for the work, or None for local processes. Raises OutlastError for options of the other engine."""
         if self.engine == "local":
             given = {"--master": self.master, "--partitions": self.partitions, "--conf": self.conf}
             if wrong := [name for name, value in given.items() if value]:
@@ -385,7 +385,7 @@ class _Stored:
             yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError if the place contains other files, or parts of a dataset with another `note`."""
+        """Raise OutlastError if the place contains other files, or parts of a dataset that has another `note`."""
         from outlast.data import dataset_directory as place
         from outlast.job import ownership
 

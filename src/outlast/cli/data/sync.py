@@ -1,4 +1,4 @@
-"""`outlast sync`: copying changes between a directory and a place in a store."""
+"""`outlast sync`: copying changes between a directory and a store."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
-"""Maximum number of paths of each kind that are listed."""
+"""Maximum number of paths listed for each kind of change."""
 
 
 def sync(

@@ -1,6 +1,6 @@
 """The server and pages of `outlast ui`: the job list, a job, a worker's log. All are read-only.
 
-A job's page is the one from `outlast report -o html`, below the notebook panel. Rationale: docs/decisions/0068-the-live-page.md.
+A job's page is the one from `outlast report -o html`, below the notebook panel. See docs/decisions/0068-the-live-page.md.
 """
 
 from __future__ import annotations
@@ -38,14 +38,14 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-"""Job names, here and in clusters. No other text becomes part of a path."""
+"""Pattern for job names, here and in clusters. No other text becomes part of a path."""
 _LINES, _CHARACTERS = 1000, 1 << 18
 """Maximum numbers of lines and characters shown from the end of a log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """The part of a job's page below the panel, at one point in time."""
+    """The part of a job's page below the panel, as built at one time."""
 
     built: page.Page | None
     problem: str
@@ -53,14 +53,14 @@ class _Report:
     version: list[object]
     """The state, and everything else that changes with the job."""
     due: float
-    """Monotonic time of the earliest rebuild."""
+    """Monotonic time before which the report is not rebuilt."""
 
 
 class Pages:
     """The pages for one backend's jobs."""
 
     def __init__(self, place: Backend, *, pause_s: Callable[[float], float] = lambda took_s: max(5.0, 20 * took_s)) -> None:
-        """`pause_s` returns the minimum seconds between two builds of a report, given the seconds that the last one took."""
+        """`pause_s` returns the minimum seconds between two builds of a report, given how many seconds the last one took."""
         self._place, self._pause_s = place, pause_s
         self._reports: dict[str, _Report] = {}
         self._lock = threading.Lock()  # backends are not thread-safe

@@ -1,7 +1,7 @@
 """`outlast tensorboard`: TensorBoard for any job's metrics.
 
 The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. The
-metrics come from a job on this machine, from an output in a store, or through the API server from a job in a cluster. The event
+metrics come from a job on this machine, from output in a store, or through the API server from a job in a cluster. The event
 files grow while the job runs.
 """
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
-"""TensorBoard's own default port. A free port replaces it if it is taken."""
+"""TensorBoard's own default port. If this port is taken, a free one is used."""
 REFRESH_S = 5.0
 """Seconds between two polls for new metrics."""
 
@@ -98,7 +98,7 @@ class Source:
         self.output = output
 
     def fetch(self, into: Path) -> Path:
-        """Return the directory with `metrics.jsonl` and `parameters.json`. Remote sources copy these files to `into`."""
+        """Return the directory that has `metrics.jsonl` and `parameters.json`. Remote sources copy these files to `into`."""
         return self.output
 
     def add_script_files(self, into: Path) -> None:
@@ -140,7 +140,7 @@ class InStore(Source):
 
 
 class InPod(Source):
-    """Reads a job's metrics, but not its event files, from the output in its pods."""
+    """Reads a job's metrics, but not its event files, from the output in the job's pods."""
 
     def __init__(self, place: KubernetesBackend, name: str) -> None:
         self._place, self._name = place, name

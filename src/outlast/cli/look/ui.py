@@ -1,4 +1,4 @@
-"""`outlast ui`: jobs in a browser, live. Reasons: docs/decisions/0068-the-live-page.md."""
+"""`outlast ui`: a live view of jobs in a browser. See docs/decisions/0068-the-live-page.md."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outlast wait`: wait for a step, a state or the end of a job, in a script or a pipeline."""
+"""`outlast wait`: waiting in a script or pipeline for a job to reach a step or state, or to end."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outlast why`: the reasons why a job does not train, with remedies."""
+"""`outlast why`: showing why a job does not train, with remedies."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outlast notebook`: JupyterLab with Outlast until Ctrl-C."""
+"""`outlast notebook`: running JupyterLab with Outlast until Ctrl-C."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 _START_S = 180.0
 """Timeout, in seconds, for the server's first response, which can take a minute in a pod on a busy node with cold disks."""
 _GRACE_S = 20.0
-"""Grace period for kernels, in seconds, before the server is killed. Afterwards, kernels end by themselves."""
+"""Grace period for kernels, in seconds, before the server is killed; kernels then end by themselves."""
 
 
 def notebook(

@@ -1,4 +1,4 @@
-"""The job requested by a command line: the job file or script, with `--set`, `--workers` and `--name` applied."""
+"""Loads the job that a command line requests: the job file or script, with `--set`, `--workers` and `--name` applied."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`outlast run`: starting or continuing a job, and showing it until its end."""
+"""`outlast run`: starting or continuing a job, and showing it until it ends."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def run(
     began = time.time()
     with _explained(job):
         place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
-    going_on = place.status(name).submitted < began  # on this or another machine, so the output has old lines
+    going_on = place.status(name).submitted < began  # here or elsewhere: the output has old lines
     for notice in place.notices:
         terminal.say(notice)
     if detach:

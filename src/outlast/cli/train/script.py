@@ -26,7 +26,7 @@ WorkersOption = Annotated[
 
 
 class Command(TyperCommand):
-    """A command for a job file, or for a script with its arguments, which stay in `ctx.args`."""
+    """A command that takes a job file, or a script with arguments, which stay in `ctx.args`."""
 
     def parse_args(self, ctx: Any, args: list[str]) -> list[str]:
         ctx.allow_interspersed_args = False  # to find the first word that is not an option
@@ -85,8 +85,8 @@ def init(
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
     """Return the text of a job file in `directory` for a script. Raises NotFound if the script does not exist.
 
-    A script below the working directory must find the same files as with python, so its code is the whole working directory. The
-    code of any other script is the script's directory.
+    A script below the working directory must find the same files as with python, so its code is the whole working directory. For
+    any other script, the code is the script's directory.
     """
     from outlast.job import spec
 
@@ -135,7 +135,7 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """Return the path `place`, relative to `directory` if it is below that directory."""
+    """Return the path `place`, made relative if it is below `directory`."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
@@ -146,11 +146,11 @@ _ATTACH = {
     "L.Trainer(..., **outlast.lightning.world())",
     "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
-"""The lines that a script needs to continue exactly, by the library that it uses (docs/guide/hugging-face.md)."""
+"""The lines that a script needs in order to continue exactly, by the library it uses (docs/guide/hugging-face.md)."""
 
 
 def _saving(source: str) -> Iterator[str]:
-    """Yield comments on how a script of this kind continues after a failure."""
+    """Yield comments on how this kind of script continues after a failure."""
 
     def imports(module: str) -> bool:
         package, _, name = module.rpartition(".")
@@ -175,7 +175,7 @@ def title(file: str, *, module: bool = False) -> str:
 
 
 def misplaced(ctx: typer.Context, file: str) -> Iterator[str]:
-    """Yield warnings about `outlast` options that come after the script, if the script's text does not contain them."""
+    """Yield warnings about `outlast` options that come after the script and are not in the script's text."""
     source = _read(Path(file).expanduser()) if is_script(file) and ctx.args else ""
     own = {option: each for each in ctx.command.params for option in each.opts if option.startswith("--")}
     for at, word in enumerate(ctx.args if source else ()):

@@ -174,7 +174,7 @@ def follow_(place: KubernetesBackend, name: str, options: str) -> int:
         except (NotFound, StoreError) as error:  # the job had ended earlier, and its pods are gone
             terminal.say(str(error))
         status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)
-        deadline = time.monotonic() + 10  # the pods have ended, but their controller may not have reported it yet
+        deadline = time.monotonic() + 10  # the pods have ended, but their controller may not have reported that yet
         while status.state.active and time.monotonic() < deadline:
             time.sleep(0.5)
             status = backoff.until_answered(lambda: place.status(name), terminal.say, every_s=place.poll_s)

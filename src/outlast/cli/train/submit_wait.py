@@ -56,7 +56,7 @@ class WaitOptions:
     """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
-    """True if the job's name belongs to this pipeline step alone."""
+    """True if only this pipeline step uses the job's name."""
 
     def write(self, outcome: Outcome) -> None:
         """Write the outputs. Raises OutlastError."""
@@ -83,7 +83,7 @@ class _Terminated(BaseException):
 
 
 class _Terminable:
-    """Raises _Terminated in its block at the first SIGTERM, immediately or at the end of a `held` block."""
+    """Within its block, raises _Terminated at the first SIGTERM, either immediately or at the end of a `held` block."""
 
     def __init__(self) -> None:
         self._held = self._came = False
@@ -116,7 +116,7 @@ class _Terminable:
 
 
 def with_key(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job with a name for this key, or unchanged if there is no key. `content` is the job's whole input."""
+    """Return the job with a name for this key, or unchanged if there is no key. `content` is all of the job's input."""
     if not key:
         return job
     from outlast.job import contract
@@ -128,7 +128,7 @@ def with_key(job: Job, key: str | None, *content: object) -> Job:
 
 
 def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], options: WaitOptions) -> int:
-    """Submit the job, wait for its end, and write the outputs. Returns the exit code."""
+    """Submit the job, wait for it to end, and write the outputs. Returns the exit code."""
     from outlast.kubernetes.jobs import outcome, waiting
 
     options.prepare()

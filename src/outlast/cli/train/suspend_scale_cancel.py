@@ -186,7 +186,7 @@ def _remove(urls: Sequence[str], *, yes: bool) -> None:
         if not yes:
             terminal.confirm(f"this removes all of {there.url}: job {record.job}, {record.state}, its checkpoints, and previous/")
         there.delete(entry.key for entry in there.entries() if entry.key != runs.RUN)
-        there.delete([runs.RUN])  # last, since this record shows the owner of all other objects
+        there.delete([runs.RUN])  # last, since this record shows who owns all other objects
         print(f"removed {there.url}")
 
 
@@ -196,7 +196,7 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 
 
 def _removal(here: LocalBackend, name: str, output: bool) -> str:
-    """Describe in one line which of a job's paths on this machine are removed, and which stay."""
+    """Describe in one line which of a job's paths on this machine will be removed, and which will stay."""
     state, there, url = here.places(name)
     parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
     if there.exists():

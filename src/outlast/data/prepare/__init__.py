@@ -1,4 +1,4 @@
-"""Turns raw files into datasets: text, images, records and videos become the shards of `data.shard_format`.
+"""Turns raw files into datasets: text, images, records and videos become shards as defined in `data.shard_format`.
 
 Each kind has a module (`text`, `images`, `jsonl`, `video`) with a function `prepare(request, ...)`, which returns the manifest.
 They share `source_files` (pure functions for files, their order, and work units) and `work_units` (processes that run the units

@@ -25,10 +25,10 @@ _CLASS[48:58] = _DIGIT
 _CONTRACTED = np.zeros(256, bool)
 _CONTRACTED[list(b"sdmtlvr")] = True
 _MASK = np.array([(1 << 8 * n) - 1 for n in range(9)], np.uint64)
-"""Masks of little-endian integers: entry n keeps the first n bytes."""
+"""Masks for little-endian integers: entry n keeps the first n bytes."""
 _LONGEST = 16
 _SLOTS = 18
-"""Binary logarithm of the number of slots: 262,144 slots take 6 MiB."""
+"""log2 of the number of slots: 262,144 slots take 6 MiB."""
 _WORDS, _BYTES = 300_000, 16 << 20
 """Maximum number and total bytes of words in a table: about 60 MiB of memory. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
@@ -36,7 +36,7 @@ _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
-    """Return the offsets of the words in a text, (words,). `data`: the bytes of the text, which is ASCII and not empty."""
+    """Return the offsets of the words in a text, (words,). `data` is the text's bytes, which must be ASCII and not empty."""
     kind = _CLASS[data]
     begins = np.ones(len(data), bool)
     np.not_equal(kind[1:], kind[:-1], out=begins[1:])
@@ -55,7 +55,7 @@ def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:
 
 
 class Table:
-    """A cache of the tokens of each word."""
+    """A cache of each word's tokens."""
 
     def __init__(self, encoded: Callable[[str], list[int]], dtype: np.dtype[Any]) -> None:
         self._encode, self._dtype = encoded, dtype
@@ -76,7 +76,7 @@ class Table:
         self._length = np.zeros(1 << _SLOTS, np.int64)
 
     def __call__(self, text: bytes) -> bytes:
-        """Return the tokens of a text as little-endian bytes. The text must be ASCII without zero bytes."""
+        """Return a text's tokens as little-endian bytes. The text must be ASCII without zero bytes."""
         padded = np.zeros(len(text) + _LONGEST, np.uint8)
         padded[: len(text)] = np.frombuffer(text, np.uint8)
         begin = starts(padded[: len(text)])

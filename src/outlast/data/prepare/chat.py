@@ -1,4 +1,4 @@
-"""Turns records into tokens with a Hugging Face tokenizer: a directory with `tokenizer.json` and, for chats, a template.
+"""Turns records into tokens with a Hugging Face tokenizer, which is a directory with `tokenizer.json` and, for chats, a template.
 
 Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
 assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
@@ -52,7 +52,7 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """Load a directory's tokenizer, which gets a chat template if it has none. Cached per process by `digest`. Raises
+    """Load a directory's tokenizer, and give it a chat template if it has none. Cached per process by `digest`. Raises
     OutlastError."""
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
@@ -100,7 +100,7 @@ def _first(tokenizer: Any) -> list[int]:
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
     """Return a rendered conversation's tokens, and whether each token is learned.
 
-    The tokens in `{% generation %}` are learned; if the template does not use it, the assistant's turns.
+    The tokens in `{% generation %}` blocks are learned, or the assistant's turns if the template has no such block.
     """
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
@@ -115,7 +115,7 @@ def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bo
                 _common(whole, _rendered(tokenizer, messages[:i], tools, tokenize=False, add_generation_prompt=True)) if i else 0
             )
             end = _common(whole, _rendered(tokenizer, messages[: i + 1], tools, tokenize=False))
-            spans.append((begin, begin + len(whole[begin:end].rstrip("\n"))))  # nothing follows the end token
+            spans.append((begin, begin + len(whole[begin:end].rstrip("\n"))))  # the turn ends with its end token
     encoded = tokenizer(whole, add_special_tokens=False, return_offsets_mapping=True)
     places = encoded["offset_mapping"]
     return encoded["input_ids"], [any(a <= start and end <= b for a, b in spans) and start < end for start, end in places]

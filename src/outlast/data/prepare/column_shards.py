@@ -1,4 +1,4 @@
-"""Writes samples as columns. Each unit of work is one shard, written by one process."""
+"""Writes samples as columns. Each unit of work is one shard, which one process writes."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Batch(Generic[T]):
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
     """Divide each part's items into batches of at most `limit` bytes of samples.
 
-    `sizes`: for each item, the size of the sample and the size of its file, in bytes.
+    `sizes` has, for each item, the sample's size and the file's size, in bytes.
     """
     made: list[Batch[T]] = []
     for part, some in items.items():

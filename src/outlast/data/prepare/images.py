@@ -3,7 +3,7 @@
 Stretched images also have `aspect` float32 (n,): the original width / height. A crop that uses it
 (`outlast.recipes.pixels.boxes`) keeps the original proportions.
 
-Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (where val has a list of labels), and
+Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in the order of their names. Samples are sorted by a hash of their names, so that every
 shard mixes classes. Without `size` or `encoded`, all images must have the same shape. Memory: one shard per process, plus about
 600 bytes per image.
@@ -44,7 +44,7 @@ class Settings:
     """Settings for `outlast data prepare images`."""
 
     size: int | None = None
-    """Length of the shorter side in pixels after resizing, before the centre is cropped; None keeps the shape."""
+    """Length of the shorter side in pixels after resizing, before the centre is cropped; None keeps the original shape."""
     encoded: bool = False
     """True to keep the files' bytes; every image is still decoded once to find damaged images."""
     val: float = 0.1
@@ -52,7 +52,7 @@ class Settings:
     shard_size: int = column_shards.SHARD
     skip_damaged: bool = False
     stretch: bool = False
-    """True to resize the whole image to `size` x `size` instead, and to record its aspect."""
+    """True to resize the whole image to `size` x `size` instead, and to record its aspect ratio."""
 
     def about(self) -> dict[str, Any]:
         """Return the settings for the manifest, without `stretch` if it is false, so that older manifests still compare equal."""
@@ -112,7 +112,7 @@ def pillow() -> Any:
 
 
 def inside(source: Path) -> Path:
-    """Return the source, or its only directory if that contains `train`, as archives do: `tiny-imagenet-200/train/...`."""
+    """Return the source, or its only directory if that contains `train`, as in archives: `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
@@ -126,7 +126,7 @@ def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, l
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
     divided = TRAIN in {source_files.named_part(file.name) for file in images if file.name.count("/") > 1}
-    if divided:  # omit others, such as test/, which have no labels or must not be trained on
+    if divided:  # omit other directories, such as test/: they have no labels, or must not be trained on
         images = [file for file in images if source_files.named_part(file.name)]
     annotated = _annotations(root, sources)
     classes = {file.name: _class(file.name, annotated, divided=divided) for file in images}
@@ -196,7 +196,7 @@ def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8]
     image_library = pillow()
     try:
         with warnings.catch_warnings():
-            warnings.simplefilter("ignore")  # about palettes, and sizes below the limit
+            warnings.simplefilter("ignore")  # warnings about palettes, and about sizes below the limit
             if (size := (root / file).stat().st_size) > LARGEST:
                 raise ValueError(f"{size:,} bytes are more than {LARGEST:,}")
             with image_library.open(root / file) as image:

@@ -198,7 +198,7 @@ def _encoder(coder: Coder) -> Callable[[_Record], chat.Sample]:
 
 
 def sample(segments: Segments, coder: Coder, loaded: Any) -> chat.Sample:
-    """Return the tokens and labels (int32) for a record's segments. `loaded`: the library's tokenizer."""
+    """Return the tokens and labels (int32) for a record's segments. `loaded` is the library's tokenizer."""
     encoder = tokenizer.encoder(coder.path, coder.digest)
     dtype = shard_format.dtype(tokenizer.vocab_size(loaded))
     ids: list[NDArray[np.int32]] = []

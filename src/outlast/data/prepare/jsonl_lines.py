@@ -48,7 +48,7 @@ def where(file: BinaryIO, at: int) -> str:
 
 
 def text(value: Any, name: str, file: BinaryIO, at: int) -> str:
-    """Return the value of a text field. Raises BadSource if it is not text, or contains half a surrogate pair."""
+    """Return a text field's value. Raises BadSource if the value is not text, or contains half a surrogate pair."""
     if not isinstance(value, str):
         instead = "no" if value is None else f"{type(value).__name__} as"
         raise BadSource(f"{where(file, at)} has {instead} {name}; each record needs a text there")

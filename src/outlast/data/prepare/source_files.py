@@ -1,4 +1,4 @@
-"""Divides a source's files into parts and units of work, by nothing but their names and sizes.
+"""Divides a source's files into parts and units of work, based only on their names and sizes.
 
 A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on the
 number of processes. A unit's size limits the memory that a process needs.
@@ -19,7 +19,7 @@ from outlast.data import dataset_directory
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""Part by the name of a directory or file. `test` is excluded, since nobody should train or tune on it."""
+"""The part for each name of a directory or file. `test` is excluded, since nobody should train or tune on it."""
 UNIT = 2 << 20
 """Size of a unit's text in bytes. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
@@ -55,7 +55,7 @@ class Document:
 
 @dataclass(frozen=True)
 class Piece:
-    """A range of a document, from about byte `begin` to about byte `end`. The reader moves both to valid places to cut."""
+    """A range of a document, from about byte `begin` to about byte `end`. The reader moves both to places where it may cut."""
 
     document: Document
     begin: int
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces that a process handles together."""
+    """Pieces that one process handles together."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -116,7 +116,7 @@ def root(source: Path) -> Path:
 
 
 def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
-    """Yield the files below a directory. `above`: the directory and its parents."""
+    """Yield the files below a directory. `above` is the directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"

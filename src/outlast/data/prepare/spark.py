@@ -39,7 +39,7 @@ PARTITIONS = 4096
 """Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and a task's overhead is
 milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
 FAILURES = 4
-"""Maximum number of attempts per task, which is also Spark's default."""
+"""Maximum number of attempts per task; the same as Spark's default."""
 _MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
@@ -122,7 +122,7 @@ def pyspark() -> Any:
 
 
 def check_home(version: str, home: str | None) -> None:
-    """Raise OutlastError if the Java classes in SPARK_HOME have a different version than pyspark."""
+    """Raise OutlastError if the Java classes in SPARK_HOME have a different version from pyspark's."""
     jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
     match = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
     if home and (not match or match[2] != ".".join(version.split(".")[:2])):
@@ -160,7 +160,7 @@ def _check_reached(settings: Settings) -> None:
 
 
 def explained(message: str, log: str) -> OutlastError:
-    """Return the error to show for an error message from Spark. `log`: the file with Spark's output."""
+    """Return the error to show for an error message from Spark. `log` is the file with Spark's output."""
     if module := re.search(r"No module named '(\w+)", message):
         return OutlastError(
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
@@ -271,7 +271,7 @@ class Engine:
 
 
 class _ExecutorWatch:
-    """Reports that a stage has no executors, which Spark reports only in its log."""
+    """Reports when a stage has no executors, since Spark only logs that."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -281,7 +281,7 @@ class _ExecutorWatch:
         if time.monotonic() < self._next_check:
             return
         self._next_check += _NO_EXECUTOR_S
-        with contextlib.suppress(Exception):  # Java may have ended: the job reports that
+        with contextlib.suppress(Exception):  # Java may have ended, which the job reports
             if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
                 self._say(
                     f"no executor has come for {_NO_EXECUTOR_S:.0f} s: {self._master} has no free cores or memory for one, or "
@@ -397,7 +397,7 @@ def _ended(future: Future[Any]) -> bool:
 
 
 class _Progress:
-    """A Spark accumulator for the bytes done and the errors in tasks: (int, tuple of exceptions)."""
+    """A Spark accumulator for tasks' finished bytes and errors: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())

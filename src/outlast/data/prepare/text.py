@@ -1,12 +1,12 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-There are three stages, and each can be resumed: `survey` (the set and number of characters, if needed), the tokenizer (trained on
-a sample), and `encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A document is a
-file or a record; the separator follows it.
+There are three stages, each of which can be resumed: `survey` (the set and number of characters, if needed), the tokenizer
+(trained on a sample), and `encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A
+document is a file or a record; the separator follows it.
 
 A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-keeps its part when others are added. Only a file that is the whole source is divided: its last characters are val, as in nanoGPT.
-Memory: about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
+keeps its part when other documents are added. Only a file that is the whole source is divided: its last characters are val, as in
+nanoGPT. Memory: about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Settings:
     val: float = 0.1
     """Fraction of the documents in val."""
     separator: str | None = None
-    """Token after each document; None means the tokenizer's own, and empty means none."""
+    """Token after each document; None means the tokenizer's own separator, and an empty string means no separator."""
     patterns: tuple[str, ...] = ()
     """Patterns for the names of the files to read; empty means all files."""
     field: str = "text"
@@ -139,7 +139,7 @@ def described(settings: Settings) -> dict[str, Any]:
 def _documents(
     place: work_units.Place, reader: Reader, settings: Settings, sources: Sequence[File]
 ) -> tuple[list[Unit], set[str] | None]:
-    """Return the units to encode, and the characters of all documents, or None if no survey was made."""
+    """Return the units to encode, and the set of characters in all documents (None if there was no survey)."""
     plain = [file for file in sources if not file.name.endswith(jsonl_lines.SUFFIX)]
     part = source_files.parts(sources if len(plain) < len(sources) and source_files.named(sources) else plain, settings.val)
     documents = [Document(file.name, file.size, 0, file.size, part.get(file.name, "")) for file in sources]
@@ -159,7 +159,7 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
-    """Return a unit's distinct characters, and the total number of its characters."""
+    """Return a unit's distinct characters, and its total number of characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -182,7 +182,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """For each text in a unit, yield its part, the text, and whether it ends its document.
+    """For each text in a unit, yield the part, the text, and whether the text ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
@@ -223,7 +223,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
     """Return the offset of the first place at or after byte `near` where the document can be cut.
 
-    The cut is before a space or newline after a printable character, to split no GPT-2 word; else between any two characters.
+    The cut is before a space or newline after a printable character, so as not to split a GPT-2 word, or else between any two
+    characters.
     """
     if near in (document.low, document.high):
         return near

@@ -31,7 +31,7 @@ PIECE = 1 << 18
 """Number of characters encoded at a time, which limits the encoder's memory."""
 _CHARACTER = r"[\s\S]"
 _CUT = re.compile(r"(?<=\S)(?=[ \n])")
-"""Places to cut text without splitting a word: no GPT-2 word has a space inside."""
+"""Places to cut text without splitting a word: GPT-2's words have no space inside."""
 
 
 class Encoder(Protocol):
@@ -70,9 +70,9 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """Return the token that follows each document: `name`, or if that is None the first of SEPARATORS in the vocabulary.
+    """Return the token that follows each document: `name`, or if `name` is None the first of SEPARATORS in the vocabulary.
 
-    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks `name`.
+    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks a given `name`.
     """
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
@@ -173,7 +173,7 @@ class _Words(_Plain):
 
 _LINES = re.compile(r"(?<=\S)(?=\n)")
 _SHORT = 100
-"""Up to this many characters, the library is as fast as the table."""
+"""Number of characters up to which the library is as fast as the table."""
 
 
 class _Characters:

@@ -58,7 +58,7 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """A function that runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
+    """Runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
 
     Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
     """
@@ -84,7 +84,7 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Return the finished units' notes, by number. Lists the directory first, to save requests to a network disk."""
+        """Return finished units' notes, by unit number. Lists the directory first, to save requests to a network disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
@@ -124,7 +124,7 @@ class Engine(Protocol):
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Run the units, and return their notes by number.
+        """Run the units, and return their notes by unit number.
 
         Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
         last call. Raises the task's exceptions, and OutlastError if a process is killed.
@@ -133,22 +133,22 @@ class Engine(Protocol):
 
 @dataclass(frozen=True)
 class Request:
-    """A run's source, target and processes. Each kind of dataset has its own settings in addition."""
+    """A run's source, target and processes. Each kind of dataset has its own additional settings."""
 
     source: Path
     to: Path
     processes: int = 1
-    """Number of processes on this machine; 0 means as many as cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0 means as many as its cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     """A callback with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
     """The dataset that already exists in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set to stop the run; the next run continues."""
+    """Set this to stop the run; the next run continues it."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """None means `processes` on this machine."""
+    """The engine; None means `processes` on this machine."""
 
 
 def cores() -> int:

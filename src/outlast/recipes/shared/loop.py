@@ -1,4 +1,4 @@
-"""All recipes' training loop, from the newest checkpoint to the last step, with record, log and learning rates.
+"""The training loop of all recipes, from the newest checkpoint to the last step, with a record, a log and learning rates.
 
 Read `train` first; a recipe is then a class with its model, its step and its measurement.
 
@@ -66,7 +66,7 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
             step += 1
             r.report(step, batch)
             leaving = run.interrupted()
-            r.record.owed = r.due(step, batch)  # a run that has to leave now measures at its next start
+            r.record.owed = r.due(step, batch)  # a run that must leave now measures at its next start
             if r.record.owed and not leaving:
                 measure(r, step)
             elif leaving or run.due(step):
@@ -88,10 +88,10 @@ def measure(r: Recipe, step: int) -> None:
 
 
 class Recipe:
-    """Parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
+    """The parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
 
     net: nn.Module
-    """Model wrapped for training on all ranks, see `parallel`."""
+    """The model, wrapped for training on all ranks; see `parallel`."""
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
@@ -104,7 +104,7 @@ class Recipe:
         self.s, self.run, self.log = s, run, Log(run)
         self.record = Record()
         self.used: dict[str, Any] = {}
-        """Actual values of settings whose value is `auto`."""
+        """The actual values of settings that are `auto`."""
 
     def state(self) -> dict[str, Any]:
         """Return the parts of a checkpoint. The record is first, because its errors best explain a mismatch."""
@@ -114,7 +114,7 @@ class Recipe:
         """Log the model and data sizes, after resuming."""
 
     def batches(self) -> Iterator[Batch]:
-        """Return an iterator over this rank's part of each remaining step."""
+        """Return an iterator over this rank's batches for the remaining steps."""
         return iter(self.stream)
 
     def rate(self, step: int, batch: Batch) -> float:
@@ -149,10 +149,10 @@ class Recipe:
 
 
 class Record(types.SimpleNamespace):
-    """State of a run besides its weights, in plain values that are equal on every rank.
+    """A run's state besides its weights, in plain values that are equal on every rank.
 
-    `fixed` maps the names of values that must not change between starts, if both values are known, to words for the error
-    message.
+    The keys of `fixed` name the values that must not change between starts, and each maps to its wording in the error message.
+    A value is compared only if it is known for both starts.
     """
 
     def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
@@ -191,7 +191,7 @@ _UNKNOWN: tuple[Any, ...] = (None, "", [], {})
 
 
 def _short(name: str, value: Any, other: Any) -> str:
-    """Return a value as text. For a list, only the items that differ from `other` are shown."""
+    """Return a value as text; for a list, only the items that differ from `other`."""
     if isinstance(value, list):
         value = ", ".join(sorted(map(str, {*value} - {*other}))[:3]) or "another order"
     return f"{name} {value}"
@@ -203,7 +203,7 @@ class Log:
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
         self.done = 0
-        """Number of samples or tokens that all ranks have processed since the last line."""
+        """Number of samples or tokens that all ranks have processed since the last line was printed."""
         self._counted_s, self._since = 0.0, time.monotonic()
 
     @property
@@ -239,8 +239,8 @@ class Log:
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
     """Return the learning rate of a step.
 
-    The rate rises linearly for `warmup` steps. Then it falls along a cosine to `lowest` at `steps`, or stays constant if `falls`
-    is false.
+    The rate rises linearly for `warmup` steps. Then it falls along a cosine, reaching `lowest` at `steps`, or stays constant if
+    `falls` is false.
     """
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
@@ -280,7 +280,7 @@ def plain(norm: Any) -> Tensor:
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the optimizer's hyper-parameters within the context, instead of loading those in the checkpoint."""
+    """Within the context, keep the optimizer's hyper-parameters instead of loading those in the checkpoint."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):

@@ -21,7 +21,7 @@ from outlast.data.prepare import images, source_files, work_units
 from outlast.worker.prepare import cache_eviction
 
 _FEW = 32 << 20
-"""Maximum total size in bytes of files for a single process; starting several processes takes 2 s (measured)."""
+"""Maximum total size in bytes of files that a single process decodes; starting several takes 2 s (measured)."""
 _REPORT_S = 5.0
 """Interval between log lines about packing; arbitrary."""
 
@@ -34,9 +34,9 @@ def pack(
 
     This is the same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
     directory that machines may share; the default is a directory in this machine's cache ($OUTLAST_CACHE), which is a new one
-    whenever the files change. Call it on every rank: one process does the work and logs it, the others wait. If it is killed, the
-    next call continues. `processes` is the number of decoding processes, by default one per core if memory allows. Packing takes
-    minutes: use `with run.alive():`.
+    whenever the files change. Call this on every rank: one process does the work and logs it, and the others wait. If that
+    process is killed, the next call continues. `processes` is the number of decoding processes, by default one per core if memory
+    allows. Packing takes minutes: use `with run.alive():`.
 
     Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out and
     counted, and the first few are named.
@@ -90,13 +90,13 @@ def mistake(error: source_files.BadSource) -> OutlastError:
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the inner directory, the images of each part, and the class names. Raises OutlastError as `laid_out` does."""
+    """Return the inner directory, each part's images, and the class names. Raises OutlastError as `laid_out` does."""
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """Return the images of each part, and the names of the classes.
+    """Return each part's images, and the class names.
 
     Raises OutlastError if val is empty or a class is in only one part.
     """

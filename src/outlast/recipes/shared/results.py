@@ -1,4 +1,4 @@
-"""A recipe's result files: weights, and small documents with checksums, which are written all or nothing."""
+"""Writes a recipe's result files, all or nothing: weights, and small documents with checksums."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(main: Callable[[], None]) -> None:
 
     Under `outlast run`, `launch.training_process` does so, and keeps the sentence for `outlast status`.
     """
-    if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends it silently, as other programs
+    if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends this process silently, like other programs
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()
@@ -85,7 +85,7 @@ def by_rank_0(run: Session) -> Iterator[bool]:
 
 
 def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return a fingerprint of parameters and buffers, which is equal only for models that are equal bit for bit."""
+    """Return a fingerprint of parameters and buffers; fingerprints are equal only if the models are equal bit for bit."""
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -97,7 +97,7 @@ def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
 def checkpoint(output: Path, name: str = "") -> Path:
     """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
 
-    A name is `best` or a step, as `outlast evaluate --best` and `--step` pass it in `--checkpoint`. Raises NotFound if the
+    A name is `best` or a step, which `outlast evaluate --best` or `--step` passes in `--checkpoint`. Raises NotFound if the
     checkpoint is missing or damaged.
     """
     directory = output / contract.CHECKPOINTS
@@ -131,7 +131,7 @@ def evaluation(name: str, model: nn.Module, **values: Any) -> None:
 
 
 def writable(file: str, name: str) -> None:
-    """Raise OutlastError if the file of the flag `name` cannot be written. Called before training, to fail early."""
+    """Raise OutlastError if the file given by the flag `name` cannot be written. Called before training, to fail early."""
     path = Path(file).absolute()
     parent = next(each for each in path.parents if each.exists())
     if file and (path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)):
@@ -182,7 +182,7 @@ def state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """Return the weights in the order of a model's parameters. Raises OutlastError for weights of another model."""
+    """Return the weights in the order of a model's parameters. Raises OutlastError for another model's weights."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:

@@ -37,10 +37,10 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """Return a field with its default, its purpose (unit and reason), and its smallest and largest valid value.
+    """Return a field with a default, a purpose (unit and reason), and the smallest and largest valid values.
 
-    `group`: heading of the help section that begins with this field. `first`: True for the field that an argument without a flag
-    sets; at most one field may have it.
+    `group` is the heading of the help section that begins with this field. `first` is True for the field that an argument
+    without a flag sets; there may be only one.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -55,7 +55,7 @@ def parse(
 ) -> T:
     """Parse the settings on the command line and in the files that it names. Raises OutlastError for invalid settings.
 
-    `aliases`: other scripts' flags (see the module's docstring). `presets`: other defaults, by the value of the field `setting`.
+    `aliases` has other scripts' flags (see the module's docstring), and `presets` other defaults, by the value of `setting`.
     """
     parser = _Parser(kind, about, aliases)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
@@ -93,7 +93,7 @@ class _Parser(argparse.ArgumentParser):
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
         """Return the values in the arguments. Raises OutlastError.
 
-        `file`: True if the arguments are from a line of a file.
+        `file` is True if the arguments come from a line of a file.
         """
         plain = []
         for argument in argv:

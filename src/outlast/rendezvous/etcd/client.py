@@ -1,5 +1,5 @@
-"""A member's client for the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator.
-Docs: docs/decisions/0014-rendezvous-by-etcd.md, docs/guide/torchrun.md.
+"""A member's client for the etcd v3 rendezvous, for torchrun anywhere and for pods without an operator. See
+docs/decisions/0014-rendezvous-by-etcd.md and docs/guide/torchrun.md.
 
 This module connects `member.EtcdMember` and `election.Candidate` to etcd, and provides `look`, which reads the state of runs for
 people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
@@ -32,15 +32,15 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 LEAST_TTL_S = 2
-"""The shortest TTL that etcd grants with its default election timeout of 1 s, in seconds."""
+"""The shortest TTL, in seconds, that etcd grants with its default election timeout of 1 s."""
 LONGEST_PAUSE_S = 0.5
-"""Longest pause between two attempts while etcd is unreachable, in seconds."""
+"""Longest pause, in seconds, between two attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Interval between listings of watched keys in seconds, since a watch may die silently. Arbitrary."""
+"""Interval, in seconds, between listings of watched keys, since a watch may die silently. Arbitrary."""
 LAST_S = 1.0
-"""Time in seconds that a leaving candidate waits for its last decision."""
+"""Seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
-"""Time in seconds that a finished member remains a candidate, since one of the members must close the run."""
+"""Seconds that a finished member remains a candidate, since one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:
@@ -148,8 +148,8 @@ class Board:
 
 
 class Running:
-    """A candidate and its threads, in a process that may coordinate a run. `id` returns the index of the process's member; None
-    until it has one."""
+    """A candidate and its threads, in a process that may coordinate a run. `id` returns the process's member index; None until
+    it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -177,7 +177,7 @@ class Running:
         self._thread.start()
 
     def wait(self) -> None:
-        """Decide one last time, then resign. Gives up on deciding if etcd does not answer promptly."""
+        """Decide one last time, then resign. Skips the decision if etcd does not answer promptly."""
         self.close()
 
     def close(self, *, done: bool = False) -> None:
@@ -260,7 +260,7 @@ class Running:
             self._candidate.resign()
 
 
-# The interface of a transport, see `rendezvous.transport`
+# The interface of a transport; see `rendezvous.transport`
 
 
 def board(endpoint: str, member: Member) -> Board:
@@ -280,7 +280,7 @@ class Present:
 
     report: Report
     left_s: int | None
-    """Remaining seconds of the member's lease; None if the lease has just expired."""
+    """Seconds left in the member's lease; None if the lease has just expired."""
     decides: bool
 
 

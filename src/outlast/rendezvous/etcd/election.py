@@ -26,21 +26,21 @@ from outlast.rendezvous.etcd.member import TTL_S, Store
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL in seconds of the published state after the last coordinator has gone, which also limits how long etcd may be down."""
+"""TTL, in seconds, of the published state after the last coordinator has gone; this also limits how long etcd may be down."""
 LISTEN_S = 1.0
-"""Time in seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
+"""Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""Time in seconds that a new coordinator waits for a report from any member of the published world, since all may have been
+"""Seconds that a new coordinator waits for a report from any member of the published world, since all may have been
 disconnected."""
 PASSED = 100
-"""Number of generations to skip if etcd has lost its state, more than can have followed the newest reported generation."""
+"""Number of generations to skip if etcd has lost its state: more than can have followed the newest reported generation."""
 WHY_S = 0.5
-"""Minimum interval in seconds between writes that change only the reason for a wait."""
+"""Minimum interval, in seconds, between writes that change only the reason for a wait."""
 ENDED = 100
 """Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
-"""Maximum random delay in seconds before running for election, since all candidates notice the end of a term at once. Candidates
-without a run wait longer."""
+"""Maximum random delay, in seconds, before running for election, since all candidates notice the end of a term at once.
+Candidates without a run wait longer."""
 
 
 class Deposed(Exception):
@@ -54,7 +54,7 @@ class ElectionConfig:
     settings: coordinator.Settings
     events: coordinator.EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """Identifier of the process."""
+    """The process's identifier."""
     nnodes: str = ""
     """`min:max` under torchrun, where any node may join and --max-restarts is the limit; empty in pods."""
     replicas: int = 0
@@ -62,7 +62,7 @@ class ElectionConfig:
     ttl: int = TTL_S
     """The leadership's TTL, in seconds."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
-    """A steady clock, which may stop while this machine sleeps: leases that expired meanwhile are replaced."""
+    """A steady clock, which may stop while this machine sleeps: leases that expire in the meantime are replaced."""
     random: Callable[[], float] = RANDOM.random
     nonce: Callable[[], str] = lambda: secrets.token_hex(4)
 
@@ -85,7 +85,7 @@ class Term:
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
         self.clock, self.state = config.clock, coordinator.CoordinatorState({})
         self._lease: int | None = None
-        """Lease of the published state."""
+        """The published state's lease."""
         self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
@@ -133,7 +133,7 @@ class Term:
 
     @property
     def incarnation(self) -> str:
-        """Incarnation of the run; empty before its first publication."""
+        """The run's incarnation; empty before it is first published."""
         return self._own.incarnation if self._last_published else ""
 
     # Members' reports
@@ -349,7 +349,7 @@ class Candidate:
 
     @property
     def prefix(self) -> str:
-        """Prefix of the keys to watch."""
+        """Prefix for the keys to watch."""
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, listing: Outcome, below: str = "") -> None:

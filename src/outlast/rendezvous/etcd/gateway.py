@@ -4,8 +4,8 @@
     etcds://host:2379                        TLS
 
 The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
-`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use none
-of the existing clients.
+`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use no
+existing client.
 
 A request whose response is lost is repeated, on the next endpoint if there is one, and so may be executed twice. Callers write
 with comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
@@ -38,10 +38,10 @@ PREFIX = "/outlast"
 ANSWER_S = 2.0
 """Default timeout for a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout for a login in seconds. It is long, since etcd spends 60 ms of a core on each password, all of a job's workers may log
+"""Timeout for a login, in seconds. It is long, since etcd spends 60 ms of a core on each password, all of a job's workers may log
 in at once, and retries add to that load."""
 _IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
-"""TCP keepalive of a watch, see `tcp.ends_when_lost`."""
+"""TCP keepalive settings for a watch; see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
 _AGAIN = (1, 4, 8, 10, 13, 14)
 """gRPC codes of errors to retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
@@ -56,7 +56,7 @@ _REFUSALS = {
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""Our errors, each by a part of etcd's message."""
+"""Our errors, by a part of etcd's message."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
@@ -65,7 +65,7 @@ _NO_ETCD = {
     f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
     b"": f"answers a v3 request with HTTP {{status}}, unlike any etcd; {_EXPECTED}",
 }
-"""Our errors for responses that are not JSON, each by a part of the status and body."""
+"""Our errors for responses that are not JSON, by a part of the status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -93,10 +93,10 @@ class Address:
 
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
-    """Prefix of all keys."""
+    """Prefix for all keys."""
     tls: bool = False
     cacert: str = ""
-    """File with the trusted certificate authorities; empty to use those that this machine trusts."""
+    """File with trusted certificate authorities; empty to use those that this machine trusts."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -113,7 +113,7 @@ class KeyValue:
     key: str
     value: str
     created: int
-    """Revision of the key's creation, which changes if the key is deleted and created again."""
+    """Revision at which the key was created; changes if the key is deleted and created again."""
     modified: int
     lease: int = 0
 
@@ -128,7 +128,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """Result of a transaction: the outcome of its comparisons, and the keys read by the executed branch."""
+    """A transaction's result: whether its comparisons held, and the keys read by the executed branch."""
 
     succeeded: bool
     revision: int
@@ -144,7 +144,7 @@ class Behind(EtcdError):
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
-    """Parse an endpoint and options (see OPTIONS), with defaults from the environment. Raises OutlastError."""
+    """Parse an endpoint and options (see OPTIONS); defaults come from the environment. Raises OutlastError."""
     environ = os.environ if environ is None else environ
     values = {name: (options or {}).get(name) or environ.get(variable) or "" for name, variable in OPTIONS.items()}
     secure = endpoint.startswith(SECURE)
@@ -281,7 +281,7 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the gateway; returns its response. `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway, and return the response. `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._check_open()
             try:

@@ -1,10 +1,10 @@
-"""The keys of a run in etcd, and their values. Pure.
+"""A run's keys in etcd, and their values. Pure.
 
     <prefix>/<run>/members/<id>        Record: a member's report           under the member's lease
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); docs/decisions/0014. No value
+Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); see docs/decisions/0014. No value
 holds a clock time that other machines compare with theirs. Field names are the wire format, except for those in `_WIRE`.
 """
 
@@ -31,7 +31,7 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Fields that have another name on the wire, with that name."""
+"""Names on the wire, for fields whose names differ there."""
 _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 
@@ -48,7 +48,7 @@ class Keys:
 
     @property
     def members(self) -> str:
-        """Prefix of all members' keys."""
+        """Prefix for all members' keys."""
         return f"{self.root}/members/"
 
     def member(self, id: int) -> str:
@@ -56,7 +56,7 @@ class Keys:
 
     @property
     def decided(self) -> str:
-        """Prefix of the keys that all members watch."""
+        """Prefix for the keys that all members watch."""
         return f"{self.root}/decided/"
 
     @property
@@ -75,8 +75,8 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return a run's name in an etcd shared by many jobs. In pods, it is prefixed with the namespace and job, within which the
-    run is unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, the name is prefixed with the namespace and job, within
+    which the run is unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -103,7 +103,7 @@ class Record(_Value):
 
     report: Report
     token: str
-    """Identifier of the process, by which it recognises its own key."""
+    """The process's identifier, by which it recognises its own key."""
     nnodes: str = ""
     """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods, where the job file sets the sizes."""
     incarnation: str = ""
@@ -111,7 +111,7 @@ class Record(_Value):
     world: World | None = None
     """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
-    """Tokens of the members of that world, in the same order."""
+    """Tokens of that world's members, in the same order."""
 
 
 @dataclass(frozen=True)
@@ -119,10 +119,10 @@ class Leader(_Value):
     """The coordinator, as recorded in the leader's key."""
 
     token: str
-    """Identifier of the process; see `Published.by`."""
+    """The process's identifier; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """Id of the coordinator's member; None until it has one."""
+    """The coordinator's member id; None until it has one."""
     word: str = ""
     """Nonce of this election."""
 
@@ -141,7 +141,7 @@ class Published(PersistedState, _Value):
     tokens: tuple[str, ...] = ()
     """Tokens of the world's processes, in the same order as its members, since an index may pass to another process."""
     leave_s: float = 0.0
-    """Duration of a planned call in seconds, counted from when a member receives it."""
+    """A planned call's duration, in seconds from when a member receives the call."""
     why: str = ""
     """The coordinator's reason for waiting, without the remaining seconds, or a description of normal training."""
     done: tuple[int, ...] = ()

@@ -1,4 +1,4 @@
-"""A member's side of the etcd rendezvous, without threads: it writes the member's key and follows the published state.
+"""A member's side of the etcd rendezvous, without threads: writes the member's key and follows the published state.
 
 `rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
 etcd may be late, duplicated or lost.
@@ -38,7 +38,7 @@ class Store(Protocol):
 
 
 TTL_S = 5
-"""TTL of a member's lease in seconds, which is how long a silent member counts as alive."""
+"""TTL of a member's lease, in seconds: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
 """TTL of a member's lease once its peers watch it. It is longer, since they report a silent machine within 3 s, but they do not
 notice a stopped process: after a stop of 5 s, the lease (renewed every third of the TTL) has more than a second left."""
@@ -46,16 +46,16 @@ notice a stopped process: after a stop of 5 s, the lease (renewed every third of
 
 @dataclass(frozen=True)
 class Identity:
-    """The run, index and settings of a member."""
+    """A member's run, index and settings."""
 
     run: str
     id: int | None = None
-    """Index of the member; None for any free index."""
+    """The member's index; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """Identifier of the process, by which it recognises its own key."""
+    """The process's identifier, by which it recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
-    """`min:max`, see `key_schema.Record.nnodes`."""
+    """`min:max`; see `key_schema.Record.nnodes`."""
     most: int = 1
     """Maximum number of members in the run."""
     generation: int = 0
@@ -106,7 +106,7 @@ class EtcdMember:
         self._at = 0
         """The last revision that we have received."""
         self._registered = 0
-        """Revision of our first registration; 0 if there was none yet."""
+        """Revision of our first registration; 0 if we have not registered yet."""
         self._modified = 0
         """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None

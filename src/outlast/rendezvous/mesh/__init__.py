@@ -1,5 +1,5 @@
 """The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
-Design: docs/decisions/0039-the-mesh.md.
+See docs/decisions/0039-the-mesh.md.
 
     watched_peers   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
     connection      one socket with sealed lines
@@ -7,5 +7,5 @@ Design: docs/decisions/0039-the-mesh.md.
     mesh            all connections of a member, in one thread
 
 Members report where their mesh listens, and a world carries its members' addresses (`vocabulary.World`).
-Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots use sockets of their own.
+Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots have their own sockets.
 """

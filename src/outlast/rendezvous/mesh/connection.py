@@ -20,18 +20,18 @@ LINE_BYTES = 1 << 20
 WAITING_BYTES = 8 << 20
 """Maximum number of bytes queued for a peer that does not read."""
 IDLE_S, LOST_S = 1, 1.5
-"""TCP keepalive of the connecting side: the kernel probes a connection after `IDLE_S` idle seconds, then every second.
+"""TCP keepalive on the connecting side: the kernel probes a connection after `IDLE_S` idle seconds, then every second.
 
 Without an acknowledgement for 1.5 s, the next probe breaks the connection, after 2 s; unacknowledged data breaks it after 1.5 s
 (tcp(7), TCP_USER_TIMEOUT). A probe carries no data, so the buffer of a stopped process never fills.
 """
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""TCP keepalive of the accepting side, which only has to close a dead connection eventually. Retransmissions end early, since
+"""TCP keepalive on the accepting side, which only has to close a dead connection eventually. Retransmissions end early, since
 they would keep the other side from probing."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return an address's family, host and port. The host must be numeric, since resolving a name takes time. Raises
+    """Return an address's family, host and port. The host must be numeric, since resolving names takes time. Raises
     ValueError."""
     host, port = tcp.host_port(address)
     return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)

@@ -12,7 +12,7 @@ The watching side connects, so two members that watch each other have two connec
 (`connection.IDLE_S`), so while all is well the thread only reads the clock once per second. The peer's kernel also answers for a
 stopped or starved process, which therefore still counts as heard; its own agent detects hangs.
 
-Docs: docs/decisions/0039-the-mesh.md. Used by `rendezvous.membership`.
+Used by `rendezvous.membership`. See docs/decisions/0039-the-mesh.md.
 """
 
 from __future__ import annotations
@@ -41,9 +41,9 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""Maximum duration of a wait, since `Awake` must be read at least every second."""
+"""Maximum duration of a wait, in seconds, since `Awake` must be read at least every second."""
 STOOD_S = 2.0
-"""If a turn takes this much longer than it should, this process or machine was paused."""
+"""Seconds by which a turn must be late to show that this process or machine was paused."""
 PROVE_S = 5.0
 """Timeout for a new connection to prove that it has the key."""
 STRANGERS = 256
@@ -78,7 +78,7 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """`host:port`, with a numeric host."""
         self.generation = 0
-        """Generation of the world that the following attributes describe."""
+        """The generation of the world that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
         """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard are omitted:
         they may run a version without a mesh, or a firewall may block their port."""
@@ -100,7 +100,7 @@ class Mesh:
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """True once the end was requested, and once the thread has finished."""
+        """Two flags: True once the end has been requested, and once the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -113,7 +113,7 @@ class Mesh:
 
     @property
     def id(self) -> int:
-        """Index of this member; negative before one is assigned."""
+        """This member's index; negative before one is assigned."""
         return int(self._hello["id"])
 
     @id.setter

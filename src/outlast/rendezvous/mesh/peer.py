@@ -28,7 +28,7 @@ _NUMBERS = itertools.count(1)
 
 
 class Undelivered(Exception):
-    """Raised if a message was not acknowledged; it may have arrived nevertheless."""
+    """Raised if a message was not acknowledged, although it may have arrived."""
 
 
 @dataclass
@@ -46,14 +46,14 @@ class Peer:
         self.address = ""
         self.state = watched_peers.PeerState()
         self.proven = self.met = False
-        """True if the peer has proven its identity on the current connection, and on any connection to this address."""
+        """Whether the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """Time of the peer's next turn, set to now by any event. Peers without an event are skipped, as a world may have
+        """Time of the peer's next turn; any event sets it to now. Peers without an event are skipped, as a world may have
         thousands."""
 
     def meet(self, address: str, now: float) -> None:

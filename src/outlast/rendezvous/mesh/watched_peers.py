@@ -18,10 +18,10 @@ from collections.abc import Sequence
 REFUSALS = 2
 """Number of consecutive refusals that prove that the process has ended."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
-"""Pause before the next attempt: after a refusal, and once the peer is unheard."""
+"""Pause in seconds before the next attempt: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeout for an attempt to connect: while the peer is in doubt, and once it is unheard. The first is short, since each attempt
-sends a new SYN, which the kernel by itself would repeat only after 1 s."""
+"""Timeout in seconds for an attempt to connect: while the peer is in doubt, and once it is unheard. The first is short, since
+each attempt sends a new SYN, which the kernel by itself would repeat only after 1 s."""
 
 
 @dataclasses.dataclass
@@ -32,7 +32,7 @@ class PeerState:
     patience_s: float = 0.0
     refusals: int = 0
     unheard: str = ""
-    """Reason why the peer is unheard, as the end of a sentence that begins with its name; empty while it is heard."""
+    """Why the peer is unheard, as the end of a sentence that begins with the peer's name; empty while it is heard."""
     gone: bool = False
     """True if the peer's machine refuses connections, so its process has ended."""
     left: bool = False

@@ -7,14 +7,14 @@
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
 The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`sealed_lines.derived`). An order therefore requires the key, and cannot be replayed: not to another worker, not twice, not after
-WINDOW_S, and not to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
+(`sealed_lines.derived`). An order therefore requires the key, and cannot be replayed: neither to another worker, nor twice, nor
+after WINDOW_S, nor to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
 period.
 
     202 accepted    400 not an order    401 not signed with the run's key    409 repeated, too old, or already ending
     411 no Content-Length    413 longer than 4 KiB (`probes`)
 
-Docs: docs/guide/security.md. Pure.
+See docs/guide/security.md. Pure.
 """
 
 from __future__ import annotations
@@ -31,7 +31,8 @@ from outlast.job import sealed_lines
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 WINDOW_S = 60.0
-"""Maximum difference between the sender's and the worker's clocks. Orders are remembered for this long to detect replays."""
+"""Maximum difference, in seconds, between the sender's and the worker's clocks. To detect replays, orders are remembered
+for this long."""
 _REASON = 256
 """Maximum length of a reason, in characters; longer reasons are truncated."""
 
@@ -48,7 +49,7 @@ class Answer:
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
-    """Return the headers for an order to a worker. `key` is the run's key, see `sealed_lines.key`."""
+    """Return the headers for an order to a worker. `key` is the run's key; see `sealed_lines.key`."""
     time = f"{now:.3f}"
     return {"Content-Type": "application/json", TIME: time, SIGNATURE: _signature(key, worker, time, body)}
 

@@ -47,11 +47,11 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Time in seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects
+"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects
 silent machines earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a report's line, which takes some 12 KiB with a traceback and the tail of a log."""
+"""Maximum number of bytes in a report's line, which has some 12 KiB with a traceback and the tail of a log."""
 _MESSAGE_BYTES = 4 << 20
 """Maximum number of bytes in a line to a member, and in the queue for a member that does not read. A world of 10,000 workers
 takes 60 KiB."""
@@ -60,7 +60,7 @@ _PROVE_S = 5.0
 _STRANGERS, _BACKLOG = 512, 256
 """Maximum number of connections without a report (beyond it, the oldest is closed), and the listen backlog."""
 _PRINT_S = 1.0
-"""Minimum interval between printed warnings about bad messages, in seconds."""
+"""Minimum interval, in seconds, between printed warnings about bad messages."""
 _MOST_REPLACED = 64
 """Maximum number of replaced processes to remember per index."""
 SCHEME = "unix://"
@@ -73,7 +73,7 @@ class _Line:
 
     report: Report
     process: str = ""
-    """Identifier of the member's process."""
+    """The member's process identifier."""
 
 
 class MemberSocket:
@@ -81,7 +81,7 @@ class MemberSocket:
     coordinator, which may return."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
-        """`key` is the run's key, see `sealed_lines.key`; empty on a Unix socket."""
+        """`key` is the run's key (see `sealed_lines.key`); empty on a Unix socket."""
         self._endpoint, self._key = endpoint, key
         self.run, self.id = run, id
         self.put_log, self.watch_log = ConnectionLog(), ConnectionLog()
@@ -199,7 +199,7 @@ class _Lines:
 
 
 def board(endpoint: str, member: Member) -> MemberSocket:
-    """Return the member's side of an endpoint, see `rendezvous.transport`."""
+    """Return the member's side of an endpoint; see `rendezvous.transport`."""
     return MemberSocket(
         endpoint, run=member.run, id=member.id, key=sealed_lines.key(member.environ) if endpoint.startswith(TCP) else b""
     )
@@ -226,7 +226,7 @@ class Server:
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
         """`key` is the run's key, which every member must have; empty on a Unix socket. `clock` measures silence, and must stop
-        while this process is paused, see `clock.Awake`."""
+        while this process is paused; see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -260,7 +260,7 @@ class Server:
             writer.close()
 
     def send(self, to: Iterable[int], kind: str, content: object) -> None:
-        """Send a message to those of these members that are connected; the others receive it after their next report."""
+        """Send a message to the given members that are connected; the others receive it after their next report."""
         for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 

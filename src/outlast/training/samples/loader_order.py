@@ -1,4 +1,4 @@
-"""The order of samples in other libraries' training loops: which loaders are refused, and the loader that replaces the others.
+"""The order of samples in other libraries' training loops: which loaders are refused, and the loader that replaces accepted ones.
 Shared by `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and `outlast.torchtitan`."""
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outlast.training.samples.stream import kind
 
 
 def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
-    """`order.plan`, but raises OutlastError."""
+    """Like `order.plan`, but raises OutlastError."""
     try:
         return order.plan(batch, ranks, most)
     except ValueError as problem:
@@ -31,7 +31,7 @@ def unordered(dataset: Any) -> str:
 
 
 def unordered_loader(loader: Any) -> str:
-    """The same for a training loader, whose sampler chooses the order."""
+    """Like `unordered`, for a training loader, whose sampler chooses the order."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
@@ -70,7 +70,7 @@ class Order(order.BatchSampler):
 
 
 class Loader(DataLoader[Any]):
-    """A loader with another one's dataset, collator and workers, but with seeded samples in our order."""
+    """A loader with another loader's dataset, collator and workers, but with seeded samples in our order."""
 
     def __init__(self, other: DataLoader[Any], order: Order, seed: int) -> None:
         super().__init__(

@@ -16,7 +16,7 @@ from outlast.order import VERSION
 from outlast.training import device
 
 Key = tuple[int, int]
-"""(epoch, index) of a sample."""
+"""A sample's (epoch, index)."""
 
 
 class Seeded(Dataset[Any]):
@@ -56,7 +56,7 @@ class Batches(Dataset[Any]):
 
 
 def only(batches: list[Any]) -> Any:
-    """Return the one batch of `Batches.__getitems__`."""
+    """Return the single batch in the result of `Batches.__getitems__`."""
     [batch] = batches
     return batch
 
@@ -83,5 +83,5 @@ def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
 
 
 def _hashed(text: str) -> int:
-    """Return a 64-bit seed."""
+    """Hash text to a 64-bit seed."""
     return int.from_bytes(hashlib.shake_256(text.encode()).digest(8), "little")

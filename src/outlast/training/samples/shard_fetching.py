@@ -5,8 +5,8 @@
 
 `prepare.cache_eviction` describes the rest of the cache. One process on a machine fetches a shard, while the others wait for it.
 A process that needs a shard at once fetches it, and may exceed the cache's limit. Threads fetch announced shards (`announce`) and
-protect them from removal until they have been read. A wait signals that the process is alive: an unreachable store is not a hang.
-No other module of training imports stores, and this one is imported only for data in a store.
+protect them from removal until they have been read. A waiting process signals that it is alive, since an unreachable store is
+not a hang. No other module of training imports stores, and this one is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ _WARN_S, _WARN_AGAIN_S = 10.0, 60.0
 _STORE_S = 20.0
 """Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Number of attempts at a damaged shard or with a full disk, and the pause between them in seconds. In the pause, other processes
-drop shards that they have read ahead."""
+"""Number of attempts if a shard is damaged or the disk is full, and the pause between them in seconds. During the pause, other
+processes drop shards that they have read ahead."""
 _PAUSE_S = 5.0
 """Seconds between attempts to read ahead while the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
@@ -316,7 +316,7 @@ def _read_ahead(reference: weakref.ref[Fetched]) -> None:
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""Two flags: this process has used a store, and this process is a fork of a process that had used one."""
+"""Two flags: whether this process has used a store, and whether it was forked from a process that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
 
@@ -342,7 +342,7 @@ os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def main(argv: list[str]) -> None:
-    """URL KEY PATH [SIZE]: run `_download` on behalf of a forked process. An error is pickled to standard output."""
+    """Run `_download` for a forked process, with arguments URL KEY PATH [SIZE]. An error is pickled to standard output."""
     try:
         Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:

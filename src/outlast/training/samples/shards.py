@@ -41,7 +41,7 @@ class Place(Protocol):
     """A directory or a store that has shards."""
 
     name: str
-    """The directory or URL; for error messages."""
+    """The directory or URL, for error messages."""
     keeps: int
     """Maximum number of shards to keep open at a time."""
     remote: bool

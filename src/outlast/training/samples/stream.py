@@ -34,7 +34,7 @@ from outlast.training.samples.seeded import Seeded, preserved_generators
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Seconds to wait for the thread of an abandoned stream: torch aborts a process that ends while a thread is in torch."""
+"""Seconds to wait for an abandoned stream's thread: torch aborts a process that exits while a thread is running torch code."""
 
 
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
@@ -54,7 +54,7 @@ class Batch:
     epoch: int
     """Number of the epoch, counted from 0."""
     step: int
-    """Number of optimizer steps before this batch since the stream began."""
+    """Number of optimizer steps in the stream before this batch."""
     size: int
     """Number of samples in the global batch, over all ranks."""
     indices: Indices
@@ -66,7 +66,7 @@ class Batch:
     most: int = 1
     """Maximum number of micro-batches that any rank has."""
     start: int = 0
-    """Number of samples in the epoch before this batch, over all ranks."""
+    """Number of the epoch's samples that precede this batch, over all ranks."""
 
     def __iter__(self) -> NoReturn:
         raise OutlastError(
@@ -81,7 +81,7 @@ class Batch:
         sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
         global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
         micro-batch only, and tensors are moved to `net`'s device. A rank without a sample in the short last batch of an epoch
-        gets a sample of another rank with share 0.0, because every rank must take part in the exchange. FSDP2 gathers weights in
+        gets another rank's sample with share 0.0, because every rank must take part in the exchange. FSDP2 gathers weights in
         every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
@@ -133,7 +133,7 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple or dict of arrays (numpy, memory-mapped ones too, or tensors; first dimension = samples), one such array,
+    `dataset` is a tuple or dict of arrays (numpy, also memory-mapped, or tensors; first dimension = samples), one such array,
     or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch`
     batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers that
     samples draw are a function of (seed, epoch, index), so augmentation resumes exactly, too.
@@ -234,7 +234,7 @@ class Stream:
 
     @property
     def _windows(self) -> Windows | None:
-        """The order by windows of shards; None if all samples are shuffled together."""
+        """The order in windows of shards; None if all samples are shuffled together."""
         return self._shards.windows(self._window, self.seed) if self._shards and self.shuffle else None
 
     @property
@@ -254,7 +254,7 @@ class Stream:
         return {"version": VERSION, **order, "epoch": epoch, "position": start, **steps}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Continue at the position in `state`. World size and `batch` may differ from those of the saved run.
+        """Continue at the position in `state`. The world size and `batch` may differ from the saved run's.
 
         Raises OutlastError if the samples would come in another order: with other data, another seed, or another `shuffle`.
         """
@@ -469,7 +469,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """Return the dataset as arrays, or None if samples are read one by one, and its number of samples."""
+    """Return the dataset as arrays (None if samples are read one by one) and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor

@@ -79,7 +79,7 @@ class Copies:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
-    """Outcome of a save, the same on every rank."""
+    """A save's outcome, the same on every rank."""
 
     step: int
     committed: bool
@@ -96,7 +96,7 @@ class Written:
     problem: str
     files: Mapping[str, Mapping[str, int]]
     same: int
-    """Leading bytes of `metrics.jsonl` on the rank's disk that equal rank 0's."""
+    """Number of leading bytes of `metrics.jsonl` on the rank's disk that equal rank 0's."""
     metric: checkpoints.Metric | None = None
     """The checkpoint's metric; only rank 0's counts."""
     aside: tuple[Path, str] | None = None
@@ -139,7 +139,7 @@ class Saver:
         self._hurry = threading.Event()
         """Set while a caller waits for the save in progress."""
         self.least_s: float | None = None
-        """Minimum seconds that the last save would have taken without pauses; None before the first save."""
+        """Lower bound in seconds for the last save's duration without pauses; None before the first save."""
         self._began = 0.0
         self._thread: threading.Thread | None = None
         self._outcome: Outcome | None = None

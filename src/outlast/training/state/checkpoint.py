@@ -302,7 +302,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of this rank's random number generators, words and arrays as bytes, which pickle fast."""
+    """Return the states of this rank's random number generators. Words and arrays are returned as bytes, which pickle fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
     states: dict[str, Any] = {
@@ -384,7 +384,7 @@ def load(reader: StorageReader, source: str, state: State, targets: Flat) -> Non
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load a state's objects from the `loaded` targets. Returns whether these had the rank's random number generators."""
+    """Load a state's objects from the `loaded` targets. Returns whether they included the rank's random number generators."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):

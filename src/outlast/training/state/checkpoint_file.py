@@ -1,9 +1,9 @@
-"""Writes the file with one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, with less work.
+"""Writes the file with one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, but with less work.
 
 torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
-of 4 MiB are checksummed, and written while they are in the CPU's cache. Both steps and the wait for the disk run without the GIL,
-so the training thread continues. Unless a caller waits for the save, the writer uses a core for only an eighth of the time and so
-leaves memory bandwidth to training.
+of 4 MiB are checksummed, and written while they are still in the CPU's cache. Both steps and the wait for the disk run without
+the GIL, so the training thread continues. Unless a caller waits for the save, the writer uses a core for only an eighth of the
+time, and so leaves memory bandwidth to training.
 
 A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
 before and after the data come from torch (`torch.serialization.skip_data`), and the data from the tensor's memory.
@@ -31,7 +31,7 @@ from outlast.base import crc32
 
 _BLOCK = 4 << 20
 _PAUSE = 7
-"""Seconds of pause after each second of work, for files of several blocks."""
+"""Seconds of pause after each second of work, for files that have several blocks."""
 UNHURRIED = 1 + _PAUSE
 """Maximum factor by which pauses prolong a save."""
 _SMALL = 64 << 10
@@ -140,7 +140,7 @@ class _Gap(io.RawIOBase):
 
 
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
-    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum after it.
+    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum in the latter.
 
     Returns None if this version of torch writes an unknown format; `torch.save` must then save the tensor.
     """
@@ -152,7 +152,7 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Return the offsets of the data's checksum in the bytes after it: in its descriptor and in its directory entry."""
+    """Return the checksum's offsets in the bytes after the data: in the data descriptor and in the directory entry."""
     wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):

@@ -1,6 +1,6 @@
 """Copies tensors within this machine's memory, with several threads.
 
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle meanwhile.
+One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle in the meantime.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 
 _PIECE = 16 << 20
 """Minimum number of bytes that a thread copies at a time from larger tensors. Above 16 times the size at which copies bypass the
-caches (`launch.os_calls`), `memcpy` is faster still, because it copies four pages at once."""
+caches (`launch.os_calls`), `memcpy` is even faster, because it copies four pages at once."""
 _LINE = 64
 """Size of a cache line in bytes; pieces are aligned to it."""
 _LARGE = 256 << 10
@@ -30,7 +30,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
-    """Copy the second tensor of each pair into the first. Both have the same shape.
+    """Copy the second tensor of each pair into the first. Both must have the same shape.
 
     With `background`, copies from an accelerator to pinned memory continue after the call; the accelerator's `synchronize` waits
     for them.

@@ -30,7 +30,7 @@ class _Offer:
 
     step: int
     generation: int
-    """The generation that saved the checkpoint. The later one wins if two worlds have saved the same step."""
+    """The generation that saved the checkpoint. The later generation wins if two worlds have saved the same step."""
     digest: str
     """Checksum of COMMIT; empty if COMMIT cannot be read."""
     problem: str = ""
@@ -73,13 +73,13 @@ class Offered:
         self._every: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self._ways_back = search.ways_back
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """The reason why a disk cannot be read; an unreadable disk counts as empty."""
+        """Why a disk cannot be read; empty if all can. An unreadable disk counts as empty."""
         self.payloads = [each for _, each in gathered]
         """The payloads of all ranks, in rank order."""
 
     @property
     def disks(self) -> list[_Offers]:
-        """The checkpoints on each disk that count, by step."""
+        """The checkpoints that count on each disk, by step."""
         return [
             {step: each for step, each in disk.items() if not checkpoints.withdrawn(each.generation, step, self._ways_back)}
             for disk in self._every
@@ -199,7 +199,7 @@ def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextl
 
 
 def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
-    """Take part in the copy as a leader, to the end even after a failure.
+    """Take part in the copy as a leader. After a failure on this disk, still takes part to the end.
 
     Returns why the copy failed on this disk, or an empty string.
     """

@@ -4,7 +4,7 @@ All ranks exchange lists of the snapshots in their workers' memory and of the ch
 checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
 any of the script's objects is changed.
 
-States that a way back has withdrawn do not count (`way_back`). All ranks exchange its records, too: a disk may lack them. No
+States that a way back has withdrawn do not count (`way_back`). All ranks exchange these records, too: a disk may lack them. No
 snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
 seconds before the next state is used. If there is no other state, the next start tries again.
 """
@@ -36,7 +36,7 @@ T = TypeVar("T")
 
 @dataclasses.dataclass(frozen=True)
 class Restored:
-    """The loaded state; the same on every rank."""
+    """The loaded state, the same on every rank."""
 
     step: int = 0
     at: tuple[int, int] = (0, 0)

@@ -51,7 +51,7 @@ class Saves:
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """The same as `_moved` for `log`, which some ranks may not call."""
+        """Like `_moved`, for `log`, which some ranks may not call."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()

@@ -5,7 +5,7 @@ this when it starts, and again before each save until all ranks can write. The l
 leader commits, sweeps and receives.
 
 Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,
-broken) takes part to the end and only then reports the failure, so that no other disk waits for it. Docs:
+broken) takes part to the end and only then reports the failure, so that no other disk waits for it. See
 docs/decisions/0010-workers-without-a-common-disk.md.
 """
 

@@ -317,7 +317,7 @@ def size(content: Content, objects: Mapping[str, bytes]) -> int:
 
 
 def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
-    """Write a part's objects into its room, after the tensors. Returns the part's index and its size in bytes."""
+    """Write a part's objects into the room, after the tensors. Returns the part's index and size in bytes."""
     places, end = part_format.laid_out(map(len, objects.values()))
     index = list(content.index)
     for (key, data), place in zip(objects.items(), places, strict=True):

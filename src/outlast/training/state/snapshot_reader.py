@@ -55,7 +55,7 @@ itself."""
 Key = tuple[str, int, str]
 """A part's kind, local rank and digest: parts with equal keys have equal bytes."""
 Targets = list[tuple[int, memoryview]]
-"""Numbers of items, and the memory to read each into."""
+"""Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
 """Data that rank 0 reads for all ranks: tails of parts, and items of rank 0's unique part by number."""
 

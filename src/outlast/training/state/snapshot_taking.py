@@ -194,7 +194,7 @@ class Snapshots:
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
         """Take snapshots of `state` from now on. Rank 0 adds `extra`.
 
-        `step` is the one that the run resumed from, and `complete` (generation, step) of the snapshot; (0, 0) if there is none.
+        The run resumed from `step`. `complete` is the snapshot's (generation, step), or (0, 0) if the state was not a snapshot.
         """
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
@@ -248,7 +248,7 @@ class Snapshots:
     def _compare(self) -> None:
         """Name the ranks whose copies of the common state differ in the last snapshot. A collective.
 
-        A difference stays, so comparisons become rare, and the same ranks are named once.
+        Differences persist, so comparisons become rare, and the same ranks are named only once.
         """
         self._passed += 1
         if self._passed < self._pass:

@@ -25,7 +25,7 @@ log = logging.getLogger("outlast")
 class Stateful:
     """The batches of an iterable that has `state_dict` and `load_state_dict`, over `epochs` iterations of it.
 
-    Each rank has its own iterable, whose batches are yielded unchanged, and its state is saved per rank. With the same number of
+    Each rank has its own iterable, whose batches are yielded unchanged and whose state is saved per rank. With the same number of
     ranks, a resumed run continues with the next batch, as exactly as the iterable allows: random numbers drawn in its worker
     processes are restored only if its dataset saves them. With another number of ranks, the saved states fit no loader. The epoch
     then begins again, samples that were already yielded are repeated, and a warning gives the number of repeated batches. A

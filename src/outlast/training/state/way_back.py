@@ -2,7 +2,7 @@
 
 A rank whose bits differ sends wrong gradients to all others, so the states of all ranks after that step have wrong bits, on disks
 and in memory. `WayBack.go` records on every disk that these states do not count, and ends the rank's worker, as if it had
-crashed. The next generation ignores them (`resuming`), and has another worker instead. Docs: docs/decisions/0069-the-way-back.md.
+crashed. The next generation ignores these states (`resuming`) and replaces the worker. See docs/decisions/0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class WayBack:
         """Go back to step `agreed`, because of the differences `found` at `step`. A collective.
 
         Raises WrongBits on the ranks that differ. On the others the collective breaks, as when a rank crashes. Raises
-        OutlastError on all ranks if earlier ways back have led no further. Returns if it cannot be told which ranks differ, or
+        OutlastError on all ranks if earlier ways back have led no further. Returns if it is unclear which ranks differ, or
         if no disk can be written.
         """
         blamed = differing_ranks.blamed(found)

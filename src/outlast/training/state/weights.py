@@ -147,7 +147,7 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from the checkpoint at `path`. Tied tensors are separate.
+    """Return a module's weights from the checkpoint at `path`. Tied tensors are returned separately.
 
     `name` may be empty if the checkpoint has only one module. Raises OutlastError for an unknown name, FileNotFoundError if the
     checkpoint has been removed.

@@ -56,7 +56,7 @@ if TYPE_CHECKING:
 LOOK_INTERVAL_S = 0.1
 """Interval in seconds at which the agent observes the training processes."""
 LEAST_S = 1.0
-"""Minimum time to leave in seconds, even after the deadline, since the sender's clock may be ahead."""
+"""Minimum time to leave, in seconds, even after the deadline, since the sender's clock may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
@@ -86,7 +86,7 @@ class Agent:
         self._status_server = kubeflow_status.StatusServer(environ, self.output)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """Time at which training is killed if it is still leaving."""
+        """Time at which training is killed if it has not left by then."""
         self._warm = warm_handle.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
@@ -104,7 +104,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, once it is printed."""
+        """Exit code and reason in the log's last line, once that line is printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -160,7 +160,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger. It is opened at its first event, after its earlier lines have been fetched from the store."""
+        """This agent's ledger, opened at its first event, after its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     # Effects
@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by one of the threads of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. Also called by one of `snapshots`' threads."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.worker.agent import join_run
 
 RECORD_TIMEOUT_S = 10.0
-"""Time in seconds that an ending worker waits until the run's end is recorded."""
+"""Seconds that an ending worker waits for the run's end to be recorded."""
 
 
 class Coordination:
@@ -50,9 +50,9 @@ class Coordination:
         self.output = Path(environ[Env.OUTPUT])
         self._store = environ.get(Env.STORE, "")
         self._owner = environ.get(Env.RUN, "")
-        """The run's owner, see `join_run`."""
+        """The run's owner; see `join_run`."""
         self.run_end: Closed | None = None
-        """The end of the run, as published by the operator."""
+        """The run's end, as published by the operator."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
@@ -181,7 +181,7 @@ class Coordination:
             _say(f"the goodput of the run could not be reported: {problem}")
 
     def end_for_others(self, code: int) -> str:
-        """Return the answer to other workers' queries about the end of the run; empty if only this worker has ended."""
+        """Return the answer to other workers' queries about the run's end; empty if only this worker has ended."""
         if self.mode is Mode.LAUNCHER or code == contract.Exit.MISCONFIGURED:
             return ""
         from outlast.worker.agent import join_run

@@ -1,4 +1,4 @@
-"""Decide which run a worker's pod belongs to, and record it in `run.json` in the job's output.
+"""Decides which run a worker's pod belongs to, and records that run in `run.json` in the job's output.
 
 All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the run's
 owner, and is the id of a new run. Every pod decides on its own, and all make the same decision:
@@ -45,7 +45,7 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _MOST_QUERIED = 8
-"""Maximum number of workers to query; a single answer is enough."""
+"""Maximum number of workers to query; one answer is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
@@ -91,7 +91,7 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job, see `runs.heartbeat`. All pods of the job share it.
+    """Return the identity of the place that trains this pod's job; see `runs.heartbeat`. All pods of the job share it.
 
     An operator's job is identified by its run, any other job by the cluster's certificate authorities, if readable. If the
     authorities change, old and new pods count as two owners.
@@ -164,7 +164,7 @@ def newest_generation(where: store.Store, output: Path, run: str, *, stored: boo
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now, with its owner's name as its id."""
+    """Create the record for a run that starts now; the owner's name is the run's id."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 

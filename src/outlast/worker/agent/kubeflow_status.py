@@ -1,4 +1,4 @@
-"""Progress reports to Kubeflow Trainer's status server, which the pods of a TrainJob find through environment variables.
+"""Reports progress to Kubeflow Trainer's status server, which a TrainJob's pods find through environment variables.
 
 Rank 0's agent reports the percentage, the remaining seconds, the step and what the script logged last. A thread sends the
 reports, at most one every five seconds. Server failures are ignored, since every report is complete.
@@ -23,7 +23,7 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Environment variables with the URL, the server's certificate authority file, and our token file, which is renewed."""
+"""Environment variables for the URL, the server's certificate authority file, and our token file, which is renewed."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64
@@ -39,7 +39,7 @@ class StatusServer:
         self._sender: threading.Thread | None = None
         self._sent = float("-inf")
         self._first = (0, 0.0)
-        """Step and time of the first report, from which the remaining time is estimated."""
+        """The first report's step and time, from which the remaining time is estimated."""
         self._last: tuple[int, int | None] | None = None
         """The newest step, and the total if known; None while rank 0 is on another worker."""
 

@@ -16,11 +16,11 @@ from outlast.worker.launch import os_calls
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
-"""Time in seconds after which an unreachable launcher is restarted. It doubles with each restart, since imports take long on a
+"""Seconds after which an unreachable launcher is restarted. The time doubles with each restart, since imports take long on a
 busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay in seconds per worker index, since one new launcher is enough. The launcher's lock stops any others."""
+"""Additional delay, in seconds per worker index, since one new launcher is enough. The launcher's lock stops any others."""
 
 
 class LauncherWatch:

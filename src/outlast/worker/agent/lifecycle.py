@@ -41,7 +41,7 @@ class Worker:
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """Reason for the interruption; empty if there is none."""
+    """Why the worker was interrupted; empty if it was not."""
     leave_by: float | None = None
     """Deadline after which an interrupted worker's training is killed; with several interruptions, the earliest."""
     gone_by: float | None = None
@@ -55,8 +55,8 @@ class Worker:
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
 """Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout in seconds for the last upload once training is done. It is long, since nothing repeats that upload, whereas a failed
-worker is restarted and uploads again."""
+"""Timeout, in seconds, for the last upload once training is done. It is long, since nothing repeats that upload, whereas a
+failed worker is restarted and uploads again."""
 LAST_FLUSH_S = 10.0
 """Minimum timeout in seconds for an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0

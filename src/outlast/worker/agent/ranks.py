@@ -19,7 +19,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs.hang_limit import Process
 
 FROZEN_S = 10.0
-"""Time in seconds without a heartbeat after which native code probably holds a process's GIL. If such a process uses CPU time, it
+"""Seconds without a heartbeat after which native code probably holds a process's GIL. If such a process uses CPU time, it
 is not silent."""
 
 

@@ -1,4 +1,4 @@
-"""An agent's reports on its worker: `worker.json` for the launcher, and the responses of its probes."""
+"""An agent's reports on its worker: `worker.json` for the launcher, and responses to probes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ALONE_LOOKS = 30
 """Number of observations, ten a second, after which the agent warns that ranks train without a process group. Arbitrary: a script
 may print progress before it creates the group."""
 STANDSTILL_S = 30.0
-"""Time in seconds without progress after which the status shows where the processes wait; shorter than the hang limit."""
+"""Seconds without progress after which the status shows where the processes wait; shorter than the hang limit."""
 
 
 class Reporter:
@@ -74,7 +74,7 @@ class Reporter:
         self._samples = samples  # at once, since another thread reads it
 
     def stays(self, reason: str, end: str, *, done: bool) -> None:
-        """From now on, report how this worker's training has ended. `end` is the answer to other workers."""
+        """From now on, report how this worker's training has ended. `end` answers other workers' queries."""
         self.health, self._samples = probes.Health(True, False, reason, end), []
         self.metrics = {"done": float(done), "failed": float(not done)}
 

@@ -1,4 +1,4 @@
-"""The agent's memory for snapshots: its size limit, and its server for ranks."""
+"""The agent's memory for snapshots: a size limit, and a server for ranks."""
 
 from __future__ import annotations
 

@@ -46,7 +46,7 @@ EVENTS_S, STEPS_S = 3.0, 120.0
 two requests, so steps cost one request a minute. A lost worker's last steps are known from the state that the other workers
 resume."""
 LOCK_TIMEOUT_S = 3.0
-"""Time in seconds that a flush waits for another process that uploads the same directory, which then uploads the rest, too."""
+"""Seconds that a flush waits for another process that uploads the same directory; that process then uploads the rest, too."""
 MAX_PASSES = 3
 """Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
@@ -64,7 +64,7 @@ class Report:
     step: int = 0
     """Step of the newest checkpoint in the store."""
     since: float | None = None
-    """Time since which uploads have been failing, in seconds since the epoch; None while they succeed."""
+    """When uploads began to fail, in seconds since the epoch; None while they succeed."""
     error: str = ""
     backlog: int = 0
     """Total size in bytes of the committed checkpoints that the store lacks."""
@@ -72,7 +72,7 @@ class Report:
     seconds: float | None = None
     """Duration of the last checkpoint upload in seconds; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded, and the seconds that this took."""
+    """Number of checkpoints that this process has uploaded, and the seconds that the uploads took."""
     uploads_s: float = 0.0
     goodput: float | None = None
     """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
@@ -128,7 +128,7 @@ class Uploader:
         self.ended: float | None = None
         """Time at which training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run itself has ended, and this worker is not just leaving it."""
+        """True if the run itself has ended, rather than this worker leaving it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -278,7 +278,7 @@ class Uploader:
         return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune the store according to the job's retention."""
+        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention policy."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)

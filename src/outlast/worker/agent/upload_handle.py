@@ -1,4 +1,4 @@
-"""The agent's handle on the upload process (`agent.upload`), to start it, read its reports, and flush at the end."""
+"""The agent's handle on the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 
@@ -19,8 +19,8 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Minimum age in seconds of a training process before the first upload process starts, since its imports keep a core busy for
-half a second."""
+"""Minimum age, in seconds, of a training process before the first upload process starts: an upload process's imports keep a
+core busy for half a second."""
 WAIT_S = 30.0
 """Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
 NICENESS = 10

@@ -1,6 +1,6 @@
 """The loop that trains in successive worlds, in a thread of the worker's agent. It is the worker's member in the rendezvous.
 
-It does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
+The loop does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
 processes, reports how they ended (the first failed process and its error), and waits for the next world.
 """
 
@@ -35,9 +35,9 @@ from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 EXIT_TIMEOUT_S = 5.0
-"""Maximum time in seconds from a process's error record to its end."""
+"""Maximum time, in seconds, from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay in seconds before restarting a script that exits as if it had been interrupted, but was not."""
+"""Longest delay, in seconds, before restarting a script that exits as if it had been interrupted, but was not."""
 
 
 @dataclass(frozen=True)

@@ -43,7 +43,7 @@ STILL_S = 3.0
 """Seconds that the main thread must be still before the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
-"""Key for the number of still ranks, and prefix of the keys for their states."""
+"""Key for the number of still ranks, and prefix for the keys with their states."""
 PATIENCE = 3.0
 """Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
 _ANSWER_S = 10.0
@@ -154,7 +154,7 @@ class Watch:
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
-        """Our rank in the store's process group, and that group's size and identity."""
+        """Our rank in the store's process group, and the group's size and identity."""
         self._published = False
         """True if this rank's state is published, so that the other ranks count it as still."""
         self._lock = threading.Lock()
@@ -250,7 +250,7 @@ class Watch:
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open a separate connection to the process group's store once it exists."""
+        """Open a separate connection to the process group's store once the store exists."""
         dist: Any = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):  # the group is being created or destroyed right now
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -290,7 +290,7 @@ class Watch:
         """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list if there is
         no store.
 
-        A state remains in the store while its rank is stopped by the kernel, and for up to PATIENCE after the rank has moved.
+        A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has moved.
         """
         if self._store is None:
             return []

@@ -5,7 +5,7 @@ its child processes use CPU time. Some waits spin: waiting for a GPU, or inside 
 but does no work. In such waits, CPU time counts only if the main thread is at a new place; allocations on the GPU count as well.
 A polling loop repeats the same few places with hardly any CPU time, and counts as still.
 
-`deadlocks.Watch` takes the samples, and `hangs.hang_limit` decides. Docs: docs/decisions/0022-what-is-a-hang.md.
+`deadlocks.Watch` takes the samples, and `hangs.hang_limit` decides. See docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""The same for child processes. It is higher, since processes that record metrics always run."""
+"""The same for child processes. The share is higher, since processes that record metrics always run."""
 
 
 @dataclasses.dataclass(frozen=True)

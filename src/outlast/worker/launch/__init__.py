@@ -1,1 +1,1 @@
-"""How a training process starts: a warm process that has imported torch forks it."""
+"""Starts training processes, by forking a warm process that has imported torch."""

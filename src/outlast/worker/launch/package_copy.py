@@ -4,7 +4,7 @@
     <cache>/packages/<digest>/outlast.lock    held, shared, by each launcher and agent that runs from this copy
 
 The command line makes the copy, and starts the launcher with it in front of PYTHONPATH, which all processes of the job inherit. A
-new copy replaces those that no process uses. Docs: docs/decisions/0061-upgrades-in-place.md.
+new copy replaces those that no process uses. See docs/decisions/0061-upgrades-in-place.md.
 """
 
 from __future__ import annotations

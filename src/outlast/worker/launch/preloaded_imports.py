@@ -4,7 +4,7 @@ After its first step, or some seconds after its last import, a rank reports its 
 the warm process imports those that belong to installed packages, and checks for side effects. Workers on one machine share the
 result. Environment variables that a package reads must be equal in both processes. A package that starts threads or processes,
 opens devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all
-other packages while it is idle. Docs: docs/decisions/0042-starting.md.
+other packages while it is idle. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -202,7 +202,7 @@ def _state() -> tuple[object, ...]:
 
 
 def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
-    """Do the same as `trial`, but only once for all workers on a machine, which share the results in `directory`."""
+    """Like `trial`, but run only once for all workers on a machine, which share the results in `directory`."""
     environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
     tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
     result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"

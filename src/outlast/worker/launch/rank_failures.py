@@ -1,4 +1,5 @@
-"""Why training processes failed, judging by their ends, their records and the agent's verdicts, and which failure is the root."""
+"""Finds out why training processes failed, from how they ended, their records and the agent's verdicts, and which failure is
+the root."""
 
 from __future__ import annotations
 
@@ -19,7 +20,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.rendezvous.root_cause import left_early
 
 EARLY_S = 30.0
-"""Time in seconds during which a script that reports no steps counts as before its first step; arbitrary."""
+"""Seconds during which a script that reports no steps counts as before its first step; arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
@@ -53,7 +54,7 @@ class Ended:
     time: float
     """Seconds since the epoch."""
     why: str = ""
-    """Why the process could not be started, or was lost."""
+    """Why the process could not be started or was lost."""
     asked: bool = False
     """True if we had asked the process to end."""
 

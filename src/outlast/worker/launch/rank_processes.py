@@ -26,13 +26,13 @@ from outlast.worker.launch.rank_failures import Ended
 PIECE = 65536
 """Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
-"""Prefix of each output line if there are several processes."""
+"""Prefix for each output line if there are several processes."""
 KILL_DELAY_S = 5.0
-"""Time in seconds from SIGTERM to SIGKILL for training that has no grace period."""
+"""Seconds from SIGTERM to SIGKILL for training that has no grace period."""
 CAUSE_S = 0.5
-"""Time in seconds within which a process that failed first may end after those that it made fail."""
+"""Seconds by which the process that failed first may end after those that it made fail."""
 LOST = "was lost with its warm process"
-"""Why a process ended whose warm process was killed. The kernel kills the process as well, but nothing can report its end."""
+"""The reason given for a process whose warm process was killed. The kernel kills it as well, but nothing can report its end."""
 END_S = 60.0
 """Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 

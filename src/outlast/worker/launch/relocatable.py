@@ -1,12 +1,12 @@
 """The agent for images without Outlast: our Python in a directory that runs in any Linux image of the same architecture.
 
     <directory>/python/              bin/python, its library with an agent's packages, its loader and shared libraries
-    <directory>/package/outlast/     our package, first on training's PYTHONPATH, see `package_copy`
+    <directory>/package/outlast/     our package, first on training's PYTHONPATH; see `package_copy`
     <directory>/packages/            links to what training may import, last in its sys.path
 
     python -m outlast inject DIRECTORY        makes the copy, in a pod's init container
 
-The agent runs in this Python, and training in the image's (`prepare.image_python`). Docs: docs/decisions/0063-any-image.md.
+The agent runs in this Python, and training in the image's (`prepare.image_python`). See docs/decisions/0063-any-image.md.
 """
 
 from __future__ import annotations

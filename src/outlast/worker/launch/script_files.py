@@ -6,7 +6,7 @@ saves on rank 0 and loads on all ranks would resume at a different step on each.
 So before the script starts in a world, rank 0's process asks its pod's upload process to upload the script's files, and announces
 the upload in the world's TCPStore. On each of the other pods, the first process then fetches the files (`prepare.workdir`) while
 the others wait for it. If rank 0's worker leaves, it requests the same upload before it ends its membership (`leave`). Scripts
-with a session do not need this. Docs: docs/decisions/0023-the-working-directory.md.
+with a session do not need this. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -29,9 +29,9 @@ from outlast.worker.launch import relocatable
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""Two files in the output, with the generation (and attempt) of a requested upload and of a finished upload."""
+"""Two files in the output, which hold the generation (and attempt) of a requested upload and of a finished one."""
 _TIMEOUT_S = 300.0
-"""Maximum time in seconds that a world's start waits for the files; arbitrary."""
+"""Maximum time, in seconds, that a world's start waits for the files; arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 

@@ -6,7 +6,7 @@ memory.
     agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
 No process of a worker then depends on another worker. A process's environment in /proc identifies its worker. A fork inherits
-that environment and overwrites it in place (`show`), so only values of equal length may differ. Linux only. Docs:
+that environment and overwrites it in place (`show`), so only values of equal length may differ. Linux only. See
 docs/decisions/0042-starting.md.
 """
 
@@ -31,7 +31,7 @@ from outlast.worker.launch import os_calls, warm_request
 KIND = "agent"
 """The request's kind, and the forked process's role (`outlast.__main__`)."""
 ANSWER_S = 1.0
-"""Timeout for the response in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
+"""Timeout for the response, in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
 """A variable of the warm process, as long as `LOCAL_RANK` with its value, in the place of which a training process shows it."""

@@ -31,7 +31,7 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 _USAGE = 2
-"""Exit code of argparse and most commands if the arguments are wrong."""
+"""The exit code with which argparse and most commands reject wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
@@ -123,8 +123,8 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a missing file. `code` is the copy, and `origin` the directory that was copied; None if that is not on
-    this machine."""
+    """Return the hint for a missing file. `code` is the copy, and `origin` the directory that was copied, or None if it is not
+    on this machine."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

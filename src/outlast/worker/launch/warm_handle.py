@@ -1,4 +1,4 @@
-"""The agent's handle on its warm process, to start it, wait until it can fork, restart it if it ends, and kill it."""
+"""The agent's handle on its warm process: starts it, waits until it can fork, restarts it if it ends, and kills it."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class Request:
     cwd: str
     fds: list[int]
     imports_fd: int | None = None
-    """The descriptor for a rank's report of its imports, see `preloaded_imports.report`."""
+    """The descriptor for a rank's report of its imports; see `preloaded_imports.report`."""
 
 
 @dataclasses.dataclass
@@ -163,7 +163,7 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork another worker's agent, if its environment fits. Returns the request in the forked process."""
+        """Fork another worker's agent, if that worker's environment fits. Returns the request in the forked process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
@@ -241,7 +241,7 @@ def enter(request: Request) -> None:
 
 
 def become(request: Request) -> None:
-    """Carry out a request in this fork. Returns at its end, or raises SystemExit."""
+    """Carry out a request in this fork. Returns once that is done, or raises SystemExit."""
     os.setsid()
     enter(request)
     os_calls.be_traced()  # py-spy, a sibling, may read the stacks of a hung process

@@ -29,7 +29,7 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Seconds without a write before another process fetches the same shard; longer than a store's retries."""
+"""Seconds without a write after which another process fetches the same shard; longer than a store's retries."""
 _SHARE = 0.5
 """Share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
 _SPARE = 0.05

@@ -8,7 +8,7 @@
 Compilers name an entry after all its dependencies, so equal names mean equal contents. Nothing is ever overwritten or deleted on
 either side, any number of jobs may use the cache, and a kill costs at most one repetition. An entry may have several files, and
 the compiler writes a marker last, so each directory's newest file is sent and fetched after all others. Recently changed files,
-and incomplete libraries left by a killed linker, are not sent. Decision 0031.
+and incomplete libraries left by a killed linker, are not sent. See decision 0031.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ VARIABLES = {
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same at the end of training or the warm-up; a killed compiler's last file is newer than that. Arbitrary."""
+"""The same at the end of training or of the warm-up; a killed compiler's last file is newer. Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
@@ -60,7 +60,7 @@ _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
 
 @dataclass(frozen=True)
 class Cache:
-    """The directory for compiled code, and its place in the store if the output is in one."""
+    """The directory for compiled code, and the directory's place in the store if the output is in a store."""
 
     directory: Path
     place: Store | None = None

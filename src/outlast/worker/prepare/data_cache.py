@@ -94,7 +94,7 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return this run's version, fetching it if it is missing. It is protected from removal until it is closed.
+        """Return this run's version, fetching it if it is missing. The version is protected from removal until it is closed.
 
         Raises OutlastError if the store fails or no longer has the run's version, and OSError.
         """
@@ -252,7 +252,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache for one file on a web server; an archive is unpacked. Its only version is named after the file's checksum."""
+    """The cache for one file on a web server; archives are unpacked. It has a single version, named after the file's checksum."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain

@@ -54,7 +54,7 @@ class Listing:
 
     @cached_property
     def version(self) -> str:
-        """Digest of the files' names, sizes and etags."""
+        """A digest of the files' names, sizes and etags."""
         rows = sorted([entry.key, entry.size, entry.etag] for entry in self.entries)
         return hashlib.sha256(json.dumps(rows).encode()).hexdigest()[:32]
 

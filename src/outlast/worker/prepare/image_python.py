@@ -31,7 +31,7 @@ if sys.version_info >= (3, 11):
     found["torch"], found["numpy"], found["pip"] = version("torch"), version("numpy"), bool(importlib.util.find_spec("pip"))
 print(json.dumps(found))
 """
-"""Program that must work in any Python, including unsupported versions."""
+"""A program that must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)
@@ -83,7 +83,7 @@ def own(environ: Mapping[str, str]) -> Base:
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the image's first Python in which training can run, see `Base.problem`. If there is none, raises OutlastError."""
+    """Return the image's first Python in which training can run; see `Base.problem`. Raises OutlastError if there is none."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []

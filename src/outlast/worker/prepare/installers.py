@@ -48,7 +48,7 @@ class Shell:
     say: Say
     stop: threading.Event
     log: Path
-    """File for all output. `say` receives a line every few seconds, and the last lines after a failure."""
+    """File for all output. `say` receives a line every few seconds and, after a failure, the last lines."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 

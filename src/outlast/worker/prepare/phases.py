@@ -107,7 +107,7 @@ def _layered(job: spec.Job) -> bool:
 
 
 def _runs(job: spec.Job) -> str:
-    """Return the job's entry point in its code, which is a script's path or a module's top-level package."""
+    """Return the job's entry point in its code: a script's path, or a module's top-level package."""
     return job.spec.script or str(job.spec.module).partition(".")[0]
 
 

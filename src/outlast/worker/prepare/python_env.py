@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""Content of the INSTALLER file in the stubs that represent the base Python's packages to uv."""
+"""Content for the INSTALLER file in the stubs that represent the base Python's packages to uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -54,7 +54,7 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""Program run in the new environment, which must work in any Python, including unsupported versions."""
+"""A program run in the new environment; it must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)

@@ -19,7 +19,7 @@ _COMMENT = re.compile(r"(^|\s+)#.*$")
 _OPTION = re.compile(r"(-r|--requirement|-c|--constraint|-e|--editable|-f|--find-links)(?:\s*=\s*|\s+|(?<=-[rcef]))(.+)")
 _WHEELS = (".whl", ".tar.gz", ".zip")
 _LISTED = 10_000
-"""Maximum number of a local package's files in its fingerprint."""
+"""Maximum number of files from a local package in the fingerprint."""
 
 
 @dataclass(frozen=True)

@@ -7,7 +7,7 @@ files beside themselves, and files written to relative paths are part of the out
 
 On one machine, all workers share the directory. In pods, each worker has its own, unless the output is a shared volume. Only rank
 0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code_placement`, `agent.upload` and
-the agent. Docs: docs/decisions/0023-the-working-directory.md.
+the agent. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
 _MOST = (64 << 20, 10_000)
 """Maximum size in bytes and number of files of code to copy; larger code runs in place."""
 _QUIET_S = 2.0
-"""Debounce in seconds for a file written in place, which may be incomplete."""
+"""Debounce, in seconds, for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
 """Size in bytes up to which writing a file takes only milliseconds."""
 
@@ -81,7 +81,7 @@ class Results:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the record of code files when it was last read."""
+        """The mtime of the code files' record when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
         """Sizes of recently written files, for comparison in the next pass."""

@@ -1,4 +1,4 @@
-"""The follower of a run's metrics, which is the process that sends them to all trackers.
+"""The follower: a process that sends a run's metrics to all trackers.
 
 The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has
 died. With `--end STATUS`, it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower at
@@ -32,8 +32,8 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns the file's bytes from there (none beyond
-    its end).
+    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns the file's bytes from that offset (none
+    beyond the end).
 
     The last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises.
     """
@@ -49,7 +49,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 
 POLL_S = 0.5
-"""Interval for checking whether the parent has died, in seconds."""
+"""Interval, in seconds, for checking whether the parent has died."""
 ORPHANED_S = 5.0
 """Seconds allowed for sending the rest if the parent died without a message."""
 

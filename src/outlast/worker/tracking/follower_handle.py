@@ -1,4 +1,4 @@
-"""The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for its end.
+"""The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for it to end.
 
 Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
 """
@@ -81,7 +81,7 @@ class Trackers:
         self.problem = ""
 
     def follow(self) -> None:
-        """Start the follower. Call it once `metrics.jsonl` contains only this run's steps."""
+        """Start the follower. Call this once `metrics.jsonl` contains only this run's steps."""
         if self._done:
             return
         self._done = True

@@ -1,5 +1,5 @@
-"""A thread that feeds one tracker from a run's output. It sends new values at regular intervals, and retries until they have
-arrived.
+"""A thread that feeds one tracker from a run's output. The thread sends new values at regular intervals, and retries until they
+have arrived.
 
 An unreachable tracker is logged once, and again when it recovers. No values are lost in between, since the file is the buffer.
 """

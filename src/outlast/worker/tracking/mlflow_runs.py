@@ -23,11 +23,11 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of the tags for checkpoint locations, and for new values of parameters, since MLflow cannot change a parameter."""
+"""Prefixes for the tags with checkpoint locations, and with new parameter values, since MLflow cannot change a parameter."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
-"""Limits per request, see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
+"""Limits per request; see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
-"""Length of a parameter's value that any server accepts."""
+"""Length of a parameter value that any server accepts."""
 _REFUSED = re.compile(r"[^\w\-. /]")
 
 DEFAULTS = {

@@ -63,7 +63,7 @@ class Sink(Protocol):
     """
 
     title: str
-    """Name in messages, such as `MLflow (http://mlflow:5000)`."""
+    """The name in messages, such as `MLflow (http://mlflow:5000)`."""
     pause_s: float
 
     def open(self) -> Position:
