@@ -26,7 +26,7 @@ from outlast.job.report import goodput
 from outlast.job.workerfiles import notice_file, progress_file
 from outlast.local import state_dir
 from outlast.storage import checkpoints
-from outlast.training import Batch, Stream, ddp, metrics, session, vote_pace
+from outlast.training import Batch, Stream, collective_calls, ddp, metrics, session
 from outlast.training.state import checkpoint, checkpoint_file
 from ranks import sharded
 from worlds import LAST, Calm, Training, damage, hashes, world
@@ -372,7 +372,7 @@ def test_what_is_logged_before_the_first_step_is_no_step(plain: Path):
 
 
 def test_short_steps_share_a_vote_and_a_checkpoint_by_steps_does_not_wait_for_it(plain: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(vote_pace.Pace, "interval", lambda *_: 4)
+    monkeypatch.setattr(collective_calls.Pace, "interval", lambda *_: 4)
     monkeypatch.setenv(contract.Env.CHECKPOINT_EVERY, "6 steps")
     monkeypatch.setenv(contract.Env.NOTICE, str(plain / "notice"))
     voted = list[int]()
@@ -399,7 +399,7 @@ def test_short_steps_share_a_vote_and_a_checkpoint_by_steps_does_not_wait_for_it
     [(0.002, 0.013, 16), (0.002, 0.2, 1), (0.002, 0.1, 2), (0.0001, 0.02, 1), (0.003, 0.0, 1), (9.0, 0.013, 19), (9.0, 9.0, 1)],
 )
 def test_votes_take_a_hundredth_of_the_steps_and_come_four_times_a_second(vote_s: float, step_s: float, steps: int):
-    assert vote_pace.interval(vote_s, step_s) == steps
+    assert collective_calls.interval(vote_s, step_s) == steps
 
 
 def test_saving_the_same_step_twice_saves_it_once(plain: Path):

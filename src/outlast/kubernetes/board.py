@@ -48,7 +48,7 @@ ANSWER_S = 10.0
 
 
 def board(endpoint: str, member: Member) -> Board:
-    """Return the member's side of an endpoint; see `transport.Transport`."""
+    """Return the member's side of an endpoint; see `rendezvous.transport`."""
     if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
     return Board(endpoint.removeprefix(contract.KUBERNETES), member)

@@ -135,8 +135,8 @@ def judge(
 ) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
     """Return the failure, marked as counted or not, and the verdict on the job.
 
-    `pending` are all failures in the `current` world. Unless that world `fits` (`world.fits`), its script may have refused its
-    size, and the next world has another size.
+    `pending` are all failures in the `current` world. Unless that world `fits` (`who_trains.fits`), its script may have refused
+    its size, and the next world has another size.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())

@@ -4,23 +4,31 @@ Every such call begins with the same small all-reduce. It carries a hash of the 
 so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call needs
 anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no call of
 the session.
+
+With as many ranks as cores, such a call delays a step by milliseconds, since the threads that run it need the same cores. So the
+ranks vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`): rank 0 measures
+them, and each vote proposes the number of steps to the next. A later vote delays the next snapshot, and the response to an
+interruption, by as much.
 """
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import os
+import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
 
 from outlast.base.errors import OutlastError
+from outlast.training.state import snapshot_taking
 from outlast.worker.hangs import deadlocks
 
 Method = TypeVar("Method", bound=Callable[..., Any])
@@ -132,3 +140,33 @@ def differing(calls: Sequence[tuple[str, int]]) -> str:
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"
+
+
+_VOTES = 15
+"""Number of recent votes whose mean duration is used."""
+_LONGEST_S = 0.25
+"""Maximum number of seconds between two votes."""
+
+
+def interval(vote_s: float, step_s: float) -> int:
+    """Return the number of steps from one vote to the next, given the seconds that a vote and a step take."""
+    most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
+    return min(most, snapshot_taking.interval(vote_s, step_s))
+
+
+class Pace:
+    def __init__(self) -> None:
+        self.agreed, self.next = 1, 0
+        """The interval agreed on in the last vote, and the step of the next vote."""
+        self._votes_s: collections.deque[float] = collections.deque(maxlen=_VOTES)
+
+    @contextlib.contextmanager
+    def voting(self) -> Iterator[None]:
+        """Measure the vote in this block."""
+        begun = time.monotonic()
+        yield
+        self._votes_s.append(time.monotonic() - begun)
+
+    def interval(self, step_s: float) -> int:
+        """Return the interval that this rank proposes; 1 until enough votes have been measured."""
+        return interval(statistics.fmean(self._votes_s), step_s) if len(self._votes_s) == _VOTES else 1

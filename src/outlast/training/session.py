@@ -44,7 +44,7 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import data_waits, ddp, device, metrics, mistakes, own_time, vote_pace
+from outlast.training import collective_calls, data_waits, ddp, device, metrics, mistakes, own_time
 from outlast.training.collective_calls import Calls, public
 from outlast.training.samples import seeded
 from outlast.training.state import (
@@ -144,7 +144,7 @@ class Session:
         self._peeked: int | None = None
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
-        self._pace = vote_pace.Pace()
+        self._pace = collective_calls.Pace()
         self._unwritten = ""
         """Why this rank's output could not be fenced; empty if it was fenced."""
         self._lock = threading.Lock()

@@ -1,6 +1,6 @@
 """JupyterLab for `outlast notebook`: its command, environment and token, and detecting a running server (decision 0052).
 
-This is the only module that depends on Jupyter. `cli.notebook` runs the command; pods run the same command.
+This is the only module that depends on Jupyter. `cli.train.notebook` runs the command; pods run the same command.
 """
 
 from __future__ import annotations

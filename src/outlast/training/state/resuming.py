@@ -4,8 +4,12 @@ All ranks exchange lists of the snapshots in their workers' memory and of the ch
 checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
 any of the script's objects is changed.
 
-States that a way back has withdrawn do not count (`way_back`). All ranks exchange these records, too: a disk may lack them. No
-snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
+A rank whose bits differ sends wrong gradients to all others, so the states of all ranks after that step are wrong, on disks and
+in memory. `WayBack.go` records on every disk that they do not count, and ends that rank's worker, as if it had crashed; the next
+generation replaces the worker. All ranks exchange these records, too, since a disk may lack them. See
+docs/decisions/0069-the-way-back.md.
+
+No snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
 seconds before the next state is used. If there is no other state, the next start tries again.
 """
 
@@ -18,19 +22,73 @@ import sys
 import time
 import zlib
 from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
 from typing import Any, TypeVar
 
-from outlast.base.errors import NotRestored, OutlastError, StoreError
+from outlast.base.errors import NotRestored, OutlastError, StoreError, WrongBits
+from outlast.job import differing_ranks
+from outlast.job.differing_ranks import Difference
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import newest_snapshot, part_format
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.newest_snapshot import At, Candidate, Held
 from outlast.storage.snapshots.part_format import Damaged, OutOfReach, Part
-from outlast.training.state import checkpoint, newest_on_disks, snapshot_reader, way_back
+from outlast.training.state import checkpoint, newest_on_disks, snapshot_reader
+from outlast.training.state.shared_disks import Disks
 from outlast.training.state.snapshot_reader import Reader
 from outlast.worker.hangs import deadlocks
 
 log = logging.getLogger("outlast")
+
+
+@dataclasses.dataclass(frozen=True)
+class WayBack:
+    """One generation's way back. `directory` has the run's checkpoints."""
+
+    directory: Path
+    run: str
+    generation: int
+    disks: Disks
+
+    def go(self, found: Sequence[Difference], step: int, agreed: int) -> None:
+        """Go back to step `agreed`, because of the differences `found` at `step`. A collective.
+
+        Raises WrongBits on the ranks that differ. On the others the collective breaks, as when a rank crashes. Raises
+        OutlastError on all ranks if earlier ways back have led no further. Returns if it is unclear which ranks differ, or
+        if no disk can be written.
+        """
+        blamed = differing_ranks.blamed(found)
+        if not blamed:
+            return
+        each = self.disks.gather(checkpoints.ways_back(self.directory, self.run))
+        stuck = differing_ranks.stuck(agreed, {way for ways in each for way in ways})
+        problem = withdraw(self.directory, self.run, [(self.generation, agreed)]) if self.disks.leader else ""
+        problems = self.disks.gather(problem)
+        if all(problems[rank] for rank in self.disks.leading):
+            log.warning("outlast: the run cannot go back to step %d: %s", agreed, problems[0])
+            return
+        reason = next(
+            (one.sentence(step, agreed) for one in found if one.ranks[0].rank == self.disks.rank), found[0].sentence(step, agreed)
+        )
+        if stuck:
+            raise OutlastError(
+                f"{reason}; going back to step {agreed} has not helped {differing_ranks.WAYS_BACK - 1} times, so the run ends: "
+                "test the machines, or find what differs between ranks in the script; without checkpoint.goBack it goes on"
+            )
+        if self.disks.rank in blamed:
+            raise WrongBits(f"{reason}; the run goes back to step {agreed}, and another worker takes the place of this one")
+        self.disks.gather(None)  # breaks when the processes of the ranks that differ have ended
+
+
+def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:
+    """Withdraw the states on this disk that do not count after these ways back. Returns the problem, or an empty string."""
+    try:
+        checkpoints.withdraw(directory, run, ways_back)
+    except OSError as error:
+        return f"checkpoints with wrong bits cannot be renamed in {directory}: {error.strerror or error}"
+    return ""
+
+
 T = TypeVar("T")
 
 
@@ -147,7 +205,7 @@ def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest
     Withdraws the others from all disks.
     """
     search.ways_back[:] = ways
-    if ways and search.disks.leader and (problem := way_back.withdraw(search.directory, search.run, ways)):
+    if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):
         log.warning("outlast: %s", problem)
     held = [each for each in held if not checkpoints.withdrawn(*each.part.at, ways)]
     return held, None if stored and checkpoints.withdrawn(*stored, ways) else stored

@@ -36,10 +36,10 @@ from outlast.storage.snapshots import part_format, replicas
 from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.part_format import Part
 from outlast.training import ddp
-from outlast.training.state import snapshot_capture, way_back
+from outlast.training.state import resuming, snapshot_capture
+from outlast.training.state.resuming import WayBack
 from outlast.training.state.shared_disks import Disks
 from outlast.training.state.snapshot_capture import Capture, Content
-from outlast.training.state.way_back import WayBack
 
 log = logging.getLogger("outlast")
 
@@ -122,7 +122,7 @@ def open_(
     number, sizes = list(workers).index(place.worker), collections.Counter(worker for _, worker, _ in every)
     weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # shares differ with the sizes
     place = dataclasses.replace(place, session=every[0][2], to=to[number], weight=weight)
-    back = way_back.WayBack(directory, place.run, place.generation, disks) if os.environ.get(Env.GO_BACK) == "1" else None
+    back = resuming.WayBack(directory, place.run, place.generation, disks) if os.environ.get(Env.GO_BACK) == "1" else None
     return Snapshots(client, place, ledger, report, gather, back)
 
 
