@@ -36,7 +36,7 @@ def accelerate_loop() -> str:
 
 
 SCRIPTS: dict[str, tuple[Callable[[], str], int]] = {
-    "trainer": (trainer, 3000),
+    "trainer": (trainer, 9000),
     "accelerate": (accelerate_loop, 150),
     "lightning": ((ROOT / "examples" / "lightning_fit.py").read_text, 150),
 }
