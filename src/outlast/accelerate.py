@@ -133,7 +133,7 @@ class Run:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in all epochs together, the same in every world."""
+        """Number of optimizer steps over all epochs, the same in every world."""
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:

@@ -49,7 +49,7 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Derive a key for a purpose other than the coordinator's lines from the run's key. Lines sealed with one key are invalid
+    """From the run's key, derive a key for a purpose other than the coordinator's lines. Lines sealed with one key are invalid
     under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 

@@ -40,7 +40,7 @@ class Snapshot:
     """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Names of this job's workloads that were made from earlier files and have not ended."""
+    """Names of this job's workloads that were created from earlier versions of its file and have not ended."""
     query_error: str = ""
     now: float = float("inf")
     """The current time, in seconds since the epoch."""

@@ -163,7 +163,8 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
 
 
 def _skew(text: str) -> str:
-    """Return a sentence about the clock skew between us and the store, in seconds if the response says the store's time."""
+    """Return a sentence about the clock skew between us and the store. It states the skew in seconds if the response
+    gives the store's time."""
     if match := re.search(r"<ServerTime>([^<]+)", text):
         try:
             seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()

@@ -19,8 +19,8 @@ VERSION = 1
 CHECK_EVERY_S = 86_400.0
 """The store is listed again after this many seconds, since other programs may write to it without updating the manifest."""
 GRANULARITY_NS = 2_000_000_000
-"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. If a file was written less than this before it was read, it
-may be written again without a new mtime, so it is read once more. Git calls such files racy."""
+"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that is read within this time of being
+written may be written again without a change of its mtime, so it is read once more. Git calls such files racy."""
 
 
 class Stat(NamedTuple):

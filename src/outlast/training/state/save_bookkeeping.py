@@ -85,7 +85,7 @@ class Saves:
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def due(self, step: int, every: Every) -> bool:
-        """Return whether a save is due by the number of steps."""
+        """Return whether a save is due, judging by the number of steps."""
         return every.steps is not None and step // every.steps > self.last_step // every.steps
 
     def position(self) -> int:

@@ -55,7 +55,7 @@ KILLED_S = 2.0
 _SHARE = 0.5
 """Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Outlast's variables that the warm-up's environment contains."""
+"""Outlast's environment variables that are passed on to the warm-up."""
 
 
 @dataclass(frozen=True)

@@ -45,7 +45,7 @@ class Priority:
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
-    """Return Kueue's queue for an ElasticJob, from the job's label or else from `scheduling`; empty if there is none."""
+    """Return the name of an ElasticJob's Kueue queue, from the job's label or else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
