@@ -376,6 +376,8 @@ PROGRESS = "progress-{local_rank}.json"
 """See `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
 """See `workerfiles.progress_file.Pulse`."""
+NEXT = "next-{local_rank}.json"
+"""See `workerfiles.next_world`."""
 ERROR = "error-{local_rank}.json"
 """The error of a failed training process: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""

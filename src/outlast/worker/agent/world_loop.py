@@ -155,9 +155,11 @@ class WorldLoop:
         the rank of a process that exited with 0 although others failed."""
         settings, member, environ = self._settings, self._member, self._settings.environ
         oom_kills = machine_memory.Machine().oom_kills()
-        over = False
+        over = kept = False
         while not over:
-            ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
+            if not kept:
+                ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
+            kept = False
             try:
                 if not member.next_world(functools.partial(self._connect, ranks)):
                     continue
@@ -167,13 +169,16 @@ class WorldLoop:
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
                 ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
-                while not (over := ranks.over()) and not member.must_stop():
+                while not (over := ranks.over()) and not member.must_stop() and not (kept := self._start.waits()):
                     ranks.wait(MONITOR_INTERVAL_S)
                 if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
                     ranks.wait(rank_processes.CAUSE_S, all_=True)
             finally:
-                promised = os.path.exists(environ[Env.NOTICE])
-                ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
+                if kept:
+                    ranks.keep()
+                else:
+                    promised = os.path.exists(environ[Env.NOTICE])
+                    ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
         # The first failed process may end last: it made others fail, and then all of them were stopped.

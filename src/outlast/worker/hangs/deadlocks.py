@@ -177,6 +177,13 @@ class Watch:
             self._thread = threading.Thread(target=self._look, args=(state,), name="outlast-stall", daemon=True)
             self._thread.start()
 
+    def forget(self) -> None:
+        """Forget the last world, as a new process would: the process enters the next one."""
+        with self._lock:
+            self.call, self.calls, self.broken = "", 0, False
+            self._own_groups.clear()
+            self._store, self._group, self._published, self._suspected = None, 0, False, []
+
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the process counts as moving."""
         self.signs += 1
@@ -243,7 +250,7 @@ class Watch:
         return motion.Sample(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
     def _counts(self) -> tuple[Any, ...]:
-        return self.calls, self.signs, *self._begun().items()
+        return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
         """Return whether the main thread has not moved since the sample, so that all observations are consistent."""
@@ -284,7 +291,7 @@ class Watch:
         waits, at = where(frame)
         blocks = waits not in ("backward", "forward") or motion.accelerator() is None
         self._looks += 1
-        return RankState(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
+        return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
         """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list without a
@@ -308,7 +315,7 @@ class Watch:
             return ""
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
-    def _begun(self) -> dict[str, int]:
+    def begun(self) -> dict[str, int]:
         """Return the number of collectives begun by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")

@@ -79,6 +79,12 @@ class Start:
     generation: int
     attempt: int
 
+    def waits(self) -> bool:
+        """Return whether all processes have saved and wait for the next world."""
+        records = [progress_file.read(self.state, local_rank) for local_rank in range(self.processes)]
+        start = self.generation, self.attempt
+        return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)
+
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
         """Return the failure of one process for the rendezvous. `oom`: the kernel's OOM killer has killed a process of this
         worker meanwhile."""

@@ -41,7 +41,7 @@ def main(argv: list[str]) -> None:
     state = os.environ.get(contract.Env.STATE)
     if state:
         script_files.share(os.environ, _tcp_store)
-        _enter(Path(state))
+        enter(Path(state))
     watch = deadlocks.watch()
     watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
     watch.start()
@@ -85,7 +85,8 @@ def _tcp_store(address: str) -> Any:
     return world_store.client(address)
 
 
-def _enter(state: Path) -> None:
+def enter(state: Path) -> None:
+    """Record that this process has its place in a world, and forget the errors of earlier processes."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     generation = int(os.environ.get(contract.Env.GENERATION, "0"))
     with contextlib.suppress(OSError):
