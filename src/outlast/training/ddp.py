@@ -15,7 +15,7 @@ wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
     """`DistributedDataParallel(model, **options)` on `device`, with its final gradient buckets from the first step on. A
     collective."""
-    net = DistributedDataParallel(model.to(device), device_ids=_ids(device), **options)
+    net = DistributedDataParallel(model.to(device), device_ids=None if device.index is None else [device.index], **options)
     settle(net)
     return net
 
@@ -25,13 +25,9 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
     module, training = net.module, net.training
     for name in ("reducer", "logger"):  # they hold the threads of the last group
         vars(net).pop(name, None)
-    DistributedDataParallel.__init__(net, module, device_ids=_ids(device), **options)
+    DistributedDataParallel.__init__(net, module, device_ids=None if device.index is None else [device.index], **options)
     net.training = training
     settle(net)
-
-
-def _ids(device: torch.device) -> list[int] | None:
-    return None if device.index is None else [device.index]
 
 
 def settle(net: torch.nn.Module) -> None:

@@ -1,10 +1,9 @@
 """Whether a training process goes on in the next world instead of being replaced, and what it needs for that.
 
 At a planned change of the world, the ranks save, close their groups and wait. The agent gives each its place in the next world,
-and the session opens again in the same process: imports, the device's context, data and the compiled model are there already. It
-loads its state like a new process, so the bits are the same, and its peers need not know which processes are new. A process that
-waits can be killed at any time: its state is saved, and a new process takes its place. Reasons:
-docs/decisions/0072-survivors-keep-their-process.md.
+and the session opens again in the same process. It loads its state like a new one, so the bits are the same, and its peers need
+not know which processes are new. A process that waits can be killed at any time: its state is saved, and a new process takes its
+place. Reasons: docs/decisions/0072-survivors-keep-their-process.md.
 """
 
 from __future__ import annotations
@@ -91,7 +90,6 @@ class Keeper:
 
     def __init__(self) -> None:
         self.models: list[tuple[DistributedDataParallel, Mapping[str, Any]]] = []
-        """Modules of `run.ddp` and their options, in their order."""
         self.departure: int | None = None
         """The saved step after which this process leaves its world, at the next batch; None if it stays."""
         self.refusal: str | None = None
@@ -99,7 +97,6 @@ class Keeper:
         self.warning = ""
         self._calls: list[str] = []
         self._batches = 0
-        """Number of batches begun since the session was opened."""
         self._opened_at = self._resumes_at = _counted()
         """Numbers of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
         self._own = 0
@@ -153,7 +150,7 @@ class Keeper:
         models = [model for model, _ in self.models]
         self.refusal = refusal(
             Facts(
-                Env.STATE in os.environ,
+                training_process.is_rank,
                 self._calls,
                 None if self._opened_at is None else _difference(self._opened_at) - self._own,
                 len(deadlocks.watch().begun()),
@@ -163,7 +160,7 @@ class Keeper:
                 dist.get_backend(),
             )
         )
-        if self.refusal and Env.STATE in os.environ:  # without an agent, the world never changes
+        if self.refusal and training_process.is_rank:  # otherwise no agent changes this process's world
             self.warning = f"each change of the world starts new processes, although keep_process is set: {self.refusal}"
             if rank == 0:
                 log.warning("outlast: %s", self.warning)

@@ -30,18 +30,21 @@ from outlast.worker.hangs import deadlocks
 from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
+is_rank = False
+"""True if an agent has started this very process, which is not a child of its rank."""
 _USAGE = 2
 """Exit code of argparse and most commands for wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
     """Run `argv` like Python. Returns at the end of the script, or raises SystemExit."""
-    global _began
+    global _began, is_rank
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
         script_files.share(os.environ, _tcp_store)
         enter(Path(state))
+        is_rank = True
     watch = deadlocks.watch()
     watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
     watch.start()
