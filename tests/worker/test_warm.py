@@ -248,6 +248,8 @@ def test_a_kept_rank_goes_on_in_the_next_world_and_has_a_successor_if_it_has_end
     assert next_world.read(tmp_path, 1, (1, 0)) == {"RANK": "2", Env.GENERATION: "2"}
     ranks.start([], [{**begun, Env.GENERATION: "3"}])
     assert next_world.read(tmp_path, 1, (2, 0)) == {"RANK": "5", Env.GENERATION: "3"}, "all that differs from its present place"
+    ranks.start([], [{**begun, Env.GENERATION: "3", Env.ATTEMPT: "1"}])
+    assert next_world.read(tmp_path, 1, (3, 0)) == {Env.GENERATION: "3", Env.ATTEMPT: "1"}, "another attempt of one generation"
     first[0].kill()
     while not ranks.over():
         ranks.wait(1.0)
@@ -255,7 +257,7 @@ def test_a_kept_rank_goes_on_in_the_next_world_and_has_a_successor_if_it_has_end
     while not (second := forks(forking)):
         pass
     assert second != first
-    assert next_world.read(tmp_path, 1, (3, 0)) == {}, "a new process has its place in its environment"
+    assert next_world.read(tmp_path, 1, (3, 1)) == {}, "a new process has its place in its environment"
     ranks.stop(0.1)
     [ended] = ranks.failures()
     assert (ended.rank, ended.code) == (5, -signal.SIGTERM)

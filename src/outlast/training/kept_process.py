@@ -8,11 +8,14 @@ place. Reasons: docs/decisions/0072-survivors-keep-their-process.md.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import logging
 import os
+import sys
+import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +23,8 @@ import torch
 import torch.distributed as dist
 from torch.nn.parallel import DistributedDataParallel
 
-from outlast.base.errors import NotRestored, OutlastError
-from outlast.job.contract import Env
+from outlast.base.errors import NotRestored
+from outlast.job.contract import Env, Exit
 from outlast.job.workerfiles import next_world
 from outlast.rendezvous import world_store
 from outlast.training import ddp
@@ -32,7 +35,8 @@ from outlast.worker.launch import script_files, training_process
 
 log = logging.getLogger("outlast")
 
-_POLL_INTERVAL_S = 0.005
+_PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
+"""Seconds between two looks for the place in the next world, which grow."""
 _BACKENDS = "gloo", "nccl"
 _OPTIONS = {"broadcast_buffers", "bucket_cap_mb", "dim", "find_unused_parameters", "gradient_as_bucket_view"}
 """Options of DDP that mean the same when it is initialized again."""
@@ -41,7 +45,7 @@ _DDP, _RESUME = "run.ddp()", "run.resume("
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows of its script when the first batch is read. By default, nothing is in the way."""
+    """What a session knows of its script when the first batch is read, and before it waits. By default, nothing is in the way."""
 
     agent: bool = True
     """True if an agent gives this process its place in the next world."""
@@ -59,6 +63,10 @@ class Facts:
     """True if a module of `run.ddp` has hooks, or options that add some or name a process group."""
     backend: str = "gloo"
     """Backend of the process group."""
+    compiled: bool = False
+    """True if torch has compiled code in this process: for other shapes, it would compile otherwise than a new process."""
+    thread: bool = False
+    """True if another thread than the session's reads the Stream."""
 
 
 def refusal(facts: Facts) -> str:
@@ -74,6 +82,10 @@ def refusal(facts: Facts) -> str:
         return f"{facts.foreign[0]!r} in the state is bound to this world; only models of run.ddp() and Streams can change worlds"
     if facts.streams != 1:
         return f"the state has {facts.streams} Streams; it needs the one that `for batch in stream` reads"
+    if facts.compiled:
+        return "torch.compile or torch.jit has compiled code, and would compile it otherwise than in a new process"
+    if facts.thread:
+        return "another thread than the session's reads the Stream"
     if facts.hooks:
         return f"a model of run.ddp() has hooks, or options other than {', '.join(sorted(_OPTIONS))}"
     if others:
@@ -81,7 +93,7 @@ def refusal(facts: Facts) -> str:
             f"before its first batch, the script calls {others[0] or 'nothing'}; only run.ddp() and a last run.resume() may come"
         )
     if facts.collectives is None or facts.collectives or facts.groups != 1:
-        return "before its first batch, the script has collectives or process groups of its own"
+        return "the script has collectives before its first batch, or process groups of its own"
     return ""
 
 
@@ -95,29 +107,33 @@ class Keeper:
         self.refusal: str | None = None
         """Why the process cannot go on in the next world, an empty string if it can, or None before the first batch."""
         self.warning = ""
+        self._facts = Facts()
+        self._thread = threading.get_ident()
         self._calls: list[str] = []
         self._batches = 0
+        self._mixed = False
+        """True if a process of this world has begun in an earlier one."""
         self._opened_at = self._resumes_at = _counted()
         """Numbers of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
         self._own = 0
 
-    def opened(self) -> None:
-        """Begin to count the calls before the first batch."""
+    def opened(self, gather: Callable[[bool], Sequence[bool]]) -> None:
+        """Begin to count the calls before the first batch. A collective.
+
+        While the calls of processes that were kept may differ from those of new ones, a mistake of the script restarts the world
+        with new processes instead of ending the job.
+        """
+        self._mixed = any(gather(training_process.kept))
+        deadlocks.watch().code = Exit.FAILED if self._mixed else Exit.MISCONFIGURED
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
     def meet(self, calls: Calls, call: str, position: int, numbers: Sequence[float]) -> list[float]:
-        """`Calls.meet`. Raises NotRestored if kept processes may call otherwise than new ones. A collective."""
+        """`Calls.meet`. A collective."""
         if self.refusal is None:
             self._calls.append(call)
         if call.startswith(_RESUME):
             self._resumes_at = _counted()
-        try:
-            return calls.meet(call, position, numbers)
-        except OutlastError as error:
-            generation, attempt = next_world.start(os.environ)
-            if generation < 2 or attempt or self._batches > 1:
-                raise
-            raise NotRestored(f"{error}; the next start has only new processes") from error
+        return calls.meet(call, position, numbers)
 
     def wrap(self, model: torch.nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
         """`ddp.wrap`. A collective."""
@@ -140,42 +156,83 @@ class Keeper:
         self._own += _difference(self._resumes_at)
         for thing in state.values():
             if isinstance(thing, Stream):
-                thing.between = between
+                thing._between = between
 
-    def first_batch(self, state: Mapping[str, Any], rank: int) -> str:
-        """Decide before the first batch whether this process can go on in the next world. Returns a warning if not, once."""
-        self._batches += 1
-        if self.refusal is not None:
-            return ""
+    def resume(self, resume: Callable[[Mapping[str, Any]], int], state: Mapping[str, Any], step: int) -> None:
+        """Have `resume` load what was saved at `step`. Raises NotRestored if it loads another step. A collective."""
+        with same_groups(state):
+            restored = resume(state)
+        if restored != step:
+            raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
+
+    def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
+        """Decide before the first batch whether this process can go on in the next world. Returns a warning if not,
+        once.
+
+        The first batch of a world with processes that were kept is a collective, which no call of new ones can pass.
+        """
+        self._batches, known = self._batches + 1, self.warning
+        if self._batches > 1:
+            deadlocks.watch().code = Exit.MISCONFIGURED
+        if self.refusal is None:
+            counted = None if self._opened_at is None else _difference(self._opened_at) - self._own
+            self._facts = Facts(training_process.is_rank, self._calls, counted, backend=dist.get_backend())
+            self.look(state)
+        elif self.departure is not None or threading.get_ident() != self._thread:
+            self.look(state)
+        if self._batches == 1 and self._mixed:
+            meet("for batch in stream")
+            deadlocks.watch().call = ""
+        return "" if known else self.warning
+
+    def look(self, state: Mapping[str, Any]) -> bool:
+        """Return whether anything keeps the process from going on in the next world."""
         models = [model for model, _ in self.models]
-        self.refusal = refusal(
-            Facts(
-                training_process.is_rank,
-                self._calls,
-                None if self._opened_at is None else _difference(self._opened_at) - self._own,
-                len(deadlocks.watch().begun()),
-                sum(isinstance(thing, Stream) for thing in state.values()),
-                [name for name, thing in state.items() if _bound(thing, models)],
-                any(_hooks(model) or options.keys() - _OPTIONS for model, options in self.models),
-                dist.get_backend(),
-            )
+        facts = dataclasses.replace(
+            self._facts,
+            groups=len(deadlocks.watch().begun()),
+            streams=sum(isinstance(thing, Stream) for thing in state.values()),
+            foreign=[name for name, thing in state.items() if _bound(thing, models)],
+            hooks=any(_hooks(model) or options.keys() - _OPTIONS for model, options in self.models),
+            compiled=_compiled(state),
+            thread=threading.get_ident() != self._thread,
         )
-        if self.refusal and training_process.is_rank:  # otherwise no agent changes this process's world
+        self.refusal = self.refusal or refusal(facts)
+        if self.refusal and training_process.is_rank and not self.warning:  # otherwise no agent changes this process's world
             self.warning = f"each change of the world starts new processes, although keep_process is set: {self.refusal}"
-            if rank == 0:
+            if dist.get_rank() == 0:
                 log.warning("outlast: %s", self.warning)
-        return self.warning
+        return self.refusal != ""
 
     def wait(self, local_rank: int) -> None:
         """Wait until the agent has given this process its place in the next world, and take it. Raises RuntimeError."""
-        state, start = Path(os.environ[Env.STATE]), next_world.start(os.environ)
+        state, start, pause_s = Path(os.environ[Env.STATE]), next_world.start(os.environ), _PAUSE_S
         with deadlocks.watch().alive():
             while not (place := next_world.read(state, local_rank, start)):
-                time.sleep(_POLL_INTERVAL_S)
+                time.sleep(pause_s)
+                pause_s = min(_MAX_PAUSE_S, 1.1 * pause_s)
+        training_process.kept = True
         deadlocks.watch().forget()
         os.environ.update(place)
         script_files.stays(os.environ, world_store.client)
         training_process.enter(state)
+
+
+@contextlib.contextmanager
+def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
+    """Load a state, but leave each optimizer its parameter groups, which the script may hold: torch replaces them."""
+    optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
+    held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
+    yield
+    for optimizer, values, groups, each in held:
+        for own, loaded in zip(each, [dict(group) for group in optimizer.param_groups], strict=True):
+            own.clear()
+            own.update(loaded)
+        loaded_values = dict(optimizer.state)
+        values.clear()
+        values.update(loaded_values)
+        groups[:] = each
+        optimizer.state, optimizer.param_groups = values, groups
 
 
 def _counted() -> int | None:
@@ -202,3 +259,13 @@ def _bound(thing: Any, models: Sequence[DistributedDataParallel]) -> bool:
 def _hooks(model: DistributedDataParallel) -> bool:
     names = ("_forward_hooks", "_forward_pre_hooks", "_backward_hooks", "_backward_pre_hooks", "_comm_hooks")
     return any(getattr(model, name, None) for name in names)
+
+
+def _compiled(state: Mapping[str, Any]) -> bool:
+    """Return whether torch has compiled code in this process, or will."""
+    dynamo = sys.modules.get("torch._dynamo.convert_frame")
+    modules = [part for thing in state.values() if isinstance(thing, torch.nn.Module) for part in thing.modules()]
+    return bool(dynamo and getattr(dynamo, "FRAME_COUNTER", 1)) or any(
+        isinstance(part, torch.jit.ScriptModule) or getattr(part, "_compiled_call_impl", None) or hasattr(part, "_orig_mod")
+        for part in modules
+    )

@@ -79,8 +79,8 @@ def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> S
 
     With `keep_process`, a planned change of the world ends only the processes of workers that leave: `save` returns, and the next
     batch comes in the next world. `rank`, `world_size` and `generation` then have new values. What `resume` was given is loaded
-    again, everything else stays as it is. The calls before the first batch must be the same at every start. If a process cannot
-    go on in the next world, a warning says why, and each change replaces it as without `keep_process`.
+    again, everything else stays as it is: nothing made before the loop may depend on rank or size. All ranks pass the same value.
+    If a process cannot go on in the next world, a warning says why, and each change replaces it as without `keep_process`.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
@@ -103,7 +103,7 @@ class Session:
     """One rank of the world, as returned by `session.open`; called `run` below."""
 
     rank: int
-    """Number of this process in the world, 0 ... world_size - 1."""
+    """Number of this process in the world, 0 ... world_size - 1. With `keep_process`, it changes with the world."""
     local_rank: int
     """Number of this process in its worker."""
     world_size: int
@@ -206,7 +206,7 @@ class Session:
         if not self._attached:
             seeded.seed_all(self.seed)
         if self._keeper:
-            self._keeper.opened()
+            self._keeper.opened(self._disks.gather)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -329,8 +329,8 @@ class Session:
         self._report(
             phase="first step", step=step, committed=restored.committed, snapshot=restored.at[1], steps=self._steps(), **lost
         )
-        if self._keeper:
-            self._keeper.resumed(self._state, self._between)
+        if keeper := self._keeper:
+            keeper.resumed(self._state, lambda: self._between(keeper))
         return step
 
     @public('step = run.peek({"position": position})')
@@ -508,7 +508,7 @@ class Session:
 
     @public("run.boundary(step)")
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted.
+        """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
         Calls `interrupted`, `due` and `save` as needed at the end of a step, for libraries and plain loops. Short steps share a
         vote: the ranks vote at least four times a second. A collective.
@@ -534,41 +534,40 @@ class Session:
         the name in the job's `checkpoint.by`. The best checkpoints, as many as the job's `checkpoint.best`, are kept besides the
         newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
-        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75). If the
-        last saves took longer than the time left, the call only waits for the save in progress, and training later continues from
-        that step. A save that fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError
-        before `resume`, if `step` does not advance with the stream, and if a Stream that is being read is not in the state. A
-        collective.
+        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75); with
+        `keep_process`, it returns, and the next batch comes in the next world or ends the process. If the last saves took longer
+        than the time left, the call only waits for the save in progress, and training later continues from that step. A save that
+        fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError before `resume`, if `step`
+        does not advance with the stream, and if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._saves.advanced(f"run.save({step})", step)
-        refusals = self._meet(f"run.save({step})", *([self._keeper.refusal != ""] if self._keeper else []))
+        keeper = self._keeper
+        refusals = self._meet(f"run.save({step})", *([self._leaving and keeper.look(self._state)] if keeper else []))
         self.seconds_left, late = self._saves.too_late(step, self._notice) if self._leaving else (self.seconds_left, "")
         if late:
             self._saves.finish(f"run.save({step})")
         else:
             self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
-            if not self._keeper or any(refusals) or late or self._saves.committed != step:
+            if not keeper or any(refusals) or late or not step or self._saves.committed != step:
                 self._leave(step, late)
-            self._keeper.departure = step
+            keeper.departure = step
 
     def _leave(self, step: int, late: str = "") -> NoReturn:
         self._saves.left(step, late, self.generation)
         raise SystemExit(Exit.INTERRUPTED)
 
-    def _between(self) -> bool:
+    def _between(self, keeper: kept_process.Keeper) -> bool:
         """Go on in the next world if this process is to leave the present one before the next batch. Returns whether it has."""
-        keeper = self._keeper
-        assert keeper is not None
-        if warning := keeper.first_batch(self._state, self.rank):
+        if warning := keeper.before_batch(self._state, self._meet):
             self._report(warning=warning)
         if (step := keeper.departure) is None:
             return False
-        if self._notice and notice_file.read(self._notice).get("kind") == "leave":
+        if keeper.refusal or (self._notice and notice_file.read(self._notice).get("kind") == "leave"):
             self._leave(step)
         self._saves.left(step, "", self.generation)
         self._trackers.end(None, leaving=True)
@@ -583,8 +582,10 @@ class Session:
         ledger.close()
         progress.close()
         keeper.wrap_again(self.device, self._meet)
-        if (restored := self.resume(state)) != step:
-            raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
+        keeper.resume(self.resume, state, step)
+        if self._parameters:
+            self.parameters({})
+        keeper.before_batch(self._state, self._meet)
         return True
 
     def _report(self, **changes: Any) -> None:

@@ -189,7 +189,7 @@ class Stream:
         """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
         """Called when a loop reaches the end of the stream, but not when the loop is left early."""
-        self.between: Callable[[], bool] | None = None
+        self._between: Callable[[], bool] | None = None
         """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
         """Number of `state_dict` calls."""
@@ -306,7 +306,7 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         if self.not_shardable:
             raise OutlastError(self.not_shardable)
-        return self.batches(*_world()) if self.between is None else self._batches_of_worlds(self.between)
+        return self.batches(*_world()) if self._between is None else self._batches_of_worlds(self._between)
 
     def _batches_of_worlds(self, between: Callable[[], bool]) -> Iterator[Batch]:
         between()

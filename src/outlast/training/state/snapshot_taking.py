@@ -213,6 +213,8 @@ class Snapshots:
                 thread.join()
         if self._capture is not None:
             self._capture.close()
+            for hook in self._capture.hooks:
+                hook.remove()
         if self._client is not None:
             self._client.close()
 

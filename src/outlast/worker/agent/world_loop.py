@@ -34,6 +34,8 @@ from outlast.worker.launch import rank_failures, rank_processes, script_files, w
 from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
+LOOK_S = 0.5
+"""Seconds between two looks for processes that wait for a world of which this worker has not heard; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Longest time in seconds from the error record of a process to its end."""
 MAX_BACKOFF_S = 30.0
@@ -93,6 +95,7 @@ class WorldLoop:
         self._member.dies = self._dies
         self._member.abandoned = lambda: warm.killed
         self._seen = Seen(time.monotonic)
+        self._looked = 0.0
         self._verdicts: dict[int, rank_failures.Verdict] = {}
         """Verdicts on processes of the current start, by local rank."""
 
@@ -169,7 +172,7 @@ class WorldLoop:
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
                 ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
-                while not (over := ranks.over()) and not member.must_stop() and not (kept := self._start.waits()):
+                while not (over := ranks.over()) and not member.must_stop() and not (kept := self._waits()):
                     ranks.wait(MONITOR_INTERVAL_S)
                 if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
                     ranks.wait(rank_processes.CAUSE_S, all_=True)
@@ -204,6 +207,14 @@ class WorldLoop:
     def _start(self) -> rank_failures.Start:
         member = self._member
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
+
+    def _waits(self) -> bool:
+        """Return whether all processes wait for the next world. Their records are read rarely while nothing is known of one."""
+        asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
+        if not asked and time.monotonic() - self._looked < LOOK_S:
+            return False
+        self._looked = time.monotonic()
+        return self._start.waits()
 
     def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)

@@ -147,6 +147,8 @@ class Watch:
         """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
+        self.code = contract.Exit.MISCONFIGURED
+        """Exit code of a process whose script has made a mistake."""
         self.record: Callable[[str], object] = lambda _: None
         """Callback with the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
@@ -403,4 +405,4 @@ def end(sentence: str) -> None:
     with contextlib.suppress(Exception):  # nothing may keep this process from ending
         _watch.last()
         sys.stdout.flush()
-    os._exit(contract.Exit.MISCONFIGURED)
+    os._exit(_watch.code)

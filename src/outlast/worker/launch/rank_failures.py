@@ -172,4 +172,4 @@ def cause(record: Mapping[str, Any]) -> FailureCause:
 def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) -> bool:
     """Return whether the script, not the machine, probably caused a failure before its first step."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
-    return began and record.get("type") in _SCRIPT_ERRORS
+    return began and record.get("type") in _SCRIPT_ERRORS and not record.get("kept")

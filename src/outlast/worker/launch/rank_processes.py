@@ -138,7 +138,8 @@ class Fork(threading.Thread):
 
     def go_on(self, environ: Mapping[str, str]) -> None:
         """Give the waiting process its place in the next world. Raises OSError."""
-        place = {name: value for name, value in environ.items() if self._environ.get(name) != value}
+        always = Env.GENERATION, Env.ATTEMPT  # `next_world.read` compares them
+        place = {name: value for name, value in environ.items() if name in always or self._environ.get(name) != value}
         next_world.write(Path(environ[Env.STATE]), self._local_rank, place)
         self._environ, self._rank = environ, int(environ["RANK"])
         if self._lines:

@@ -32,6 +32,8 @@ from outlast.worker.launch import rank_failures, script_files
 _began = time.monotonic()
 is_rank = False
 """True if an agent has started this very process, which is not a child of its rank."""
+kept = False
+"""True if the process has begun in an earlier world, so that its errors may not be those of a new one."""
 _USAGE = 2
 """Exit code of argparse and most commands for wrong arguments."""
 
@@ -46,7 +48,7 @@ def main(argv: list[str]) -> None:
         enter(Path(state))
         is_rank = True
     watch = deadlocks.watch()
-    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
+    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", watch.code)
     watch.start()
     try:
         if argv[0] == "-m":
@@ -65,7 +67,7 @@ def main(argv: list[str]) -> None:
     except OutlastError as error:
         again = NoRoom, NotRestored, NotSaved, WrongBits
         codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys(again, contract.Exit.FAILED)}
-        code = codes.get(type(error), contract.Exit.MISCONFIGURED)
+        code = codes.get(type(error), watch.code)
         _record(state, error, "", code)
         print(error, file=sys.stderr, flush=True)
         sys.exit(code)
@@ -157,6 +159,7 @@ def _record(state: str | None, error: BaseException, text: str, code: int) -> di
         "time": time.time(),
         "age_s": round(time.monotonic() - _began, 3),
         "code": code,
+        "kept": kept,
     }
     try:
         if state:
