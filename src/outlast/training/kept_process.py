@@ -1,9 +1,9 @@
 """Whether a training process goes on in the next world instead of being replaced, and what it needs for that.
 
 At a planned change of the world, the ranks save, close their groups and wait. The agent gives each its place in the next world,
-and the session opens again in the same process. It loads its state like a new one, so the bits are the same, and its peers need
-not know which processes are new. A process that waits can be killed at any time: its state is saved, and a new process takes its
-place. Reasons: docs/decisions/0072-survivors-keep-their-process.md.
+and the session opens again in the same process. It loads its state like a new one, so the bits are the same. A process
+that waits can be killed at any time: its state is saved, and a new process takes its place.
+Reasons: docs/decisions/0072-survivors-keep-their-process.md.
 """
 
 from __future__ import annotations
