@@ -51,6 +51,15 @@ def test_a_change_that_fails_ends_in_new_processes_with_the_same_bits(machine, h
 
 
 @pytest.mark.slow
+def test_a_collective_that_only_new_processes_begin_costs_a_restart_and_no_bit(machine):
+    _ = list(resized(machine, "replaced"))
+    first, second, _ = resized(machine, "asked", "--keep", "--asks")
+    assert second[1] != first[1]
+    assert machine.final("asked") == machine.final("replaced")
+    assert machine.backend.status("asked").restarts == 1
+
+
+@pytest.mark.slow
 def test_a_model_that_cannot_change_worlds_is_named_and_its_processes_are_replaced(machine):
     name = machine.submit(machine.job(args=(*ARGS, "--keep", "--sharded"), workers=WORKERS, checkpoint={"every": "1h"}))
     before = pids(machine.at_step(name, 10))

@@ -29,6 +29,7 @@ parser.add_argument("--keep", action="store_true", help="the process goes on in 
 parser.add_argument(
     "--harm", choices=("waits", "enters", "begins"), help="when rank 1, or rank 2 as it begins, is killed in a change"
 )
+parser.add_argument("--asks", action="store_true", help="only resumed starts have a collective before the first batch")
 parser.add_argument("--holds", type=int, nargs="*", default=[], help="steps after which training waits for a change of the world")
 parser.add_argument("--samples", type=int, default=512)
 parser.add_argument("--batch", type=int, default=32)
@@ -86,6 +87,8 @@ with session.open(seed=3, quiet=True, keep_process=args.keep) as run:
     shards = Shards(args.shards, window=3) if args.shards else None
     stream = Stream(shards or {"x": x, "y": y}, args.batch, seed=5, steps=args.steps, epochs=10**6)
     step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
+    if args.asks and step:
+        dist.all_reduce(torch.zeros(1))
     consumed = run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl"
     hurry = run.output / "hurry"
     loss = 0.0
