@@ -182,10 +182,10 @@ def test_small_files_that_cannot_be_written_keep_no_process_from_training(
     small_disk: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv(Env.OUTPUT, str(small_disk))
-    rank._enter(small_disk)
+    rank.enter(small_disk)
     record = progress_file.read(small_disk, 0)
     small_disks.protect(small_disk)
-    rank._enter(small_disk)
+    rank.enter(small_disk)
     progress_file.Beat(small_disk, 0).write(True, "")
     assert progress_file.read(small_disk, 0) == record
 

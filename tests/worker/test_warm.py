@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from outlast.base import unix_sockets
+from outlast.job.contract import Env
+from outlast.job.workerfiles import next_world
 from outlast.worker.launch import rank_processes, warm_request
 from outlast.worker.launch import warm_process as warm
 from outlast.worker.launch.rank_failures import Start
@@ -231,3 +233,31 @@ def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(
     lines.copy(last=True)
     assert capfd.readouterr().out == 2 * f"[rank 5] {'x' * rank_processes.PIECE}\n" + "[rank 5] x"
     os.close(lines.read)
+
+
+def test_a_kept_rank_goes_on_in_the_next_world_and_has_a_successor_if_it_has_ended(forking: str, tmp_path: Path) -> None:
+    run(a_rank(forking, "fails"))
+    begun = {**ENVIRON, Env.STATE: str(tmp_path), Env.GENERATION: "1"}
+    ranks = rank_processes.RankProcesses(forking, "/")
+    ranks.start([], [begun])
+    while not (first := forks(forking)):
+        pass
+    ranks.keep()
+    ranks.start([], [{**begun, "RANK": "2", Env.GENERATION: "2"}])
+    assert forks(forking) == first
+    assert next_world.read(tmp_path, 1, (1, 0)) == {"RANK": "2", Env.GENERATION: "2"}
+    ranks.start([], [{**begun, Env.GENERATION: "3"}])
+    assert next_world.read(tmp_path, 1, (2, 0)) == {"RANK": "5", Env.GENERATION: "3"}, "all that differs from its present place"
+    ranks.start([], [{**begun, Env.GENERATION: "3", Env.ATTEMPT: "1"}])
+    assert next_world.read(tmp_path, 1, (3, 0)) == {Env.GENERATION: "3", Env.ATTEMPT: "1"}, "another attempt of one generation"
+    first[0].kill()
+    while not ranks.over():
+        ranks.wait(1.0)
+    ranks.start([], [{**begun, Env.GENERATION: "4"}])
+    while not (second := forks(forking)):
+        pass
+    assert second != first
+    assert next_world.read(tmp_path, 1, (3, 1)) == {}, "a new process has its place in its environment"
+    ranks.stop(0.1)
+    [ended] = ranks.failures()
+    assert (ended.rank, ended.code) == (5, -signal.SIGTERM)

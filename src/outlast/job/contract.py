@@ -377,6 +377,8 @@ PROGRESS = "progress-{local_rank}.json"
 """File with a process's progress; see `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
 """File with a process's heartbeat; see `workerfiles.progress_file.Pulse`."""
+NEXT = "next-{local_rank}.json"
+"""File with a waiting process's place in the next world; see `workerfiles.next_world`."""
 ERROR = "error-{local_rank}.json"
 """A failed training process's error: `{rank, generation, type, message, traceback, time}`; written by
 `launch.training_process`."""

@@ -20,6 +20,16 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
     return net
 
 
+def wrap_again(net: DistributedDataParallel, device: torch.device, **options: Any) -> None:
+    """Bind what `wrap` has returned to the present process group, as a new process does. A collective."""
+    module, training = net.module, net.training
+    for name in ("reducer", "logger"):  # they hold the threads of the last group
+        vars(net).pop(name, None)
+    DistributedDataParallel.__init__(net, module, device_ids=None if device.index is None else [device.index], **options)
+    net.training = training
+    settle(net)
+
+
 def settle(net: torch.nn.Module) -> None:
     """Give DDP its final gradient buckets before the first step, by running an empty backward pass.
 

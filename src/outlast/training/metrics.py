@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
+import logging
 import mmap
 import os
 import sys
@@ -20,7 +21,10 @@ from pathlib import Path
 from typing import Any
 
 from outlast.base import crc32
+from outlast.job import contract
 from outlast.training.state.shared_disks import Disks, Part
+
+log = logging.getLogger("outlast")
 
 
 def append(path: Path, line: dict[str, Any]) -> None:
@@ -156,6 +160,20 @@ class Copy:
             with mmap.mmap(file.fileno(), size, access=mmap.ACCESS_READ) as text:
                 step = json.loads(text[text.rfind(b"\n", 0, size - 1) + 1 :])["step"]
         return step, size, crc
+
+    def resumed(self, step: int, disks: Disks, lines: str) -> None:
+        """Drop the steps after `step`, and make the file the same on all disks, with the `lines` from a snapshot. A collective of
+        the leaders."""
+        if not disks.several and disks.rank == 0:
+            with contextlib.suppress(OSError):  # the file may then have some steps twice
+                truncate_after(self.path, step)
+        elif disks.several and disks.leader:
+            try:
+                self.add(lines, step)
+            except OSError as error:
+                log.warning("outlast: %s on this disk cannot be written: %s", contract.METRICS, error.strerror)
+            if problem := self.even_out(disks, step):
+                log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
 
     def news(self, start: int) -> News:
         """Return whole lines from byte `start` on for the other disks, at most 64 MiB. Raises OSError."""

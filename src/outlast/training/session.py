@@ -28,7 +28,7 @@ import time
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
-from typing import Any, Self
+from typing import Any, NoReturn, Self
 
 import torch
 import torch.distributed as dist
@@ -39,12 +39,12 @@ from outlast.base.units import Every
 from outlast.job import contract
 from outlast.job.contract import Env, Exit
 from outlast.job.ledger import Ledger
-from outlast.job.workerfiles import notice_file, time_left
+from outlast.job.workerfiles import notice_file
 from outlast.job.workerfiles.progress_file import Progress, Writer
 from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
-from outlast.training import collective_calls, data_waits, ddp, device, metrics, mistakes, own_time
+from outlast.training import collective_calls, data_waits, ddp, device, kept_process, metrics, mistakes, own_time
 from outlast.training.collective_calls import Calls, public
 from outlast.training.samples import seeded
 from outlast.training.state import (
@@ -69,7 +69,7 @@ _LAST_SAVE_S = 10.0
 """Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
 
 
-def open(seed: int = 0, *, quiet: bool = False) -> Session:
+def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
     """Open this process's session: `with session.open(seed=0) as run:`. A collective.
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
@@ -77,11 +77,16 @@ def open(seed: int = 0, *, quiet: bool = False) -> Session:
     model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, the values passed to `Session.log` are
     not printed.
 
+    With `keep_process`, a planned change of the world ends only the processes of workers that leave: `save` returns, and the next
+    batch comes in the next world. `rank`, `world_size` and `generation` then have new values. What `resume` was given is loaded
+    again, everything else stays as it is: nothing made before the loop may depend on rank or size. All ranks pass the same value.
+    If a process cannot go on in the next world, a warning says why, and each change replaces it as without `keep_process`.
+
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
     begun.
     """
-    return Session(seed, quiet)
+    return Session(seed, quiet, keeps=keep_process)
 
 
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
@@ -98,7 +103,7 @@ class Session:
     """One rank of the world, as returned by `session.open`; called `run` below."""
 
     rank: int
-    """This process's rank in the world, from 0 to world_size - 1."""
+    """This process's rank in the world, from 0 to world_size - 1. With `keep_process`, it changes with the world."""
     local_rank: int
     """This process's rank within its worker, counted from 0."""
     world_size: int
@@ -118,15 +123,21 @@ class Session:
     while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(
-        self, seed: int, quiet: bool = False, *, attached: bool = False, output: Path | None = None, batch: int = 0
+        self, seed: int, quiet: bool, *, attached: bool = False, output: Path | None = None, batch: int = 0, keeps: bool = False
     ) -> None:
+        self.seed, self._attached, self._quiet, self._batch = seed, attached, quiet, batch if isinstance(batch, int) else 0
+        self._keeper = kept_process.Keeper() if keeps else None
+        self.output = Path(os.environ.get(Env.OUTPUT, output or "out"))
+        self._parameters: dict[str, Any] = {}
+        self._begin()
+
+    def _begin(self) -> None:
+        """Begin in the world that the environment describes."""
         env = os.environ
-        self.seed, self._attached = seed, attached
         self._joined = False
         """Whether this session itself has joined the process group, and so leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
-        self.output = Path(env.get(Env.OUTPUT, output or "out"))
         self.data = Path(env[Env.DATA]) if Env.DATA in env else None
         self.generation = int(env.get(Env.GENERATION, 0))
         self._run = env.get(Env.RUN, "")
@@ -136,8 +147,7 @@ class Session:
         self._directory = self.output / contract.CHECKPOINTS
         self._state: Mapping[str, Any] = {}
         self._waits = data_waits.Stalls(time.monotonic())
-        self._screen = metrics.Screen(quiet or self.rank > 0)
-        self._parameters: dict[str, Any] = {}
+        self._screen = metrics.Screen(self._quiet or self.rank > 0)
         self._trackers = tracking.Trackers(self.output, self.rank)
         self._leaving = self._closed = False
         self._search: newest_on_disks.Search | None = None
@@ -145,10 +155,8 @@ class Session:
         self.seconds_left = math.inf
         self._votes: tuple[bool, bool] | None = None
         self._pace = collective_calls.Pace()
-        self._unwritten = ""
-        """Why this rank's output could not be fenced; empty if it was fenced."""
         self._lock = threading.Lock()
-        self._record = Progress(self.generation, self.rank, "started", batch=batch if isinstance(batch, int) else 0)
+        self._record = Progress(self.generation, self.rank, "started", batch=self._batch)
         self._progress = Writer(Path(env[Env.STATE]), self.local_rank) if Env.STATE in env else None
         self._report()
 
@@ -166,7 +174,7 @@ class Session:
         self._report(phase="open")
         accelerator = device.find()
         self.device = accelerator.bind(self.local_rank)
-        with contextlib.suppress(OSError):  # `_take_over` reports the error
+        with contextlib.suppress(OSError):  # `Disks.fence` reports the error
             self._directory.mkdir(parents=True, exist_ok=True)
         self._ledger = Ledger(Path(env.get(Env.LEDGER, self.output / contract.LEDGER)), contract.ledger_source(env))
         self._joined = device.join(accelerator.backend)
@@ -174,7 +182,9 @@ class Session:
         self._calls = Calls(self._group)
         self._disks = Disks.find(self._directory, self._group)
         try:
-            self._take_over(Env.GENERATION in env)
+            numbered = self.generation if Env.GENERATION in env else None
+            self.generation, self._unwritten = self._disks.fence(self.output, self._directory, self._run, numbered)
+            self._report(generation=self.generation)
         except OutlastError:  # a notebook may try again
             if self._joined:
                 dist.destroy_process_group()
@@ -195,34 +205,15 @@ class Session:
         self._ledger.write("session", **about, **({} if self.rank else {"versions": device.versions()}))
         if not self._attached:
             seeded.seed_all(self.seed)
+        if self._keeper:
+            self._keeper.opened(self._disks.gather)
         return self
 
-    def _take_over(self, numbered: bool) -> None:
-        """Fence earlier generations on every writable disk. Unless the environment has `numbered` this generation, number it."""
-        own = self.generation if numbered else None
-        if own is None and self._disks.several:
-            own = 1 + max(self._disks.gather(checkpoints.generation(self._directory, self._run)))
-        number = torch.tensor(self.generation)
-        if self._disks.leader:
-            for again in (True, False):  # unfinished checkpoints of dead generations may fill the disk
-                try:
-                    number.fill_(checkpoints.acquire(self._directory, self._run, own, first=self.rank == 0))
-                    self._unwritten = ""
-                except OSError as error:
-                    self._unwritten = f"output {self.output} cannot be written: {error.strerror or error}"
-                    if not again and not numbered and self.rank == 0:
-                        raise OutlastError(f"{self._unwritten}; make room or name another directory") from error
-                with contextlib.suppress(OSError):  # leftovers only waste disk space
-                    checkpoints.abandon(self._directory, own or int(number))
-                if not self._unwritten:
-                    break
-        if not numbered:
-            dist.broadcast(number, 0, group=self._group)
-            self.generation = int(number)
-            self._report(generation=self.generation)
-
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        if kind is None:
+        departure = self._keeper.departure if self._keeper and kind is None else None
+        if departure is not None:
+            self._saves.left(departure, "", self.generation)
+        if kind is None and departure is None:
             self._saves.store_last("the exit of `with session.open()`")
             self._saves.finish("the exit of `with session.open()`")
             self._calls.leave()
@@ -238,27 +229,34 @@ class Session:
             self._saver.wait(_LAST_SAVE_S)  # the save may still succeed: other ranks' threads continue it
             self._report(**self._trackers.end(error, leaving=self._leaving))
         if kind is None or self._leaving:
-            # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the
-            # interpreter shuts down, which needs the GIL, and the process would end in SIGABRT. For the same reason the session
-            # never uses the default group: every DDP module refers to it.
-            deadlocks.watch().last = lambda: None
-            self._saver.close()
-            self._disks.close()
-            self._calls.close()
-            self._group = None
-            if self._joined:
-                dist.destroy_process_group()
+            self._close()
         if not self._saver.busy:
             self._ledger.close()
             if self._progress:
                 self._progress.close()
         self._closed = True
         self._saves.close()
+        if departure is not None:
+            raise SystemExit(Exit.INTERRUPTED)
+
+    def _close(self) -> None:
+        # A process group joins its threads once nothing refers to it. Otherwise a thread could release a tensor while the
+        # interpreter shuts down, which needs the GIL, and the process would end in SIGABRT. For the same reason the session
+        # never uses the default group: every DDP module refers to it.
+        deadlocks.watch().last = lambda: None
+        self._saver.close()
+        self._disks.close()
+        self._calls.close()
+        self._group = None
+        if self._joined:
+            dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
         """Return the sums of `numbers` over all ranks. Raises OutlastError if the ranks are in different calls. A collective."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
+        if self._keeper:
+            return self._keeper.meet(self._calls, call, self._saves.position(), numbers)
         return self._calls.meet(call, self._saves.position(), numbers)
 
     @public("net = run.ddp(model)")
@@ -274,7 +272,7 @@ class Session:
                 "ddp(static_graph=True) lays out gradients after the first step and cannot resume exactly; leave it out"
             )
         self._meet("run.ddp()")
-        return ddp.wrap(model, self.device, **options)
+        return self._keeper.wrap(model, self.device, options) if self._keeper else ddp.wrap(model, self.device, **options)
 
     @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
@@ -319,11 +317,7 @@ class Session:
         if self.rank == 0:
             self._ledger.write("restored", generation=self.generation, step=step, **restored.event(), **lost)
         logged = step if restored.source else -1  # without a checkpoint, step 0 is logged again, too
-        if not self._disks.several and self.rank == 0:
-            with contextlib.suppress(OSError):  # the file may then have some steps twice
-                metrics.truncate_after(self._copy.path, logged)
-        elif self._disks.several and self._disks.leader and (problem := self._even_out(logged, restored.extra.get("lines", ""))):
-            log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
+        self._copy.resumed(logged, self._disks, restored.extra.get("lines", ""))
         self._trackers.follow()
         self._saves.resumed(step, restored.committed, restored.extra.get("unsaved_s", 0.0))
         self._snapshots.begin(self._state, restored.at, self._extra, step)
@@ -335,6 +329,8 @@ class Session:
         self._report(
             phase="first step", step=step, committed=restored.committed, snapshot=restored.at[1], steps=self._steps(), **lost
         )
+        if keeper := self._keeper:
+            keeper.resumed(self._state, lambda: self._between(keeper))
         return step
 
     @public('step = run.peek({"position": position})')
@@ -363,14 +359,6 @@ class Session:
             if not peek:
                 self._search.held.close()
                 self._search = None
-
-    def _even_out(self, step: int, lines: str) -> str:
-        """Make metrics.jsonl the same on all disks, with the `lines` from a snapshot. A collective of the leaders."""
-        try:
-            self._copy.add(lines, step)
-        except OSError as error:
-            log.warning("outlast: %s on this disk cannot be written: %s", contract.METRICS, error.strerror)
-        return self._copy.even_out(self._disks, step)
 
     def _extra(self) -> dict[str, Any]:
         lines = {"lines": self._copy.recent()} if self._disks.several else {}
@@ -520,7 +508,7 @@ class Session:
 
     @public("run.boundary(step)")
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted.
+        """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
         Calls `interrupted`, `due` and `save` as needed at the end of a step, for libraries and plain loops. Short steps share a
         vote: the ranks vote at least four times a second. A collective.
@@ -546,52 +534,64 @@ class Session:
         the name in the job's `checkpoint.by`. The best checkpoints, as many as the job's `checkpoint.best`, are kept besides the
         newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
-        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75). If the
-        last saves took longer than the time left, the call only waits for the save in progress, and training later continues from
-        that step. A save that fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError
-        before `resume`, if `step` does not advance with the stream, or if a Stream that is being read is not in the state. A
-        collective.
+        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75); with
+        `keep_process`, it returns, and the next batch comes in the next world or ends the process. If the last saves took longer
+        than the time left, the call only waits for the save in progress, and training later continues from that step. A save that
+        fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError before `resume`, if `step`
+        does not advance with the stream, or if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
         if not self._state:
             raise OutlastError("save() does not know what to save; call resume() with the state first")
         self._saves.advanced(f"run.save({step})", step)
-        self._meet(f"run.save({step})")
-        late = self._too_late(step) if self._leaving else ""
+        keeper = self._keeper
+        refusals = self._meet(f"run.save({step})", *([self._leaving and keeper.look(self._state)] if keeper else []))
+        self.seconds_left, late = self._saves.too_late(step, self._notice) if self._leaving else (self.seconds_left, "")
         if late:
             self._saves.finish(f"run.save({step})")
         else:
             self._saves.store(step, value, wait=self._leaving)
         if self._leaving:
-            self._leave(step, late)
+            if not keeper or any(refusals) or late or not step or self._saves.committed != step:
+                self._leave(step, late)
+            keeper.departure = step
 
-    def _too_late(self, step: int) -> str:
-        """Return why the time left is too short to save the last step, or an empty string. A collective."""
-        each = self._disks.gather(
-            (notice_file.left_s(self._notice), self._saver.least_s, self._saver.rest_s, self._saves.committed != step)
-        )
-        self.seconds_left = min(left_s for left_s, *_ in each)
-        least = [least_s for _, least_s, *_ in each if least_s is not None]
-        if not any(unsaved for *_, unsaved in each):
-            return ""
-        return time_left.too_late_to_save(self.seconds_left, max(least, default=None), max(rest_s for _, _, rest_s, _ in each))
-
-    def _leave(self, step: int, late: str = "") -> None:
-        reason = f"saved step {step}"
-        if (saved := self._saves.committed) != step:
-            why = f"is not saved: {late}" if late else "could not be saved"
-            reason = f"step {step} {why}; the run goes on from step {saved}, {step - saved} steps are lost"
-            if self.rank == 0:
-                log.error("outlast: leaving: %s", reason)
-        if self.rank == 0:
-            self._ledger.write("interrupted", generation=self.generation, step=step, reason=reason)
+    def _leave(self, step: int, late: str = "") -> NoReturn:
+        self._saves.left(step, late, self.generation)
         raise SystemExit(Exit.INTERRUPTED)
+
+    def _between(self, keeper: kept_process.Keeper) -> bool:
+        """Go on in the next world if this process is to leave the present one before the next batch. Returns whether it has."""
+        if warning := keeper.before_batch(self._state, self._meet):
+            self._report(warning=warning)
+        if (step := keeper.departure) is None:
+            return False
+        if keeper.refusal or (self._notice and notice_file.read(self._notice).get("kind") == "leave"):
+            self._leave(step)
+        self._saves.left(step, "", self.generation)
+        self._trackers.end(None, leaving=True)
+        ledger, progress, state, keeper.departure = self._ledger, self._progress, self._state, None
+        assert progress is not None
+        self._close()
+        self._snapshots.close()
+        self._report(phase="waiting")
+        keeper.wait(self.local_rank)
+        self._begin()
+        self.__enter__()
+        ledger.close()
+        progress.close()
+        keeper.wrap_again(self.device, self._meet)
+        keeper.resume(self.resume, state, step)
+        if self._parameters:
+            self.parameters({})
+        keeper.before_batch(self._state, self._meet)
+        return True
 
     def _report(self, **changes: Any) -> None:
         """Rewrite this process's progress record. Two threads call this."""
         if "warning" in changes:
-            changes["warning"] = changes["warning"] or self._trackers.problem
+            changes["warning"] = changes["warning"] or self._trackers.problem or (self._keeper.warning if self._keeper else "")
         with self._lock:
             if "committed" in changes:  # a script that never logs reports no steps
                 changes.setdefault("step", max(self._record.step, changes["committed"]))

@@ -10,6 +10,7 @@ import contextlib
 import hashlib
 import json
 import os
+import signal
 import time
 from pathlib import Path
 
@@ -19,11 +20,17 @@ from torch import distributed as dist
 from torch import nn
 from torch.nn import functional as F
 
-from outlast.training import Shards, Stream, session
+from outlast.training import Shards, Stream, kept_process, session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
 parser.add_argument("--gate", action="store_true", help="do the last step only when the output has a file `hurry`")
+parser.add_argument("--keep", action="store_true", help="the process goes on in the next world")
+parser.add_argument(
+    "--harm", choices=("waits", "enters", "begins"), help="when rank 1, or rank 2 as it begins, is killed in a change"
+)
+parser.add_argument("--asks", action="store_true", help="only resumed starts have a collective before the first batch")
+parser.add_argument("--holds", type=int, nargs="*", default=[], help="steps after which training waits for a change of the world")
 parser.add_argument("--samples", type=int, default=512)
 parser.add_argument("--batch", type=int, default=32)
 parser.add_argument("--pause", type=float, default=0.02, help="seconds a step takes, until the output has a file `hurry`")
@@ -39,6 +46,17 @@ parser.add_argument("--shards", help="read the samples from this place, where `a
 parser.add_argument("--sharded", action="store_true", help="FSDP2 instead of DDP")
 parser.add_argument("--print", action="store_true", help="print every step and record no samples")
 args = parser.parse_args()
+
+
+def dies(*_: object) -> None:
+    os.kill(os.getpid(), signal.SIGKILL)
+
+
+place = os.environ.get("RANK"), os.environ.get("OUTLAST_GENERATION"), os.environ.get("OUTLAST_ATTEMPT")
+if args.harm and place == ("1", "1", "0"):
+    setattr(kept_process.Keeper, {"waits": "wait", "enters": "wrap_again"}.get(args.harm, "none"), dies)
+if args.harm == "begins" and place == ("2", "2", "0"):
+    dies()
 
 draw = np.random.default_rng(7)
 x = draw.standard_normal((args.samples, 16), dtype=np.float32)
@@ -59,7 +77,7 @@ def whole(tensor: torch.Tensor) -> torch.Tensor:
     return (tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor).detach()
 
 
-with session.open(seed=3, quiet=True) as run:
+with session.open(seed=3, quiet=True, keep_process=args.keep) as run:
     module = nn.Sequential(nn.Linear(16, args.width), nn.ReLU(), nn.Dropout(args.dropout), nn.Linear(args.width, 4))
     if args.frozen:
         module.register_parameter("frozen", nn.Parameter(torch.arange(args.frozen, dtype=torch.float32), requires_grad=False))
@@ -69,6 +87,8 @@ with session.open(seed=3, quiet=True) as run:
     shards = Shards(args.shards, window=3) if args.shards else None
     stream = Stream(shards or {"x": x, "y": y}, args.batch, seed=5, steps=args.steps, epochs=10**6)
     step = run.resume({"net": net, "optimizer": optimizer, "schedule": schedule, "stream": stream})
+    if args.asks and step:
+        dist.all_reduce(torch.zeros(1))
     consumed = run.output / f"consumed-{os.environ['OUTLAST_WORKER']}-{os.getpid()}.jsonl"
     hurry = run.output / "hurry"
     loss = 0.0
@@ -108,6 +128,9 @@ with session.open(seed=3, quiet=True) as run:
                 file.write(json.dumps(record) + "\n")
         run.log(step, loss=loss, reduce=True)
         leaving = run.interrupted()
+        while step in args.holds and not leaving:
+            time.sleep(0.01)
+            leaving = run.interrupted()
         if leaving or run.due(step):
             run.save(step)
         while args.gate and step == args.steps - 1:

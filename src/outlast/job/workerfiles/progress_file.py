@@ -26,7 +26,7 @@ class Progress:
     generation: int
     rank: int
     phase: str
-    """started | open | restore | first step | train | save | done"""
+    """started | open | restore | first step | train | save | waiting (for the next world) | done"""
     step: int = 0
     steps: int | None = None
     """Total steps of the run, if known."""

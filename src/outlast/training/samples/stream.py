@@ -37,6 +37,10 @@ _LEAVE_S = 1.0
 """Seconds to wait for an abandoned stream's thread: torch aborts a process that exits while a thread is running torch code."""
 
 
+def _world() -> tuple[int, int]:
+    return (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
+
+
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
     """Return the start and end of `rank`'s contiguous share of `count` items.
 
@@ -185,6 +189,8 @@ class Stream:
         """Number of unfinished loops over the stream."""
         self.ended: Callable[[], None] | None = None
         """Called when a loop reaches the end of the stream, but not when the loop is left early."""
+        self._between: Callable[[], bool] | None = None
+        """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
         """Number of `state_dict` calls."""
         self.not_shardable = ""
@@ -300,10 +306,20 @@ class Stream:
     def __iter__(self) -> Iterator[Batch]:
         if self.not_shardable:
             raise OutlastError(self.not_shardable)
-        world = (dist.get_rank(), dist.get_world_size()) if dist.is_initialized() else (0, 1)
-        return self.batches(*world)
+        return self.batches(*_world()) if self._between is None else self._batches_of_worlds(self._between)
 
-    def batches(self, rank: int, ranks: int) -> Iterator[Batch]:
+    def _batches_of_worlds(self, between: Callable[[], bool]) -> Iterator[Batch]:
+        between()
+        while True:
+            with contextlib.closing(self.batches(*_world())) as batches:
+                for batch in batches:
+                    yield batch
+                    if between():
+                        break
+                else:
+                    return
+
+    def batches(self, rank: int, ranks: int) -> Generator[Batch, None, None]:
         """Iterate over the batches of `rank` among `ranks`, from the current position on.
 
         `for batch in stream` calls this with the rank and size of the process group. Call it yourself if several ranks share one

@@ -11,12 +11,14 @@ import logging
 import threading
 import time
 from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import OutlastError, Superseded
 from outlast.base.units import Every
 from outlast.job import contract
 from outlast.job.ledger import Ledger
+from outlast.job.workerfiles import notice_file, time_left
 from outlast.storage import checkpoints
 from outlast.training import metrics, mistakes
 from outlast.training.samples import stream as streams
@@ -208,6 +210,29 @@ class Saves:
             if any(self._meet(call, self._saver.broken)):
                 self.committed = max(self._disks.gather(self.committed))
                 self._saver.connect_again()
+
+    def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
+        """Return the seconds left on the worker that has the fewest, and why they are too few to save the last step, or an empty
+        string. A collective."""
+        own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
+        each = self._disks.gather(own)
+        seconds_left = min(left_s for left_s, *_ in each)
+        least = [least_s for _, least_s, *_ in each if least_s is not None]
+        if not any(unsaved for *_, unsaved in each):
+            return seconds_left, ""
+        rest_s = max(rest_s for _, _, rest_s, _ in each)
+        return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
+
+    def left(self, step: int, late: str, generation: int) -> None:
+        """Record that the ranks leave their world after `step`, which was not saved if the time was too short (`late`)."""
+        reason = f"saved step {step}"
+        if (saved := self.committed) != step:
+            why = f"is not saved: {late}" if late else "could not be saved"
+            reason = f"step {step} {why}; the run goes on from step {saved}, {step - saved} steps are lost"
+            if self._disks.rank == 0:
+                log.error("outlast: leaving: %s", reason)
+        if self._disks.rank == 0:
+            self._ledger.write("interrupted", generation=generation, step=step, reason=reason)
 
     def lost(self) -> str:
         """Return why the last save failed, or an empty string. All ranks agree after `finish`, though not on the wording."""

@@ -23,6 +23,8 @@ import torch
 import torch.distributed as dist
 
 from outlast.base import crc32
+from outlast.base.errors import OutlastError
+from outlast.storage import checkpoints
 from outlast.worker.hangs import deadlocks
 
 BLOCK = 8 << 20
@@ -103,6 +105,34 @@ class Disks:
         values: list[Any] = [None] * len(self.by_rank)
         dist.all_gather_object(values, value, group=self.group)
         return values
+
+    def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
+        """Fence earlier generations on every writable disk. Takes the next generation unless one is given. A collective.
+
+        `directory` has the checkpoints of this `output`. Returns the generation, and why this rank's output could not be fenced,
+        or an empty string. Raises OutlastError on rank 0 if a run without an agent cannot write there, and Superseded.
+        """
+        own, unwritten = generation, ""
+        if own is None and self.several:
+            own = 1 + max(self.gather(checkpoints.generation(directory, run)))
+        number = torch.tensor(generation or 0)
+        if self.leader:
+            for again in (True, False):  # unfinished checkpoints of dead generations may fill the disk
+                try:
+                    number.fill_(checkpoints.acquire(directory, run, own, first=self.rank == 0))
+                    unwritten = ""
+                except OSError as error:
+                    unwritten = f"output {output} cannot be written: {error.strerror or error}"
+                    if not again and generation is None and self.rank == 0:
+                        raise OutlastError(f"{unwritten}; make room or name another directory") from error
+                with contextlib.suppress(OSError):  # leftovers only waste disk space
+                    checkpoints.abandon(directory, own or int(number))
+                if not unwritten:
+                    break
+        if generation is None:
+            dist.broadcast(number, 0, group=self.group)
+            return int(number), unwritten
+        return generation, unwritten
 
     def close(self) -> None:
         """Release the groups; no collective may be in progress."""

@@ -178,9 +178,11 @@ class Capture:
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
         """The memory of each room, and whether it is pinned; the least recently used room first."""
         self._stream = self._accelerator.copy_stream()
+        self.hooks: list[Any] = []
+        """Handles of the hooks on the state's optimizers."""
         if (stream := self._stream) is not None:
             for _, optimizer in _optimizers(state):
-                optimizer.register_step_pre_hook(lambda *_: stream.before_changes())
+                self.hooks.append(optimizer.register_step_pre_hook(lambda *_: stream.before_changes()))
 
     @property
     def in_background(self) -> bool:

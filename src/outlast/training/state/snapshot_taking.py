@@ -206,6 +206,18 @@ class Snapshots:
         self._enabled = self._able = self._client is not None and bool(state)
         self._give_back()
 
+    def close(self) -> None:
+        """Give up memory and connection; the agent keeps the complete snapshot."""
+        for thread in (self._agent_thread, self._copying):
+            if thread is not None:
+                thread.join()
+        if self._capture is not None:
+            self._capture.close()
+            for hook in self._capture.hooks:
+                hook.remove()
+        if self._client is not None:
+            self._client.close()
+
     def votes(self) -> tuple[float, ...]:
         """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
         first = self._place.rank == 0

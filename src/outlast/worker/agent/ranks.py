@@ -36,7 +36,7 @@ class Ranks:
     def forget(self) -> None:
         """Remove the records of an earlier agent's processes, whose pids a new container may reuse."""
         for local_rank in range(self._count):
-            for name in (contract.PROGRESS, contract.PULSE):
+            for name in (contract.PROGRESS, contract.PULSE, contract.NEXT):
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:

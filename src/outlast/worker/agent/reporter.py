@@ -52,7 +52,7 @@ class Reporter:
     def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
         """Report the current state of the worker and its training `processes`."""
         training = worker.phase is Phase.TRAINING
-        in_world = training and any(process.progress.phase != "done" for process in processes)
+        in_world = training and any(process.progress.phase not in ("done", "waiting") for process in processes)
         state = str(worker.phase)
         if training:
             state = "leaving" if worker.leaving else "training" if in_world else "waiting"

@@ -34,6 +34,8 @@ from outlast.worker.launch import rank_failures, rank_processes, script_files, w
 from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
+LOOK_S = 0.5
+"""Seconds between two looks for processes that wait for a world of which this worker has not heard; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
@@ -93,6 +95,7 @@ class WorldLoop:
         self._member.dies = self._dies
         self._member.abandoned = lambda: warm.killed
         self._seen = Seen(time.monotonic)
+        self._looked = 0.0
         self._verdicts: dict[int, rank_failures.Verdict] = {}
         """Verdicts on the processes of the current attempt, by local rank."""
 
@@ -155,9 +158,11 @@ class WorldLoop:
         the rank of a process that exited with 0 although others failed."""
         settings, member, environ = self._settings, self._member, self._settings.environ
         oom_kills = machine_memory.Machine().oom_kills()
-        over = False
+        over = kept = False
         while not over:
-            ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
+            if not kept:
+                ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
+            kept = False
             try:
                 if not member.next_world(functools.partial(self._connect, ranks)):
                     continue
@@ -167,13 +172,16 @@ class WorldLoop:
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
                 ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
-                while not (over := ranks.over()) and not member.must_stop():
+                while not (over := ranks.over()) and not member.must_stop() and not (kept := self._waits()):
                     ranks.wait(MONITOR_INTERVAL_S)
                 if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
                     ranks.wait(rank_processes.CAUSE_S, all_=True)
             finally:
-                promised = os.path.exists(environ[Env.NOTICE])
-                ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
+                if kept:
+                    ranks.keep()
+                else:
+                    promised = os.path.exists(environ[Env.NOTICE])
+                    ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
         # The first process to fail may end last: it made others fail, and then all of them were stopped.
@@ -199,6 +207,14 @@ class WorldLoop:
     def _start(self) -> rank_failures.Start:
         member = self._member
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
+
+    def _waits(self) -> bool:
+        """Return whether all processes wait for the next world. Their records are read rarely while nothing is known of one."""
+        asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
+        if not asked and time.monotonic() - self._looked < LOOK_S:
+            return False
+        self._looked = time.monotonic()
+        return self._start.waits()
 
     def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)

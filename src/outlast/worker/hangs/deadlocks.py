@@ -147,6 +147,8 @@ class Watch:
         """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
+        self.code = contract.Exit.MISCONFIGURED
+        """Exit code of a process whose script has made a mistake."""
         self.record: Callable[[str], object] = lambda _: None
         """Callback that receives the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
@@ -176,6 +178,13 @@ class Watch:
             atexit.register(self._leave)
             self._thread = threading.Thread(target=self._look, args=(state,), name="outlast-stall", daemon=True)
             self._thread.start()
+
+    def forget(self) -> None:
+        """Forget the last world, as a new process would: the process enters the next one."""
+        with self._lock:
+            self.call, self.calls, self.broken = "", 0, False
+            self._own_groups.clear()
+            self._store, self._group, self._published, self._suspected = None, 0, False, []
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
         """Return a context in which the process counts as moving."""
@@ -243,7 +252,7 @@ class Watch:
         return motion.Sample(motion.place(frame), self._counts(), motion.cpu_s(), spins)
 
     def _counts(self) -> tuple[Any, ...]:
-        return self.calls, self.signs, *self._begun().items()
+        return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
         """Return whether the main thread has been still since the sample, so that all observations are consistent."""
@@ -284,7 +293,7 @@ class Watch:
         waits, at = where(frame)
         blocks = waits not in ("backward", "forward") or motion.accelerator() is None
         self._looks += 1
-        return RankState(self.calls, self.call, waits, at, self._begun(), self._looks, blocks)
+        return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
         """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list if there is
@@ -308,7 +317,7 @@ class Watch:
             return ""
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
-    def _begun(self) -> dict[str, int]:
+    def begun(self) -> dict[str, int]:
         """Return the number of collectives begun by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
@@ -396,4 +405,4 @@ def end(sentence: str) -> None:
     with contextlib.suppress(Exception):  # nothing may keep this process from ending
         _watch.last()
         sys.stdout.flush()
-    os._exit(contract.Exit.MISCONFIGURED)
+    os._exit(_watch.code)

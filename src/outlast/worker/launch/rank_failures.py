@@ -80,6 +80,12 @@ class Start:
     generation: int
     attempt: int
 
+    def waits(self) -> bool:
+        """Return whether all processes have saved and wait for the next world."""
+        records = (progress_file.read(self.state, local_rank) for local_rank in range(self.processes))
+        start = self.generation, self.attempt
+        return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)
+
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
         """Return one process's failure for the rendezvous. `oom` is True if the kernel's OOM killer has killed one of this
         worker's processes."""
@@ -167,4 +173,4 @@ def cause(record: Mapping[str, Any]) -> FailureCause:
 def _early(record: Mapping[str, Any], reached: progress_file.Progress | None) -> bool:
     """Return whether a failure occurred before the first step and was probably caused by the script, not by the machine."""
     began = record.get("age_s", math.inf) < EARLY_S if reached is None else reached.phase in ("open", "restore", "first step")
-    return began and record.get("type") in _SCRIPT_ERRORS
+    return began and record.get("type") in _SCRIPT_ERRORS and not record.get("kept")

@@ -17,8 +17,11 @@ import socket
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from pathlib import Path
 
 from outlast.base import unix_sockets
+from outlast.job.contract import Env
+from outlast.job.workerfiles import next_world
 from outlast.rendezvous.who_trains import World
 from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
@@ -43,7 +46,7 @@ class Lines:
     def __init__(self, rank: int) -> None:
         self.read, self.write = os.pipe()
         os.set_blocking(self.read, False)
-        self._prefix = PREFIX.format(rank).encode()
+        self.prefix = PREFIX.format(rank).encode()
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
@@ -58,7 +61,7 @@ class Lines:
             lines.append(self._rest[:PIECE] + b"\n")
             self._rest = self._rest[PIECE:]
         for line in lines:
-            os.write(1, self._prefix + line)
+            os.write(1, self.prefix + line)
         return more
 
 
@@ -78,6 +81,7 @@ class Fork(threading.Thread):
     ) -> None:
         self._rank = int(environ["RANK"]) if kind == "rank" else None
         self._local_rank = int(environ["LOCAL_RANK"]) if kind == "rank" else -1
+        self._environ = environ
         super().__init__(name=kind if self._rank is None else f"rank-{self._rank}", daemon=True)
         self._changed = changed
         self.ended: Ended | None = None
@@ -132,6 +136,15 @@ class Fork(threading.Thread):
             self.ended = Ended(self._rank, self._local_rank, status, when, why, asked=self._asked_at <= when)
             self._changed.notify_all()
 
+    def go_on(self, environ: Mapping[str, str]) -> None:
+        """Give the waiting process its place in the next world. Raises OSError."""
+        always = Env.GENERATION, Env.ATTEMPT  # `next_world.read` compares them
+        place = {name: value for name, value in environ.items() if name in always or self._environ.get(name) != value}
+        next_world.write(Path(environ[Env.STATE]), self._local_rank, place)
+        self._environ, self._rank = environ, int(environ["RANK"])
+        if self._lines:
+            self._lines.prefix = PREFIX.format(self._rank).encode()
+
     def signal(self, number: int) -> None:
         self._asked_at = min(self._asked_at, time.time())
         with contextlib.suppress(OSError):
@@ -163,8 +176,19 @@ class RankProcesses:
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a training process for each of `environs`."""
+        """Start a training process for each of `environs`. Processes that were kept go on instead, if they all can."""
+        if self._ranks and not self.over():
+            with contextlib.suppress(OSError):  # a full disk
+                for rank, environ in zip(self._ranks, environs, strict=True):
+                    rank.go_on(environ)
+                return
+        self._stop_ranks(0.0)
         self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
+
+    def keep(self) -> None:
+        """End the process of the world's store, but not those that wait for the next world."""
+        if self._store and not self._store.ended:
+            self._store.signal(signal.SIGKILL)
 
     def over(self) -> bool:
         """Return whether all training processes have ended, or any process has failed."""
@@ -180,6 +204,10 @@ class RankProcesses:
 
     def stop(self, delay_s: float) -> None:
         """End all processes with SIGTERM, and after `delay_s` seconds with SIGKILL."""
+        self._stop_ranks(delay_s)
+        self.keep()
+
+    def _stop_ranks(self, delay_s: float) -> None:
         for number, patience_s in ((signal.SIGTERM, delay_s), (signal.SIGKILL, END_S)):
             for rank in self._ranks:
                 if not rank.ended:
@@ -188,8 +216,6 @@ class RankProcesses:
         for rank in self._ranks:
             if not rank.ended:
                 rank.give_up()
-        if self._store and not self._store.ended:
-            self._store.signal(signal.SIGKILL)
 
     def failures(self) -> list[Ended]:
         """Return the `Ended` of each training process that did not exit with 0, and of the store's process unless we ended it."""

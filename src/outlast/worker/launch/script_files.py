@@ -71,6 +71,12 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
         print(f"outlast | this worker continues with its own files: {problem}", flush=True)
 
 
+def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
+    """Announce, from a rank 0 that was kept, that new processes need no files: the script has a session. Raises RuntimeError."""
+    if environ["RANK"] == "0" and _stored(environ) and environ["GROUP_WORLD_SIZE"] != "1":
+        connect(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}").set(_KEY, _NOTHING)
+
+
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
     """Request an upload of rank 0's files on this worker. Returns the announcement for the other workers."""
     record = progress_file.read(Path(environ[Env.STATE]), 0)

@@ -30,20 +30,25 @@ from outlast.worker.hangs import deadlocks
 from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
+is_rank = False
+"""True if an agent has started this very process, which is not a child of its rank."""
+kept = False
+"""True if the process has begun in an earlier world, so that its errors may not be those of a new one."""
 _USAGE = 2
 """The exit code with which argparse and most commands reject wrong arguments."""
 
 
 def main(argv: list[str]) -> None:
     """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
-    global _began
+    global _began, is_rank
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:
         script_files.share(os.environ, _tcp_store)
-        _enter(Path(state))
+        enter(Path(state))
+        is_rank = True
     watch = deadlocks.watch()
-    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", contract.Exit.MISCONFIGURED)
+    watch.record = lambda sentence: _record(state, OutlastError(sentence), "", watch.code)
     watch.start()
     try:
         if argv[0] == "-m":
@@ -62,7 +67,7 @@ def main(argv: list[str]) -> None:
     except OutlastError as error:
         again = NoRoom, NotRestored, NotSaved, WrongBits
         codes = {Superseded: contract.Exit.INTERRUPTED, **dict.fromkeys(again, contract.Exit.FAILED)}
-        code = codes.get(type(error), contract.Exit.MISCONFIGURED)
+        code = codes.get(type(error), watch.code)
         _record(state, error, "", code)
         print(error, file=sys.stderr, flush=True)
         sys.exit(code)
@@ -85,7 +90,8 @@ def _tcp_store(address: str) -> Any:
     return world_store.client(address)
 
 
-def _enter(state: Path) -> None:
+def enter(state: Path) -> None:
+    """Record that this process has its place in a world, and forget the errors of earlier processes."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     generation = int(os.environ.get(contract.Env.GENERATION, "0"))
     with contextlib.suppress(OSError):
@@ -153,6 +159,7 @@ def _record(state: str | None, error: BaseException, text: str, code: int) -> di
         "time": time.time(),
         "age_s": round(time.monotonic() - _began, 3),
         "code": code,
+        "kept": kept,
     }
     try:
         if state:

@@ -1,0 +1,30 @@
+"""The place of a waiting training process in the next world: a file with the environment variables that have changed.
+
+The agent writes it (`launch.rank_processes`), the process reads it (`training.kept_process`). A file that an earlier process has
+not read does no harm, since only a later generation or attempt counts.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+
+from outlast.base import files
+from outlast.job.contract import NEXT, Env
+
+
+def write(state: Path, local_rank: int, environ: Mapping[str, str]) -> None:
+    """Give a process its place. Raises OSError."""
+    files.replace(state / NEXT.format(local_rank=local_rank), json.dumps(dict(environ)))
+
+
+def read(state: Path, local_rank: int, after: tuple[int, int]) -> dict[str, str]:
+    """Return the variables of a start after this (generation, attempt); empty if there are none."""
+    environ: dict[str, str] = files.mapping(state / NEXT.format(local_rank=local_rank))
+    return environ if environ and start(environ) > after else {}
+
+
+def start(environ: Mapping[str, str]) -> tuple[int, int]:
+    """Return the generation and attempt that an environment describes."""
+    return int(environ.get(Env.GENERATION, "0")), int(environ.get(Env.ATTEMPT, "0"))
