@@ -25,18 +25,18 @@ SHA256 = hashlib.sha256(CONTENT).hexdigest()
 class Said(list[str]):
     """What a download says, and one to call."""
 
-    patience_s = 30.0
+    patience_s, timeout_s = 30.0, 0.5
 
     def fetch(self, url: str, into: Path, **known: object) -> bytes:
-        options = Options(patience_s=self.patience_s, absent_s=0.3, timeout_s=0.5)
+        options = Options(patience_s=self.patience_s, absent_s=0.3, timeout_s=self.timeout_s)
         remote = Remote(url, **known)  # type: ignore[arg-type]
         return Download(remote, into, say=self.append, stop=threading.Event(), options=options).fetch().read_bytes()
 
     def refusal(self, url: str, into: Path, **known: object) -> str:
-        self.patience_s = 0.4
+        self.patience_s, self.timeout_s = 0.4, 10.0  # no answer of the server's threads may come too late
         with pytest.raises(OutlastError) as caught:
             self.fetch(url, into, **known)
-        self.patience_s = 30.0
+        self.patience_s, self.timeout_s = 30.0, 0.5
         assert "\n" not in str(caught.value)
         assert [path.name for path in into.iterdir() if path.stat().st_size == len(CONTENT) and path.name == "state.json"] == []
         return str(caught.value)
