@@ -411,7 +411,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """What keeps a run from training, with the text that `outlast why` prints."""
+    """The reasons that keep a run from training, with the text that `outlast why` prints."""
 
     causes: Sequence[Finding]
     """The causes, most important first. If the run trains, there is a single finding that confirms this."""

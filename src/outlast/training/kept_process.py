@@ -45,7 +45,7 @@ _DDP, _RESUME = "run.ddp()", "run.resume("
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows of its script when the first batch is read, and before it waits. By default, nothing is in the way."""
+    """A session's knowledge of its script, before the first batch and before it waits. By default, nothing is in the way."""
 
     agent: bool = True
     """True if an agent gives this process its place in the next world."""
@@ -98,7 +98,7 @@ def refusal(facts: Facts) -> str:
 
 
 class Keeper:
-    """What a session remembers in order to go on in the next world with the same process."""
+    """A session's memory across worlds, with which its process goes on in the next one."""
 
     def __init__(self) -> None:
         self.models: list[tuple[DistributedDataParallel, Mapping[str, Any]]] = []

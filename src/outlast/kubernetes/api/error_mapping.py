@@ -40,7 +40,7 @@ _POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied requ
 
 @dataclass(frozen=True)
 class Subject:
-    """What a request is about, for error messages."""
+    """The object or collection that a request concerns, for error messages."""
 
     verb: str
     """One of get, list, watch, create, apply, patch, update and delete; for a pod, also log, exec and proxy."""

@@ -66,7 +66,7 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """Those of the optional kinds Outlast can use that are installed."""
+    """Installed kinds, of the optional ones that Outlast can use."""
     missing_rights: tuple[Right, ...] = ()
     """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None

@@ -22,7 +22,7 @@ class Finding:
     """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
     what: str
     remedy: str = ""
-    """What to do about it; empty if nothing needs to be done."""
+    """The remedy for users; empty if nothing needs to be done."""
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"

@@ -211,7 +211,7 @@ class Names:
     latest: Latest | None
     """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
-    """That generation's proposals, committed or not."""
+    """The same generation's proposals, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:

@@ -42,7 +42,7 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
     `connect` connects to the TCPStore at an address. After a failure, which is printed, the world begins with each pod's own
     files.
     """
-    if not _stored(environ) or environ["GROUP_WORLD_SIZE"] == "1":
+    if not _shared(environ):
         return
     worker, until = environ["GROUP_RANK"], time.monotonic() + _TIMEOUT_S
 
@@ -50,7 +50,7 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
         return time.monotonic() > until
 
     try:
-        tcp_store = connect(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}")
+        tcp_store = connect(_address(environ))
         expected = f"{_KEY}/{worker}" if environ["LOCAL_RANK"] != "0" else _KEY
         try:
             if environ["RANK"] == "0":
@@ -73,8 +73,18 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
     """Announce, from a rank 0 that was kept, that new processes need no files: the script has a session. Raises RuntimeError."""
-    if environ["RANK"] == "0" and _stored(environ) and environ["GROUP_WORLD_SIZE"] != "1":
-        connect(f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}").set(_KEY, _NOTHING)
+    if environ["RANK"] == "0" and _shared(environ):
+        connect(_address(environ)).set(_KEY, _NOTHING)
+
+
+def _shared(environ: Mapping[str, str]) -> bool:
+    """Return whether rank 0's files are shared in this world."""
+    return _stored(environ) and environ["GROUP_WORLD_SIZE"] != "1"
+
+
+def _address(environ: Mapping[str, str]) -> str:
+    """Return the address of the world's TCPStore."""
+    return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
 def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
