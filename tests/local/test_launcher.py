@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time as wall
@@ -337,6 +338,21 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     leaves.join(10)
     assert (offers.said[1:], offers.owes) == ([("amended", 10)] * 2, False)
     writer.close()
+
+
+def test_a_world_whose_store_an_earlier_process_was_to_host_is_not_begun() -> None:
+    hosted: list[str] = []
+    ranks: Any = SimpleNamespace(host=lambda address, *_: hosted.append(address))
+    warm = SimpleNamespace(wait_until_ready=lambda *_: True)
+    loop: Any = SimpleNamespace(
+        _member=SimpleNamespace(must_stop=None), _warm=warm, _settings=SimpleNamespace(python="", environ={})
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConnectionError, match="an earlier process of this worker was to host it"):
+            WorldLoop._connect(loop, ranks, who_trains.World(1, (0,), f"127.0.0.1:{port - 1}", ""), 0, listener)
+        assert WorldLoop._connect(loop, ranks, who_trains.World(1, (0,), f"127.0.0.1:{port}", ""), 0, listener)
+    assert hosted == [f"127.0.0.1:{port}"]
 
 
 def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_saved(

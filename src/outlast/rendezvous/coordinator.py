@@ -271,7 +271,7 @@ class _Step:
         if state.called is not None:
             self.effects.append(Send(to, "called", self.message(state.called)))
         elif current is not None and report.generation < current.generation:
-            if report.id in current.members:
+            if report.id in current.members and report.id not in state.departed:
                 self.effects.append(Send(to, "world", current))
             elif report.standing is not MemberState.WAITING:
                 self.effects.append(Send(to, "called", messages.Called(current.generation, current.reason, False, 0.0)))

@@ -198,6 +198,8 @@ class WorldLoop:
         must stop before ranks can be forked. Raises OSError and WarmEnded."""
         if rank != 0:
             tcp.reach(world.address)
+        elif tcp.host_port(world.address)[1] != listener.getsockname()[1]:
+            raise ConnectionError("an earlier process of this worker was to host it")
         ready = self._warm.wait_until_ready(self._settings.python, self._member.must_stop)
         if ready and rank == 0:
             ranks.host(world.address, listener, self._settings.environ)
