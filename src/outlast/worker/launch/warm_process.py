@@ -275,8 +275,9 @@ def become(request: Request) -> None:
 def title(request: Request) -> str:
     if request.kind == "store":
         return f"store of worker {request.env.get(contract.Env.WORKER, '')}"
-    script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
-    return f"rank {request.env.get('RANK', '0')} {script}"
+    from outlast.worker.launch import training_process
+
+    return training_process.title(request.argv, request.env)
 
 
 def leave(code: int) -> NoReturn:
