@@ -376,7 +376,7 @@ def test_only_processes_that_have_something_to_save_are_given_time_to_end(
         next_world=next_world, world=world, generation=1, attempt=0, numbers={}, run_id="r", rank=0, must_stop=lambda: not waits
     )
     settings = SimpleNamespace(environ=environ, processes=1, command=[], grace_s=75.0)
-    loop: Any = SimpleNamespace(_settings=settings, _member=member, _state=tmp_path, _connect=None, _waits=lambda: True)
+    loop: Any = SimpleNamespace(_settings=settings, _member=member, _state=tmp_path, _connect=next_world, _waits=lambda: True)
     with pytest.raises(RunClosed):
         WorldLoop._train(loop)
     assert delays[0] == (0.0 if waits else 75.0)

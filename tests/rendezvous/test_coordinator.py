@@ -145,6 +145,21 @@ def test_a_new_process_gets_no_place_in_a_world_that_its_predecessor_had_joined(
     assert run.told[peers[0]][-1] == run.newest()
 
 
+def test_a_process_of_the_previous_version_in_the_place_of_one_that_was_fenced_is_not_fenced_forever() -> None:
+    run = Coordinating()
+    for id in (0, 1):
+        run.report(id, "training", 1, unheard=(2,))
+    run.look()
+    told = len(run.told[2])
+    run.report(2, "waiting", 1, again=True)
+    assert (run.told[2][told:], run.state.fenced) == ([Called(2, LOST, False, run.now + 75, leave_s=75.0)], {})
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.now += 10.0
+    run.look()
+    assert (run.newest().generation, 2 in run.newest().members) == (2, True)
+
+
 KILLED = {"rank": None, "code": 137, "reason": "the elastic agent of worker 2 was killed by SIGKILL", "time": 0.0}
 
 

@@ -250,7 +250,7 @@ class _Step:
         self.state = replace(self.state, reports={**self.state.reports, report.id: report})
         if report.id in self.state.fenced:
             generation, closed = self.state.fenced[report.id]
-            if report.generation == generation:
+            if report.generation == generation and not report.again:
                 return self.effects.append(Send(to, "closed", closed))
             fenced = {id: each for id, each in self.state.fenced.items() if id != report.id}
             self.state = replace(self.state, fenced=fenced)  # the worker was restarted
