@@ -7,6 +7,7 @@ import itertools
 import json
 import os
 import signal
+import socket
 import subprocess
 import threading
 import time as wall
@@ -34,12 +35,12 @@ from outlast.local.state_dir import Request
 from outlast.local.worker_processes import Ended, Worker
 from outlast.rendezvous import restart_budget, root_cause, who_trains
 from outlast.rendezvous.coordinator import CoordinatorState
-from outlast.rendezvous.membership import Leaving, Membership
+from outlast.rendezvous.membership import Leaving, Membership, RunClosed
 from outlast.rendezvous.messages import Called, Report
 from outlast.rendezvous.root_cause import Pending
 from outlast.worker.agent import launcher_watch
 from outlast.worker.agent.world_loop import WorldLoop
-from outlast.worker.launch import script_files
+from outlast.worker.launch import rank_processes, script_files
 
 
 @pytest.mark.parametrize(
@@ -337,6 +338,48 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     leaves.join(10)
     assert (offers.said[1:], offers.owes) == ([("amended", 10)] * 2, False)
     writer.close()
+
+
+def test_a_world_whose_store_an_earlier_process_was_to_host_is_not_begun() -> None:
+    hosted: list[str] = []
+    ranks: Any = SimpleNamespace(host=lambda address, *_: hosted.append(address))
+    warm = SimpleNamespace(wait_until_ready=lambda *_: True)
+    loop: Any = SimpleNamespace(
+        _member=SimpleNamespace(must_stop=None), _warm=warm, _settings=SimpleNamespace(python="", environ={})
+    )
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = listener.getsockname()[1]
+        with pytest.raises(ConnectionError, match="an earlier process of this worker was to host it"):
+            WorldLoop._connect(loop, ranks, who_trains.World(1, (0,), f"127.0.0.1:{port - 1}", ""), 0, listener)
+        assert WorldLoop._connect(loop, ranks, who_trains.World(1, (0,), f"127.0.0.1:{port}", ""), 0, listener)
+    assert hosted == [f"127.0.0.1:{port}"]
+
+
+@pytest.mark.parametrize("waits", [False, True])
+def test_only_processes_that_have_something_to_save_are_given_time_to_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
+) -> None:
+    """A script may handle SIGTERM, also in a process that waits for the next world."""
+    delays: list[float] = []
+    ranks = SimpleNamespace(start=lambda *_: None, over=lambda: False, keep=lambda: None, stop=delays.append)
+    monkeypatch.setattr(rank_processes, "RankProcesses", lambda *_: ranks)
+    worlds = iter([True])
+
+    def next_world(_: object) -> bool:
+        if not next(worlds, False):
+            raise RunClosed
+        return True
+
+    environ = {contract.Env.CODE: "/", contract.Env.NOTICE: str(tmp_path)}
+    world = who_trains.World(1, (0,), "127.0.0.1:5", "")
+    member = SimpleNamespace(
+        next_world=next_world, world=world, generation=1, attempt=0, numbers={}, run_id="r", rank=0, must_stop=lambda: not waits
+    )
+    settings = SimpleNamespace(environ=environ, processes=1, command=[], grace_s=75.0)
+    loop: Any = SimpleNamespace(_settings=settings, _member=member, _state=tmp_path, _connect=next_world, _waits=lambda: True)
+    with pytest.raises(RunClosed):
+        WorldLoop._train(loop)
+    assert delays[0] == (0.0 if waits else 75.0)
 
 
 def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_saved(

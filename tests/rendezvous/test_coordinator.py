@@ -127,6 +127,39 @@ def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
     assert run.told[2][-1] == Closed("lost worker 2: it does not hear the others", 75)
 
 
+@pytest.mark.parametrize("index", [0, 2])
+def test_a_new_process_gets_no_place_in_a_world_that_its_predecessor_had_joined(index: int) -> None:
+    run = Coordinating()
+    run.take(Gone(index))
+    run.report(index, "waiting")  # before the next decision: it has connected in the place of a process that is cut off
+    assert run.told[index][1:] == []
+    run.tick()
+    assert run.told[index][-1] == Called(2, f"lost worker {index}", False, run.now + 75, leave_s=75.0)
+    peers = [id for id in range(3) if id != index]
+    for id in peers:
+        run.report(id, "waiting", 1, unheard=(index,))
+    run.look()
+    assert (run.newest().generation, run.newest().members[-1], run.state.fenced) == (2, index, {})
+    run.take(Gone(peers[0]))
+    run.report(peers[0], "waiting", 1)  # its connection was broken before it could join
+    assert run.told[peers[0]][-1] == run.newest()
+
+
+def test_a_process_of_the_previous_version_in_the_place_of_one_that_was_fenced_is_not_fenced_forever() -> None:
+    run = Coordinating()
+    for id in (0, 1):
+        run.report(id, "training", 1, unheard=(2,))
+    run.look()
+    told = len(run.told[2])
+    run.report(2, "waiting", 1, again=True)
+    assert (run.told[2][told:], run.state.fenced) == ([Called(2, LOST, False, run.now + 75, leave_s=75.0)], {})
+    for id in (0, 1):
+        run.report(id, "waiting", 1)
+    run.now += 10.0
+    run.look()
+    assert (run.newest().generation, 2 in run.newest().members) == (2, True)
+
+
 KILLED = {"rank": None, "code": 137, "reason": "the elastic agent of worker 2 was killed by SIGKILL", "time": 0.0}
 
 

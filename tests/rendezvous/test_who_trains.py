@@ -775,7 +775,8 @@ def test_repeating_a_report_changes_nothing():
 
 
 def test_a_worker_that_is_gone_is_forgotten():
-    assert State({0: a_worker(0, TRAINING, 4)}, a_world(0)).gone(0) == State({}, a_world(0))
+    assert State({0: a_worker(0, TRAINING, 4)}, a_world(0)).gone(0) == State({}, a_world(0), departed=frozenset({0}))
+    assert State({0: a_worker(0, WAITING, 3)}, a_world(0)).gone(0) == State({}, a_world(0)), "it had not joined"
     assert State({}).gone(7) == State({})
 
 

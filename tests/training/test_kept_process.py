@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ from outlast.job.workerfiles import next_world, progress_file
 from outlast.training import Stream, kept_process, session
 from outlast.training.kept_process import Facts
 from outlast.worker.hangs import deadlocks
-from outlast.worker.launch import training_process
+from outlast.worker.launch import os_calls, training_process
 from outlast.worker.launch.rank_failures import Ended, Start
 
 RESUME = "run.resume(net, stream)"
@@ -40,8 +41,8 @@ OWN = "the script has collectives before its first batch, or process groups of i
             {"foreign": ["net"]},
             "'net' in the state is bound to this world; only models of run.ddp() and Streams can change worlds",
         ),
-        ({"streams": 0}, "the state has 0 Streams; it needs the one that `for batch in stream` reads"),
-        ({"streams": 2}, "the state has 2 Streams; it needs the one that `for batch in stream` reads"),
+        ({"streams": 0}, "`for batch in stream` reads 0 Streams of the state; it must read one"),
+        ({"streams": 2}, "`for batch in stream` reads 2 Streams of the state; it must read one"),
         (
             {"hooks": True},
             "a model of run.ddp() has hooks, or options other than broadcast_buffers, bucket_cap_mb, dim, "
@@ -128,32 +129,36 @@ def test_an_error_of_a_kept_process_is_no_mistake_that_each_start_repeats(tmp_pa
 def test_a_mistake_in_a_world_with_kept_processes_ends_the_job_only_from_the_second_batch_on() -> None:
     keeper, watch, met = kept_process.Keeper(), deadlocks.watch(), []
     keeper.refusal = ""
-    keeper.opened(lambda own: [own, True])
+    keeper.opened(lambda call, own: [own + 1.0])
     assert watch.code == Exit.FAILED
     keeper.before_batch({}, met.append)
     assert (watch.code, met) == (Exit.FAILED, ["for batch in stream"])
     keeper.before_batch({}, met.append)
     assert (watch.code, met) == (Exit.MISCONFIGURED, ["for batch in stream"])
-    keeper.opened(lambda own: [own, False])
+    keeper.opened(lambda call, own: [own])
     keeper.before_batch({}, met.append)
     assert (watch.code, met) == (Exit.MISCONFIGURED, ["for batch in stream"])
 
 
-@pytest.mark.parametrize("late", [0, 1])
-def test_a_process_waits_only_for_a_world_that_has_a_saved_step(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, late: int
-) -> None:
+@pytest.fixture
+def leaving(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Stream:
+    """The stream of a rank that is to leave its world."""
     monkeypatch.setattr(training_process, "is_rank", True)
-    monkeypatch.setenv(Env.OUTPUT, str(tmp_path))
-    monkeypatch.setenv(Env.NOTICE, str(tmp_path / "notice"))
+    monkeypatch.setattr(deadlocks.Watch, "start", lambda _: None)
+    for name, value in {Env.OUTPUT: tmp_path, Env.STATE: tmp_path, Env.NOTICE: tmp_path / "notice"}.items():
+        monkeypatch.setenv(name, str(value))
     (tmp_path / "notice").write_text("{}")
+    return Stream(torch.zeros(8, 2), batch=2)
+
+
+@pytest.mark.parametrize("late", [0, 1])
+def test_a_process_waits_only_for_a_world_that_has_a_saved_step(leaving: Stream, late: int) -> None:
     net, reached = nn.Linear(2, 2), []
-    stream = Stream(torch.zeros(8, 2), batch=2)
 
     def trains() -> None:
         with session.open(keep_process=True) as run:
-            step = run.resume({"net": run.ddp(net), "stream": stream})
-            for _ in stream:
+            step = run.resume({"net": run.ddp(net), "stream": leaving})
+            for _ in leaving:
                 step += late
                 if run.interrupted():
                     run.save(step)
@@ -163,3 +168,42 @@ def test_a_process_waits_only_for_a_world_that_has_a_saved_step(
     with pytest.raises(SystemExit, match="75"):
         trains()
     assert reached == [("", 1)][:late]
+
+
+def trains(stream: Stream, batches: Callable[[], Iterable[object]], steps: list[int]) -> None:
+    with session.open(keep_process=True) as run:
+        step = run.resume({"net": run.ddp(nn.Linear(2, 2)), "stream": stream})
+        for _ in batches():
+            steps.append(step := step + 1)
+            if run.interrupted():
+                run.save(step)
+
+
+def test_a_process_whose_stream_is_read_otherwise_leaves_as_without_the_choice(leaving: Stream) -> None:
+    """No batch would come in which it could change the world."""
+    steps: list[int] = []
+    with pytest.raises(SystemExit, match="75"):
+        trains(leaving, lambda: leaving.batches(0, 1), steps)
+    assert steps == [1]
+
+
+def test_a_place_that_cannot_be_taken_is_the_error_of_a_kept_process(leaving: Stream, monkeypatch: pytest.MonkeyPatch) -> None:
+    def wait(*_: object) -> None:
+        raise RuntimeError("the store refuses connections")
+
+    monkeypatch.setattr(kept_process.Keeper, "wait", wait)
+    with pytest.raises(RuntimeError, match="the store refuses connections"):
+        trains(leaving, lambda: leaving, [])
+
+
+def test_a_process_that_has_another_rank_has_another_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    titles: list[str] = []
+    for name, value in {Env.STATE: str(tmp_path), Env.OUTPUT: str(tmp_path), "RANK": "2", Env.GENERATION: "1"}.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr(os_calls, "entitle", titles.append)
+    monkeypatch.setattr(training_process, "command", ["-m", "trains"])
+    monkeypatch.setattr(training_process, "kept", False)
+    monkeypatch.setattr(kept_process.script_files, "stays", lambda *_: None)
+    next_world.write(tmp_path, 0, {"RANK": "1", Env.GENERATION: "2"})
+    kept_process.Keeper().wait(0)
+    assert titles == ["rank 1 trains"]

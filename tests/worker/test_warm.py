@@ -9,6 +9,8 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -90,7 +92,7 @@ def test_a_fork_is_called_by_what_it_does(kind: str, argv: list[str], title: str
 
 
 FORKING = """
-import os, sys, time
+import os, signal, sys, time
 from pathlib import Path
 from outlast.worker.launch import warm_process as warm
 from outlast.base import unix_sockets
@@ -104,6 +106,7 @@ warm.enter(request)
 for text in request.argv:
     os.write(1, text.encode())
 if not request.argv:
+    signal.signal(signal.SIGCONT, lambda *_: os.write(1, b"goes on"))
     time.sleep(60)
 os._exit(3)
 """
@@ -206,6 +209,64 @@ def test_the_end_of_the_store_ends_a_start_of_ranks(forking: str, capfd: pytest.
     assert (ended.rank, ended.code) == (None, 3)
     assert Start(1, Path("/"), 1, 1, 0).failure(ended)["reason"] == "the store of the world on worker 1 exited with code 3"
     assert capfd.readouterr().out.endswith("127.0.0.1:5")
+
+
+def test_a_store_that_is_stopped_goes_on_at_once(forking: str, capfd: pytest.CaptureFixture[str]) -> None:
+    run(a_rank(forking, "fails"))
+    store = rank_processes.Fork(forking, "store", [], ENVIRON, "/", threading.Condition())
+    while not (found := forks(forking)):
+        pass
+    said = ""
+    while "goes on" not in said:
+        assert not store.ended
+        found[0].send_signal(signal.SIGSTOP)
+        time.sleep(0.01)
+        said += capfd.readouterr().out
+    store.signal(signal.SIGKILL)
+    store.join()
+
+
+STALE = """
+import os, selectors, signal, socket, sys
+from pathlib import Path
+from outlast.base import unix_sockets
+from outlast.worker.launch import warm_process as warm, warm_request
+
+path = Path(sys.argv[1])
+server = warm.Server(unix_sockets.listening(path), dict(os.environ))
+
+def asks() -> socket.socket:
+    caller = unix_sockets.connect(path)
+    warm_request.request(caller, "store", [], dict(os.environ), "/", (0, 1, 2))
+    return caller
+
+def forked() -> None:
+    if server._turn(10):
+        signal.pause()
+
+signal.alarm(30)
+first = asks()
+forked()
+[(fd, child)] = server._children.items()
+first.sendall(b"15\\n")  # it is read after the child's end, and after the next request
+os.kill(child.pid, signal.SIGKILL)
+os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+second = asks()
+order = [server._wake_r, server._listener.fileno(), fd]
+ready = sorted(server._selector.select(0), key=lambda each: order.index(each[0].fd))
+assert [key.fd for key, _ in ready] == order
+server._selector.select = lambda timeout_s: ready
+forked()
+[after] = server._children.values()
+print(first.recv(4096).decode(), after.pid != child.pid)
+os.kill(after.pid, signal.SIGKILL)
+"""
+
+
+def test_an_event_of_a_closed_connection_is_not_taken_for_one_of_the_next(tmp_path: Path) -> None:
+    """The warm process would wait for a signal that nobody sends, and fork nothing else."""
+    done = subprocess.run([sys.executable, "-c", STALE, str(tmp_path / "warm.sock")], capture_output=True, text=True, check=False)
+    assert (done.returncode, done.stdout[:14], done.stdout[-5:]) == (0, '{"status": -9,', "True\n"), done.stderr
 
 
 def test_without_a_warm_process_there_is_no_rank(tmp_path: Path) -> None:

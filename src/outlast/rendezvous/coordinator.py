@@ -250,7 +250,7 @@ class _Step:
         self.state = replace(self.state, reports={**self.state.reports, report.id: report})
         if report.id in self.state.fenced:
             generation, closed = self.state.fenced[report.id]
-            if report.generation == generation:
+            if report.generation == generation and not report.again:
                 return self.effects.append(Send(to, "closed", closed))
             fenced = {id: each for id, each in self.state.fenced.items() if id != report.id}
             self.state = replace(self.state, fenced=fenced)  # the worker was restarted
@@ -271,7 +271,7 @@ class _Step:
         if state.called is not None:
             self.effects.append(Send(to, "called", self.message(state.called)))
         elif current is not None and report.generation < current.generation:
-            if report.id in current.members:
+            if report.id in current.members and report.id not in state.departed:
                 self.effects.append(Send(to, "world", current))
             elif report.standing is not MemberState.WAITING:
                 self.effects.append(Send(to, "called", messages.Called(current.generation, current.reason, False, 0.0)))

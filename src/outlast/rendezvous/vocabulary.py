@@ -211,6 +211,8 @@ class State:
     """Recent losses by worker id; these workers are kept out of worlds for a while."""
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
+    departed: frozenset[int] = frozenset()
+    """Workers that had joined the world and disconnected. A new process with the same index cannot take its place there."""
 
     @property
     def inside(self) -> list[Member]:
@@ -237,14 +239,11 @@ class State:
         member = self.members.get(id)
         if member is None:
             return self
-        if (
-            member.standing is MemberState.DONE
-            and self.world
-            and id in self.world.members
-            and member.generation >= self.world.generation
-        ):
+        joined = self.world and id in self.world.members and member.generation >= self.world.generation
+        if joined and member.standing is MemberState.DONE:
             return self
-        return replace(self, members={other: m for other, m in self.members.items() if other != id})
+        members = {other: m for other, m in self.members.items() if other != id}
+        return replace(self, members=members, departed=self.departed | {id} if joined else self.departed)
 
     def after(self, decision: Decision) -> Self:
         """Return the state after a decision."""
@@ -257,5 +256,5 @@ class State:
             # DONE in an older world does not count: drop members with that state, which may have exited.
             members = {id: m for id, m in self.members.items() if m.standing is not MemberState.DONE}
             lost = {id: replace(loss, held=loss.held and id not in decision.members) for id, loss in self.lost.items()}
-            return replace(self, members=members, world=decision, called=None, lost=lost, held=0)
+            return replace(self, members=members, world=decision, called=None, lost=lost, held=0, departed=frozenset())
         return self

@@ -140,7 +140,7 @@ class _Situation:
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
         """The newest generation that may have made a step: one that a holder of state has not joined cannot have made any."""
-        absent = [id for id in self.ranks if id not in state.members]
+        absent = [id for id in self.ranks if id not in state.members or (id in self.late and id in state.departed)]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
         self.unheard = [id for id in absent if self.unheard_until is not None and id not in doubted]

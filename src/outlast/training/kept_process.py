@@ -31,7 +31,7 @@ from outlast.training import ddp
 from outlast.training.collective_calls import Calls
 from outlast.training.samples.stream import Stream
 from outlast.worker.hangs import deadlocks
-from outlast.worker.launch import script_files, training_process
+from outlast.worker.launch import os_calls, script_files, training_process
 
 log = logging.getLogger("outlast")
 
@@ -40,7 +40,7 @@ _PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
 _BACKENDS = "gloo", "nccl"
 _OPTIONS = {"broadcast_buffers", "bucket_cap_mb", "dim", "find_unused_parameters", "gradient_as_bucket_view"}
 """Options of DDP that mean the same when it is initialized again."""
-_DDP, _RESUME = "run.ddp()", "run.resume("
+_OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resume("
 
 
 @dataclasses.dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Facts:
     groups: int = 1
     """Number of process groups that are not the session's own."""
     streams: int = 1
-    """Number of Streams that `resume` was given, and that are read with `for batch in stream`."""
+    """Number of Streams that `resume` was given; 0 while `for batch in stream` has read none."""
     foreign: Sequence[str] = ()
     """Names in the state of objects that are bound to this world and cannot change it, such as FSDP2's modules."""
     hooks: bool = False
@@ -81,7 +81,7 @@ def refusal(facts: Facts) -> str:
     if facts.foreign:
         return f"{facts.foreign[0]!r} in the state is bound to this world; only models of run.ddp() and Streams can change worlds"
     if facts.streams != 1:
-        return f"the state has {facts.streams} Streams; it needs the one that `for batch in stream` reads"
+        return f"`for batch in stream` reads {facts.streams} Streams of the state; it must read one"
     if facts.compiled:
         return "torch.compile or torch.jit has compiled code, and would compile it otherwise than in a new process"
     if facts.thread:
@@ -117,13 +117,15 @@ class Keeper:
         """Numbers of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
         self._own = 0
 
-    def opened(self, gather: Callable[[bool], Sequence[bool]]) -> None:
-        """Begin to count the calls before the first batch. A collective.
+    def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
+        """Begin to count the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
+        collective.
 
         While the calls of processes that were kept may differ from those of new ones, a mistake of the script restarts the world
         with new processes instead of ending the job.
         """
-        self._mixed = any(gather(training_process.kept))
+        self._mixed = any(meet(_OPEN, training_process.kept))
+        deadlocks.watch().call = ""
         deadlocks.watch().code = Exit.FAILED if self._mixed else Exit.MISCONFIGURED
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
@@ -191,7 +193,7 @@ class Keeper:
         facts = dataclasses.replace(
             self._facts,
             groups=len(deadlocks.watch().begun()),
-            streams=sum(isinstance(thing, Stream) for thing in state.values()),
+            streams=sum(isinstance(thing, Stream) for thing in state.values()) if self._batches else 0,
             foreign=[name for name, thing in state.items() if _bound(thing, models)],
             hooks=any(_hooks(model) or options.keys() - _OPTIONS for model, options in self.models),
             compiled=_compiled(state),
@@ -214,6 +216,7 @@ class Keeper:
         training_process.kept = True
         deadlocks.watch().forget()
         os.environ.update(place)
+        os_calls.entitle(training_process.title(training_process.command, os.environ))
         script_files.stays(os.environ, world_store.client)
         training_process.enter(state)
 

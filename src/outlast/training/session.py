@@ -206,7 +206,7 @@ class Session:
         if not self._attached:
             seeded.seed_all(self.seed)
         if self._keeper:
-            self._keeper.opened(self._disks.gather)
+            self._keeper.opened(self._meet)
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
@@ -247,8 +247,8 @@ class Session:
         self._saver.close()
         self._disks.close()
         self._calls.close()
-        self._group = None
-        if self._joined:
+        self._group, joined, self._joined = None, self._joined, False
+        if joined:
             dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:

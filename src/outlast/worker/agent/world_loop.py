@@ -162,7 +162,7 @@ class WorldLoop:
         while not over:
             if not kept:
                 ranks = rank_processes.RankProcesses(str(self._state / warm_request.SOCKET), environ[Env.CODE])
-            kept = False
+            waits, kept = kept, False
             try:
                 if not member.next_world(functools.partial(self._connect, ranks)):
                     continue
@@ -171,6 +171,7 @@ class WorldLoop:
                 if member.generation > 1 and not member.attempt:  # `_repaired` logs further attempts of a world
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
+                waits = False
                 ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
                 while not (over := ranks.over()) and not member.must_stop() and not (kept := self._waits()):
                     ranks.wait(MONITOR_INTERVAL_S)
@@ -181,7 +182,7 @@ class WorldLoop:
                     ranks.keep()
                 else:
                     promised = os.path.exists(environ[Env.NOTICE])
-                    ranks.stop(settings.grace_s if promised else rank_processes.KILL_DELAY_S)
+                    ranks.stop(0.0 if waits else settings.grace_s if promised else rank_processes.KILL_DELAY_S)
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
         # The first process to fail may end last: it made others fail, and then all of them were stopped.
@@ -198,6 +199,8 @@ class WorldLoop:
         must stop before ranks can be forked. Raises OSError and WarmEnded."""
         if rank != 0:
             tcp.reach(world.address)
+        elif tcp.host_port(world.address)[1] != listener.getsockname()[1]:
+            raise ConnectionError("an earlier process of this worker was to host it")
         ready = self._warm.wait_until_ready(self._settings.python, self._member.must_stop)
         if ready and rank == 0:
             ranks.host(world.address, listener, self._settings.environ)

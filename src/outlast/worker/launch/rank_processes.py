@@ -142,6 +142,7 @@ class Fork(threading.Thread):
         place = {name: value for name, value in environ.items() if name in always or self._environ.get(name) != value}
         next_world.write(Path(environ[Env.STATE]), self._local_rank, place)
         self._environ, self._rank = environ, int(environ["RANK"])
+        self.name = f"rank-{self._rank}"
         if self._lines:
             self._lines.prefix = PREFIX.format(self._rank).encode()
 

@@ -18,6 +18,7 @@ import sys
 import textwrap
 import time
 import traceback
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Any
@@ -34,13 +35,21 @@ is_rank = False
 """True if an agent has started this very process, which is not a child of its rank."""
 kept = False
 """True if the process has begun in an earlier world, so that its errors may not be those of a new one."""
+command: Sequence[str] = ("",)
+"""The `argv` that this process runs."""
 _USAGE = 2
 """The exit code with which argparse and most commands reject wrong arguments."""
 
 
+def title(argv: Sequence[str], environ: Mapping[str, str]) -> str:
+    """Return the title of a process that runs `argv`."""
+    return f"rank {environ.get('RANK', '0')} {argv[1] if argv[0] == '-m' else os.path.basename(argv[0])}"
+
+
 def main(argv: list[str]) -> None:
     """Run `argv` as Python would. Returns at the end of the script, or raises SystemExit."""
-    global _began, is_rank
+    global _began, is_rank, command
+    command = argv
     _began = time.monotonic()  # our parent may have imported this module long ago
     state = os.environ.get(contract.Env.STATE)
     if state:

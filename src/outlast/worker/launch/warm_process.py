@@ -57,6 +57,7 @@ class Request:
 
 @dataclasses.dataclass
 class _Child:
+    kind: str
     pid: int
     connection: socket.socket
     killed: bool = False
@@ -111,6 +112,8 @@ class Server:
     def _turn(self, timeout_s: float | None) -> Request | None:
         """Handle all pending events. Returns a request only in the child forked for it."""
         for key, _ in self._selector.select(timeout_s):
+            if self._selector.get_map().get(key.fd) is not key:
+                continue  # closed by an earlier event of this turn; another connection may have the descriptor by now
             if key.fileobj is self._listener:
                 if request := self._accept():
                     return request
@@ -158,7 +161,7 @@ class Server:
             self._detach(parent)
             return request
         _close(*request.fds, request.imports_fd)
-        self._children[connection.fileno()] = _Child(pid, connection)
+        self._children[connection.fileno()] = _Child(request.kind, pid, connection)
         self._selector.register(connection.fileno(), selectors.EVENT_READ)
         return None
 
@@ -196,9 +199,14 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers."""
+        """Report ended children to their callers. Continue a stopped store at once: all ranks may wait for it, and nobody else
+        notices."""
         with contextlib.suppress(ChildProcessError):
-            while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
+                if os.WIFSTOPPED(ended[1]):
+                    if any(child.pid == ended[0] and child.kind == "store" for child in self._children.values()):
+                        os.kill(ended[0], signal.SIGCONT)
+                    continue
                 for fd in [fd for fd, child in self._children.items() if child.pid == ended[0]]:
                     child = self._children.pop(fd)
                     end = {"status": os.waitstatus_to_exitcode(ended[1]), "time": time.time()}
@@ -267,8 +275,9 @@ def become(request: Request) -> None:
 def title(request: Request) -> str:
     if request.kind == "store":
         return f"store of worker {request.env.get(contract.Env.WORKER, '')}"
-    script = request.argv[1] if request.argv[0] == "-m" else os.path.basename(request.argv[0])
-    return f"rank {request.env.get('RANK', '0')} {script}"
+    from outlast.worker.launch import training_process
+
+    return training_process.title(request.argv, request.env)
 
 
 def leave(code: int) -> NoReturn:
