@@ -145,3 +145,5 @@ with session.open(seed=3, quiet=True, keep_process=args.keep) as run:
     weights = hashlib.sha256(b"".join(each.tobytes() for each in parameters)).hexdigest()
     if run.rank == 0:
         (run.output / "final.json").write_text(json.dumps({"step": step, "weights": weights}))
+        if args.print:
+            print(f"weights {weights}", flush=True)
