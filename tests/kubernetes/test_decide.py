@@ -418,6 +418,16 @@ def test_a_lost_node_is_given_up_after_the_time_that_is_said_and_nobody_is_blame
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
 
 
+def test_attempts_use_up_the_budget_as_well() -> None:
+    cluster = training(restarts={"limit": 2})
+    cluster.reached = False
+    for _ in range(4):
+        cluster.repair(1)
+    cluster.reached = True
+    cluster.until(lambda c: c.status["state"] == "Failed")
+    assert "restarts.limit (2 within 1h without a new checkpoint) is used up" in cluster.status["reason"]
+
+
 def failed_three_times_at_step_7(**failure: object) -> Cluster:
     """A job that has ended by that; `failure` is what its agents report otherwise."""
     cluster = training()
@@ -479,6 +489,17 @@ def test_running_out_of_memory_at_one_step_ends_like_an_error() -> None:
         "it has run out of memory at step 30 3 times in a row"
     )
     assert cluster.made["train-worker-0"] == 3
+
+
+def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
+    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
+    cluster.every = 10_000
+    for _ in range(3):
+        cluster.run(5)
+        freeze(cluster, 0)
+        cluster.run(100)
+    assert cluster.status["state"] == "Failed"
+    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]
 
 
 def test_a_worker_that_ends_beside_a_container_that_runs_on_has_ended() -> None:
