@@ -27,7 +27,7 @@ demo: $(TRAINS)  ## Train on real images, kill a worker on the way, evaluate, re
 
 test: $(READY)  ## Run the tests, but not those that take minutes
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal
-	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu"
+	$(BIN)/pytest -m "jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist loadscope
 
 test-core: $(READY)  ## Run the tests of base, job, rendezvous, storage and training (under two minutes): after a first change
 	$(BIN)/pytest -m "not jobs and not slow and not cluster and not gpu" --numprocesses 2 --dist worksteal $(CORE:%=tests/%)

@@ -11,6 +11,7 @@ import sys
 import uuid
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -52,9 +53,12 @@ sys.modules.setdefault("rfc3987_syntax", None)  # type: ignore[arg-type]
 signal.signal(signal.SIGINT, signal.default_int_handler)
 """Also where a shell has started us in the background, with Ctrl-C ignored: what tests start would inherit that."""
 
-JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun")
-JOBS += ("test_accelerate.", "test_hf.", "test_lightning.", "test_llm.", "test_torchtitan.")
-"""Modules whose tests run whole jobs, or that import large libraries, with which forks and garbage collections take longer."""
+LIBRARIES = ("test_accelerate.", "test_hf.", "test_lightning.", "test_llm.", "test_torchtitan.")
+LIBRARIES += ("test_gpt_runs.", "test_imagenet.", "test_imports.", "test_perceiver.", "test_roles.", "test_spark.")
+"""Modules that import large libraries, with which forks and garbage collections take longer, or that start processes which do."""
+
+JOBS = ("test_examples_pods", "test_push_killed", "test_run_", "test_torchrun", *LIBRARIES)
+"""These, and modules whose tests run whole jobs."""
 
 
 def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool | None:
@@ -76,6 +80,20 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if item.path.name.startswith(JOBS):
             item.add_marker("jobs")
+
+
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
+    """With `--dist loadscope`: one job at a time, and beside the jobs, in another process, what imports libraries."""
+    if config.getvalue("dist") != "loadscope":
+        return None
+    from xdist.scheduler import LoadScopeScheduling
+
+    class Lanes(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            return "libraries" if nodeid.partition("::")[0].rpartition("/")[2].startswith(LIBRARIES) else "jobs"
+
+    return Lanes(config, log)
 
 
 def pytest_collection_finish() -> None:

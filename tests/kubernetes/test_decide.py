@@ -375,14 +375,6 @@ def test_a_failure_counts_once_is_told_with_its_node_and_costs_at_most_the_steps
         assert [(each["node"], each.get("cause")) for each in cluster.status["failures"]] == [(node, "bits")]
 
 
-@pytest.mark.parametrize("low", [1, 2])
-@pytest.mark.parametrize("happens", [lambda c: c.end(pod(c, 0), 137), lambda c: freeze(c, 0)], ids=["killed", "silent"])
-def test_worker_0_that_fails_is_replaced_and_counts_once(happens: Callable[[Cluster], object], low: int) -> None:
-    cluster = training(low=low)
-    again(cluster, by=lambda: happens(cluster))
-    assert (cluster.status["restarts"], cluster.status["interruptions"], cluster.made["train-worker-0"]) == (1, 0, 2)
-
-
 def taint(cluster: Cluster) -> None:
     """The node of worker 1 is going away."""
     taints = [{"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule"}]
@@ -424,26 +416,6 @@ def test_a_lost_node_is_given_up_after_the_time_that_is_said_and_nobody_is_blame
     assert lost_s <= cluster.now - began < lost_s + 70
     assert pod(cluster, 1)["spec"]["nodeName"] != node
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
-
-
-def test_failures_of_a_weekend_without_an_operator_do_not_count_as_if_all_were_now() -> None:
-    cluster = training(restarts={"limit": 2})
-    for _ in range(4):
-        cluster.repair(1)
-        cluster.now += 2 * 3600
-    cluster.run(30)
-    assert (cluster.status["restarts"], cluster.status["state"]) == (4, "Running")
-
-
-def test_a_failure_during_a_call_counts_although_an_earlier_one_was_repaired() -> None:
-    cluster = training()
-    cluster.repair(1)
-    cluster.run(30)
-    cluster.change(replicas=1)
-    cluster.until(lambda c: "called" in c.status["rendezvous"])
-    cluster.fail(0)
-    cluster.until(trains(1))
-    assert cluster.status["restarts"] == 2
 
 
 def test_attempts_use_up_the_budget_as_well() -> None:
@@ -500,22 +472,6 @@ def test_no_words_of_a_script_change_why_its_job_ended() -> None:
     cluster.until(lambda c: c.status["state"] == "Failed")
     assert cluster.status["conditions"][-1]["reason"] == "BackoffLimitExceeded"
     assert prometheus.failure_cause(cluster.status) == "error"
-
-
-def test_running_out_of_memory_again_and_again_ends_by_the_budget() -> None:
-    cluster = training(low=2, restarts={"limit": 3}, resources={"memory": "16Gi"}, steps=10_000)
-    cluster.every = 10_000  # no progress
-    for _ in range(40):
-        for each in cluster.pods:
-            if each["status"]["phase"] == "Running" and each["metadata"]["name"] == "train-worker-0":
-                cluster.end(each, 137, reason="OOMKilled")
-        cluster.run(20)
-        if cluster.status["state"] == "Failed":
-            break
-    assert cluster.status["reason"].startswith(
-        "worker 0 was OOMKilled: it used more than its limit of 16Gi; raise resources.memory; restarts.limit (3 within"
-    )
-    assert cluster.made["train-worker-0"] == 4
 
 
 def test_running_out_of_memory_at_one_step_ends_like_an_error() -> None:

@@ -30,12 +30,6 @@ def undisturbed(namespace: Namespace) -> str:
     return namespace.weights("undisturbed")
 
 
-def test_one_pod_trains_to_its_end(namespace: Namespace) -> None:
-    documents = namespace.run("one", "job", args=["--epochs=5"], workers={"replicas": 1})
-    namespace.ended(kind(documents, "Job"), "Complete")
-    assert namespace.weights("one")
-
-
 def test_a_statefulset_trains_once_and_stays_up(namespace: Namespace, undisturbed: str) -> None:
     namespace.run("set", "statefulset")
     assert namespace.weights("set") == undisturbed
@@ -60,13 +54,6 @@ def test_a_pod_is_killed_and_the_weights_are_those_of_the_undisturbed_run(
     namespace.kubectl("delete", "pod", victim, "--grace-period=0", "--force")
     namespace.ended(kind(documents, "Job"), "Complete")
     assert namespace.weights(f"killed-{index}") == undisturbed
-
-
-def test_a_wrong_configuration_ends_the_job_and_is_not_tried_again(namespace: Namespace) -> None:
-    documents = namespace.run("wrong", "indexed-job", args=["--world=3"])
-    failed = namespace.ended(kind(documents, "Job"), "Failed")
-    assert (failed["reason"], "exit code 78" in failed["message"]) == ("PodFailurePolicy", True)
-    assert "the world has 2 ranks and --world asks for 3" in namespace.logs("wrong")
 
 
 @pytest.fixture(scope="module")

@@ -94,18 +94,6 @@ def test_pods_that_are_told_to_go_save_and_an_operator_that_knows_nothing_goes_o
 
 
 @pytest.mark.slow
-def test_what_fails_again_and_again_is_given_up_by_who_decides(operated: Operated) -> None:
-    operated.submit(
-        workers={"replicas": 2, "min": 2}, args=["--fail-at=15"], restarts={"limit": 1}, checkpoint={"every": "1000 steps"}
-    )
-    operated.until(lambda: operated.status.get("state") == "Failed", "the end")
-    assert "a bug at step 15" in operated.status["reason"]
-    assert "restarts.limit (1 within 1h without a new checkpoint) is used up" in operated.status["reason"]
-    assert operated.status["restarts"] == 1
-    operated.until(lambda: not operated.kubelet.running, "the end of the pods")
-
-
-@pytest.mark.slow
 def test_what_a_kill_has_cost_is_counted_where_prometheus_reads_it(operated: Operated, moto: Place) -> None:
     """The ledger of rank 0, the account beside it, the Lease, the status, the operator's `/metrics`."""
 

@@ -21,18 +21,6 @@ from outlast.storage import store
 from servers import Place
 
 
-@pytest.mark.slow
-def test_two_pods_train_to_the_end_and_the_record_says_so(pods, undisturbed: Final):
-    two = pods(args=ARGS)
-    two.start(0, 1)
-    assert two.codes() == {0: 0, 1: 0}
-    assert two.final() == undisturbed(ARGS, 2)
-    assert (two.record().state, two.record().exit_code) == ("Succeeded", 0)
-    log = (two.output / "logs" / "worker-1.log").read_text()
-    assert log.endswith("outlast | worker 1: training is done (exit 0)\n")
-    assert log == two.log(1)
-
-
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undisturbed_run(victim, pods, undisturbed: Final):
     two = pods(args=ARGS)
@@ -42,6 +30,10 @@ def test_a_pod_that_is_lost_comes_back_and_the_weights_are_those_of_the_undistur
     two.start(victim)
     assert two.codes() == {0: 0, 1: 0}
     assert two.final() == undisturbed(ARGS, 2)
+    assert (two.record().state, two.record().exit_code) == ("Succeeded", 0)
+    log = (two.output / "logs" / f"worker-{1 - victim}.log").read_text()
+    assert log.endswith(f"outlast | worker {1 - victim}: training is done (exit 0)\n")
+    assert log == two.log(1 - victim)
 
 
 @pytest.mark.slow

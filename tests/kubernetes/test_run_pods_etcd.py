@@ -40,28 +40,6 @@ def test_pods_go_on_when_the_agent_that_decides_is_lost(pods, own_etcd: Server, 
 
 
 @pytest.mark.slow
-def test_a_training_that_fails_for_good_is_given_up_by_all_who_meet_by_etcd(pods, own_etcd: Server) -> None:
-    two: Pods = pods(args=("--fail-at=15",), restarts={"limit": 1})
-    two.start(0, 1, **by(own_etcd))
-    assert two.codes(hurry=False) == {0: contract.Exit.GIVEN_UP, 1: contract.Exit.GIVEN_UP}
-    assert two.record().state == "Failed"
-
-
-@pytest.mark.slow
-def test_a_pod_that_is_told_to_leave_has_everybody_save(pods, own_etcd: Server, undisturbed: Final) -> None:
-    two: Pods = pods(args=ARGS)
-    two.start(0, 1, **by(own_etcd))
-    two.wait(lambda: two.step() >= 25, "step 25")
-    two.running[1].terminate()
-    assert two.running.pop(1).wait(60) == contract.Exit.INTERRUPTED
-    two.start(1, **by(own_etcd))
-    assert two.codes() == {0: 0, 1: 0}
-    assert two.final() == undisturbed(ARGS, 2)
-    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 61))
-
-
-@pytest.mark.slow
 def test_training_does_not_notice_an_etcd_that_is_away_for_a_minute(pods, own_etcd: Server) -> None:
     two: Pods = pods(args=("--steps=4000", "--pause=0.05", "--gate"))
     two.start(0, 1, **by(own_etcd))

@@ -734,20 +734,6 @@ def test_a_worker_that_lost_the_store_is_not_judged_before_worker_0_is_heard_of(
         assert cluster.message("Failed").startswith("worker 0 was killed (exit code 137), ")
 
 
-def test_a_worker_that_is_killed_again_and_again_ends_the_job_by_its_budget() -> None:
-    cluster = running(a_job(backoffLimit=5))
-    pauses = []
-    for _ in range(6):
-        cluster.end(1, 137)
-        failed_at = cluster.now
-        while (plan := cluster.look()) and not plan.creates and cluster.status["state"] == "Restarting":
-            cluster.now = plan.requeue_at or cluster.now
-        pauses.append(cluster.now - failed_at)
-        cluster.settle()
-    assert pauses == [0, 2, 4, 8, 16, 0]
-    assert cluster.message("Failed") == "worker 1 was killed (exit code 137), and backoffLimit (5) is used up by 6 restarts"
-
-
 def test_restarts_by_nodes_count_against_the_budget() -> None:
     cluster = running(a_job(policy="OnFailure", backoffLimit=2))
     for count in (1, 2):
@@ -780,17 +766,6 @@ def test_a_drain_of_worker_0_uses_up_no_restarts_though_nodes_start_all_others_a
     assert cluster.message("Failed").endswith("backoffLimit (0) is used up by 1 restarts")
 
 
-def test_a_worker_that_was_restarted_thousands_of_times_is_restarted_again() -> None:
-    cluster = running(a_job(backoffLimit=10**6))
-    for _ in range(12):  # of which ten are kept
-        cluster.end(0, 137)
-        cluster.look()
-        cluster.now += 60
-        cluster.settle()
-    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 12)
-    assert len(cluster.status["job"]["failures"]) == 10
-
-
 def test_a_worker_that_its_node_refuses_is_not_made_again_at_once() -> None:
     cluster = Cluster(a_job(1))
     cluster.look()
@@ -821,14 +796,6 @@ def test_scaling_makes_exactly_the_workers_that_are_wanted(unset: tuple[str, ...
     cluster.scale(1)
     plan = cluster.look()
     assert [each.name for each in plan.deletes] == ["cifar-worker-1"], "a gap is not filled by it"
-
-
-def test_a_job_that_is_to_have_no_workers_is_not_done() -> None:
-    cluster = Cluster(a_job(0))
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"]) == ([], "Suspended")
-    assert cluster.conditions() == {"Created": "True", "Suspended": "True"}
-    assert "startTime" not in cluster.status
 
 
 def test_a_changed_range_of_workers_reaches_all_of_them() -> None:

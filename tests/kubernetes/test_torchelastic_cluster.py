@@ -111,15 +111,6 @@ def test_workers_are_replaced_scaled_and_end(namespace: Namespace) -> None:
     )
 
 
-def test_a_script_that_fails_fails_the_job(namespace: Namespace) -> None:
-    failing = a_job("failing", "raise SystemExit(1)", replicas=1)
-    container = failing["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]["containers"][0]
-    container["env"].append({"name": "PET_MAX_RESTARTS", "value": "0"})
-    namespace.apply([failing])
-    becomes(namespace, "failing", "Failed")
-    namespace.kubectl("delete", LEGACY, "failing")
-
-
 @pytest.mark.parametrize(
     ("change", "sentence"),
     [

@@ -2,22 +2,11 @@
 
 from __future__ import annotations
 
-import socket
 import time
-from pathlib import Path
 
 import pytest
 
-import small_disks
 from outlast.job.status import State
-
-
-@pytest.mark.slow
-def test_a_wrong_configuration_is_not_tried_again(machine):
-    status = machine.run(machine.job(args=("--steps=40", "--exit-at=2", "--print")))
-    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
-    assert status.failure.reason == "rank 0 on worker 0 exited with code 78"
-    assert status.failure.log_tail == "rank 0 step 1"
 
 
 @pytest.mark.slow
@@ -175,19 +164,6 @@ def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine
 
 
 @pytest.mark.slow
-def test_the_restart_budget_ends_a_job_that_makes_no_progress(machine):
-    job = machine.job(args=("--steps=400",), checkpoint={"every": "1h"}, restarts={"limit": 1})
-    name = machine.submit(job)
-    machine.at_step(name, 3)
-    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
-    machine.wait(name, lambda s: s.restarts == 1 and s.state is State.RUNNING and s.step >= 3 and all(w.ranks for w in s.workers))
-    machine.backend.chaos(name, "kill-process", worker=0, rng=machine.rng)
-    status = machine.end(name)
-    assert (status.state, status.exit_code) == (State.FAILED, 137)
-    assert "is used up" in status.reason
-
-
-@pytest.mark.slow
 def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     name = machine.submit(machine.job(args=("--steps=4000", "--pause=0.02", "--gate")))
     machine.at_step(name, 3)
@@ -198,67 +174,6 @@ def test_a_script_that_disappears_from_the_copy_of_the_code_is_named(machine):
     status = machine.end(name)
     assert (status.state, status.exit_code) == (State.FAILED, 78)
     assert "script: exact.py is not in" in status.reason
-
-
-@pytest.mark.slow
-def test_a_damaged_checkpoint_is_reported_skipped_and_kept(machine, undisturbed):
-    args = ("--steps=60", "--pause=0.04", "--gate")
-    path = machine.job(args=args)
-    name = machine.submit(path)
-    machine.at_step(name, 35)
-    machine.backend.steer(name, "interrupt")
-    left = machine.end(name)
-    newest = Path(left.checkpoint.path)
-    victim = max(newest.glob("*.distcp"), key=lambda file: file.stat().st_size)
-    content = bytearray(victim.read_bytes())
-    content[len(content) // 2] ^= 0xFF
-    victim.write_bytes(content)
-    status = machine.end(machine.submit(path), hurry=True)
-    assert status.state is State.SUCCEEDED
-    events = machine.backend.events(name)
-    (damaged,) = [event for event in events if event["kind"] == "damaged"]
-    assert Path(damaged["path"]) == newest
-    restored = [event["step"] for event in events if event["kind"] == "restored"]
-    assert restored[-1] == max(step for step in range(0, left.checkpoint.step, 10))
-    assert machine.final(name) == undisturbed(args, 2)
-
-
-@pytest.mark.slow
-def test_a_full_disk_stops_saving_but_not_training_and_is_said(small_disk: Path, machine_in):
-    """State, logs, ledger and output are all on the disk that is full. When there is room again, saving works again."""
-    args = ("--steps=160", "--pause=0.05", "--width=6000", "--print")
-    machine = machine_in(small_disk)
-    try:
-        name = machine.submit(machine.job(args=args, checkpoint={"every": "10 steps", "keep": 2}))
-        started = machine.at_step(name, 15)
-        small_disks.fill(small_disk)
-        log = machine.backend.output(name) / "logs" / "worker-0.log"
-        size = log.stat().st_size
-        time.sleep(3)  # long enough for saves, logs, status and ledger to find no room
-        assert log.stat().st_size < size + 4096, "the disk was full"
-        small_disks.repair(small_disk)
-        status = machine.end(name)
-        assert (status.state, status.restarts) == (State.SUCCEEDED, 0), (
-            machine.directory / "state/jobs/job/launcher.log"
-        ).read_text()
-        assert status.checkpoint is not None
-        assert status.checkpoint.step == 160
-        assert status.run == started.run
-        steps = [event["step"] for event in machine.backend.events(name) if event["kind"] == "committed"]
-        assert len(steps) < 16, "some saves found no room"
-    finally:
-        machine.kill_everything()
-        machine.kill_everything()
-
-
-@pytest.mark.slow  # the sentence: tests/base/test_probes.py
-def test_a_probe_port_in_use_is_said_and_not_tried_again(machine, monkeypatch):
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        port = taken.getsockname()[1]
-        monkeypatch.setenv("OUTLAST_PROBE_PORT", str(port))
-        status = machine.run(machine.job(args=("--steps=400",), workers={"replicas": 1}))
-    assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert f"cannot serve probes on 127.0.0.1:{port}: Address already in use; free it or choose another" in status.reason
 
 
 @pytest.mark.slow

@@ -207,15 +207,3 @@ def test_an_environment_of_conda_trains_without_outlast_in_it(machine, monkeypat
     assert status.state is State.SUCCEEDED, status
     assert machine.final("job")["step"] == 20
     assert "outlast | made environment.conda (environment.yml): Python 3.11" in logs(machine)
-
-
-@pytest.mark.slow
-def test_requirements_that_cannot_be_met_are_told_before_data_is_fetched(machine, rclone: Place, gate: Gate):
-    upload(rclone, {"digits/a.txt": "x"})
-    (machine.directory / "requirements.txt").write_text("--no-index\nnosuch==1")
-    fields = {"environment": {"requirements": "requirements.txt"}, "data": [{"from": f"{rclone.url}/digits", "to": "/data"}]}
-    status = machine.run(machine.job(**fields))
-    assert (status.state, status.exit_code, status.restarts) == (State.FAILED, 78, 0)
-    assert "environment.requirements (requirements.txt): " in status.reason
-    assert "nosuch==1" in status.reason
-    assert gate.count(r"a\.txt$") == 0

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import json
-import os
 import re
 import shutil
-import signal
 import time
 import urllib.request
 from collections.abc import Callable
@@ -198,28 +196,6 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
 
 
 @pytest.mark.slow
-def test_fresh_starts_anew_although_the_store_has_an_unfinished_run(machine, machine_in, tmp_path: Path, moto: Place):
-    name = machine.submit(machine.job(args=ARGS, output=moto.url))
-    before = machine.wait(name, pushed(10))
-    machine.kill_everything()
-    machine.kill_everything()
-    elsewhere = machine_in(tmp_path / "elsewhere")
-    elsewhere.directory.mkdir()
-    job = elsewhere.job(args=("--steps=20",), output=moto.url)
-    from outlast.job import spec
-
-    try:
-        elsewhere.backend.submit(spec.load(job), source=job, fresh=True)
-        status = elsewhere.end(name)
-    finally:
-        elsewhere.kill_everything()
-        elsewhere.kill_everything()
-    assert (status.state, status.step) == (State.SUCCEEDED, 20)
-    assert status.run != before.run
-    assert f"previous/{before.run}/job.yaml" in objects(f"{moto.url}/job")
-
-
-@pytest.mark.slow
 def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_in, tmp_path: Path, moto: Place):
     job = machine.job(args=("--steps=400", "--pause=0.05", "--gate"), output=moto.url)
     name = machine.submit(job)
@@ -244,30 +220,3 @@ def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_i
     finally:
         elsewhere.kill_everything()
         elsewhere.kill_everything()
-
-
-@pytest.mark.slow
-def test_the_pusher_of_a_killed_agent_is_replaced_by_another_worker(machine, rclone: Place, undisturbed: Final):
-    name = machine.submit(machine.job(args=LONG, output=rclone.url))
-    status = machine.wait(name, pushed(10))
-    for _ in range(2):
-        for worker in status.workers:
-            assert worker.pid
-            os.kill(worker.pid, signal.SIGKILL)
-        step = status.step
-        status = machine.wait(name, lambda s, step=step: s.step > step + 15 and bool(s.world))
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(LONG, 2)
-    assert 1000 in committed(f"{rclone.url}/job")
-
-
-@pytest.mark.slow
-def test_a_worker_that_leaves_does_not_wait_for_the_one_that_pushes(machine, rclone: Place):
-    job = machine.job(
-        args=("--steps=400", "--gate"), output=rclone.url, workers={"replicas": 2, "min": 1}, interruption={"grace": "1h"}
-    )
-    name = machine.submit(job)
-    machine.wait(name, pushed(10))
-    machine.backend.scale(name, 1)
-    machine.wait(name, lambda s: len(s.workers) == 1 and len(s.world) == 1)
-    machine.backend.steer(name, "cancel")

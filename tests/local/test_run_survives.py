@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import itertools
 import os
 import shutil
 import signal
@@ -12,7 +10,7 @@ import sys
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 
 import psutil
@@ -23,7 +21,6 @@ from outlast.job.report import goodput
 from outlast.job.status import JobStatus, State
 from outlast.job.workerfiles import progress_file
 from outlast.local.state_dir import StateDir
-from worlds import steps as told_steps
 
 Final = Callable[..., dict[str, object]]
 ARGS = ("--steps=60", "--pause=0.04", "--gate")
@@ -203,55 +200,6 @@ def test_the_process_of_the_store_and_the_warm_process_may_die_and_the_snapshots
     assert {f"{f'[rank {rank}] ' * (workers == 1)}rank {rank} step 60" for rank in (0, 1)} <= said
 
 
-@pytest.fixture
-def small(tmp_path: Path) -> Iterator[Path]:
-    """A file system of its own, in memory, for few files."""
-    (path := tmp_path / "small").mkdir()
-    command = ["mount", "-t", "tmpfs", "-o", "nr_inodes=500", "small", str(path)]
-    mounted = subprocess.run(command, check=False, capture_output=True, text=True)
-    if mounted.returncode:
-        pytest.skip(f"a file system cannot be mounted here: {mounted.stderr.strip()}")
-    yield path
-    subprocess.run(["umount", "-l", path], check=True)
-
-
-@pytest.mark.slow
-def test_a_state_directory_without_room_for_one_more_file_keeps_nobody_from_starting(small: Path, machine_in, undisturbed: Final):
-    machine, output = machine_in(small), str(small.parent / "output")
-    ranks = {"workers": {"replicas": 1}, "processesPerWorker": 2}
-    try:
-        name = machine.submit(machine.job(args=(*ARGS, "--print"), checkpoint={"every": "1h"}, output=output, **ranks))
-        agent = machine.at_step(name, 15).workers[0].pid
-        for victim in ("rank 1", "store", "warm process"):
-            with contextlib.suppress(OSError):
-                for number in itertools.count():
-                    (small / f"fill-{victim}-{number}").touch()
-            before = len(restored(machine, name))
-            process(agent, victim).kill()
-            machine.wait(name, lambda _, before=before: len(restored(machine, name)) > before)
-        assert all(restored(machine, name)[1:]), "from memory, not from the beginning"
-        for file in small.glob("fill-*"):
-            file.unlink()
-        status = machine.end(name, hurry=True)
-        assert (status.state, status.restarts) == (State.SUCCEEDED, 3)
-        assert machine.final(name) == undisturbed(ARGS, 2)
-        lines = (machine.backend.output(name) / "logs" / "worker-0.log").read_text().splitlines()
-        assert {f"[rank {rank}] rank {rank} step 60" for rank in (0, 1)} <= set(lines)
-    finally:
-        machine.kill_everything()
-        machine.kill_everything()
-
-
-@pytest.mark.slow
-def test_a_stopped_worker_is_replaced_when_it_has_been_silent_for_too_long(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS, hang={"limit": "60s"}))
-    agent = psutil.Process(machine.at_step(name, 15).workers[1].pid)
-    for process in [agent, *agent.children(recursive=True)]:
-        process.suspend()
-    assert machine.end(name, hurry=True).state is State.SUCCEEDED
-    assert machine.final(name) == undisturbed(ARGS, 2)
-
-
 @pytest.mark.slow
 def test_a_machine_that_stands_still_for_longer_than_the_hang_limit_costs_the_pause_and_nothing_else(machine, undisturbed: Final):
     name = machine.submit(machine.job(args=ARGS, hang={"limit": "3s"}))
@@ -267,19 +215,6 @@ def test_a_machine_that_stands_still_for_longer_than_the_hang_limit_costs_the_pa
     status = machine.end(name, hurry=True)
     assert (status.state, status.restarts, status.generation) == (State.SUCCEEDED, 0, before.generation)
     assert not [event for event in machine.backend.events(name) if event["kind"] in ("hang", "failure")]
-    assert machine.final(name) == undisturbed(ARGS, 2)
-
-
-@pytest.mark.slow
-def test_a_terminated_worker_saves_first_so_no_step_is_lost_and_nothing_counts(machine, undisturbed: Final):
-    name = machine.submit(machine.job(args=ARGS, checkpoint={"every": "1h"}))
-    machine.at_step(name, 25)
-    machine.backend.chaos(name, "term", worker=1, rng=machine.rng)
-    machine.wait(name, lambda s: s.interruptions == 1)
-    status = machine.end(name, hurry=True)
-    assert (status.state, status.restarts, status.interruptions) == (State.SUCCEEDED, 0, 1)
-    steps = told_steps(machine.backend.events(name))
-    assert steps == list(range(1, 61))
     assert machine.final(name) == undisturbed(ARGS, 2)
 
 

@@ -74,22 +74,6 @@ class Script:
 
 
 @pytest.mark.slow
-def test_event_files_of_a_script_that_was_killed_are_whole(tmp_path: Path):
-    script = Script(tmp_path, **{Env.TENSORBOARD: "1"})
-    with script.training(1000, PAUSE="0.01") as one:
-        script.reach(17)
-        one.kill()
-        one.wait()
-        before = [json.loads(line)["step"] for line in (script.output / "metrics.jsonl").read_text().splitlines()][-1]
-    with script.training(before + 30) as other:
-        assert other.wait() == 0
-    found = shown(script.output / "tensorboard/metrics")
-    assert [step for step, _ in found["loss"]] == list(range(1, before + 31))
-    assert [step for step, _ in found["val"]] == list(range(5, before + 31, 5))
-    assert (script.output / ".tracking/ended").read_text() == "FINISHED"
-
-
-@pytest.mark.slow
 def test_a_job_has_one_run_in_mlflow_over_a_kill_and_says_how_it_has_ended(machine, monkeypatch):
     monkeypatch.setenv("MLFLOW_ALLOW_FILE_STORE", "true")
     flow = machine.directory / "mlruns"

@@ -20,7 +20,7 @@ import ports
 from etcds import Server
 from outlast.base.errors import EtcdAway, EtcdRefused, OutlastError
 from outlast.job import contract, spec
-from outlast.rendezvous import coordinator, messages, torchrun, transport
+from outlast.rendezvous import coordinator, torchrun, transport
 from outlast.rendezvous.etcd import client as rendezvous
 from outlast.rendezvous.etcd import gateway, key_schema
 from outlast.rendezvous.etcd.election import ElectionConfig
@@ -113,27 +113,6 @@ def test_a_world_is_formed_and_goes_on_without_its_decider(nodes: Nodes) -> None
     nodes.until(nodes.training(2))
     assert nodes.all[0].world is not None
     assert nodes.all[0].world.reason == f"lost worker {first.id}; training goes on with 2 of 3"
-
-
-@pytest.mark.slow
-def test_who_leaves_leaves_at_once_and_who_has_finished_stays_known(nodes: Nodes) -> None:
-    a, b, c = (nodes.start((1, 3), ttl=60) for _ in range(3))
-    nodes.until(nodes.training(1))
-    a.close()
-    nodes.all.remove(a)
-    nodes.until(nodes.training(2), within_s=60)
-    nodes.decider().report(MemberState.DONE)
-    done = nodes.decider()
-    nodes.all.remove(done)
-    done.close()
-    nodes.until(lambda: (run := nodes.look()) and run.coordinator and run.coordinator.token != done.token)
-    [last] = nodes.all
-    assert nodes.training(2)()
-    last.report(MemberState.DONE)
-    nodes.until(lambda: last.closed)
-    assert last.closed == messages.Closed(
-        f"workers {min(b.id, c.id)} and {max(b.id, c.id)} are done", contract.Exit.DONE, "JobSucceeded"
-    )
 
 
 def test_a_run_that_has_ended_is_nothing_to_a_new_one_of_its_name(nodes: Nodes) -> None:

@@ -67,7 +67,7 @@ class Machine:
             ):
                 log = (self.directory / "state" / "jobs" / name / "launcher.log").read_text()
                 pytest.fail(f"within {timeout_s} s {name} is {status.state}: {status.reason}\n{log}")
-            time.sleep(0.02)
+            time.sleep(0.05)
 
     def at_step(self, name: str, step: int) -> JobStatus:
         """Wait until the job has trained beyond `step`, with all its processes known."""

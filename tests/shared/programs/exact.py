@@ -24,6 +24,7 @@ from outlast.training import Shards, Stream, kept_process, session
 
 parser = argparse.ArgumentParser()
 parser.add_argument("--steps", type=int, default=60)
+parser.add_argument("--until", type=int, help="save after this step, and end")
 parser.add_argument("--gate", action="store_true", help="do the last step only when the output has a file `hurry`")
 parser.add_argument("--keep", action="store_true", help="the process goes on in the next world")
 parser.add_argument(
@@ -131,8 +132,10 @@ with session.open(seed=3, quiet=True, keep_process=args.keep) as run:
         while step in args.holds and not leaving:
             time.sleep(0.01)
             leaving = run.interrupted()
-        if leaving or run.due(step):
+        if leaving or run.due(step) or step == args.until:
             run.save(step)
+        if step == args.until:
+            break
         while args.gate and step == args.steps - 1:
             closed = torch.tensor(int(not hurry.exists()))
             dist.all_reduce(closed)
