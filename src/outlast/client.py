@@ -35,7 +35,8 @@ from outlast.job import contract
 if TYPE_CHECKING:
     import types
 
-    from outlast.job.backend import Backend, LogLine
+    from outlast.job.backend import Backend
+    from outlast.job.logs import LogLine
     from outlast.job.report import page
     from outlast.job.report.goodput import Goodput
     from outlast.job.report.incidents import Incident
@@ -280,12 +281,12 @@ class Run:
         With `follow`, continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt
         before the last one. `since` is the maximum age of a line, `10m` or a number of seconds, and works only in a cluster.
         """
-        from outlast.job import backend
+        from outlast.job import logs
 
         since_s = units.duration(since).total_seconds() if isinstance(since, str) else since
         read = None if previous else tail
         lines = self.place.logs(self.name, worker=worker, follow=follow, tail=read, since_s=since_s, say=say)
-        return iter(backend.previous(lines, tail=tail)) if previous else lines
+        return iter(logs.previous_attempt(lines, tail=tail)) if previous else lines
 
     def scale(self, workers: int) -> None:
         """Change the number of workers. Training saves its state first, so no step is lost."""
@@ -397,9 +398,9 @@ class Run:
             return f"<Run {self.name}: {error}>"
 
     def _repr_html_(self) -> str:
-        from outlast.local import notebooks
+        from outlast.local import notebook_panel
 
-        return notebooks.Panel(self.place, self.name, "loss")._repr_html_()
+        return notebook_panel.Panel(self.place, self.name, "loss")._repr_html_()
 
     def __enter__(self) -> Run:
         return self

@@ -37,7 +37,7 @@ from outlast.rendezvous.coordinator import PersistedState
 from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
-from outlast.worker.agent import upload_handle
+from outlast.worker.agent import upload_supervisor
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.launch import os_calls, package_copy
 
@@ -419,11 +419,11 @@ class Launcher:
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._write_status()
-        last = upload_handle.UploadProcess(self.pool.uploader_environ())
+        last = upload_supervisor.UploadProcess(self.pool.uploader_environ())
         failed, problem = last.flush(UPLOAD_TIMEOUT_S)
         if self.status.store is not None and last.report:
             self.status.store = StoreStatus(url=self.store, **last.report)
-        if failed == upload_handle.SUPERSEDED:
+        if failed == upload_supervisor.SUPERSEDED:
             return State.INTERRUPTED, reason if self.displaced else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = store_takeover.end(self.record, state, reason, code)

@@ -50,7 +50,7 @@ class StateDir:
         self.recovery = path / "launcher.json"
         """File with the launcher's state, for the next launcher in case this one dies."""
         self.shell = path / "shell.json"
-        """File with the `resumption.marks` of the shell that last submitted or resumed the run."""
+        """File with the `resume_messages.marks` of the shell that last submitted or resumed the run."""
         self.package = path / "package"
         """File with the path of the run's copy of Outlast (see `worker.launch.package_copy`); empty if there is none."""
         self.lock = path / "launcher.lock"

@@ -26,8 +26,9 @@ from outlast import __version__
 from outlast.base import units
 from outlast.base.errors import OutlastError, importing
 from outlast.job import url_logins
-from outlast.job.backend import Backend, LogLine
+from outlast.job.backend import Backend
 from outlast.job.ledger import Event
+from outlast.job.logs import LogLine
 from outlast.job.report import comparison as compare
 from outlast.job.report import goodput, plot, printed
 from outlast.job.report.goodput import Goodput

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import faults
-from outlast.job.backend import LogLine, not_ended
+from outlast.job.backend import not_ended
 from outlast.job.contract import Label
+from outlast.job.logs import LogLine
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
 from outlast.kubernetes.api import dropins, kinds, pod_status

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 

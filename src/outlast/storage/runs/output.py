@@ -11,7 +11,7 @@ from functools import partial
 
 from outlast.base.errors import NotFound
 from outlast.job import contract, ledger
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.storage import runs, store
 from outlast.storage.runs import heartbeat
 from outlast.storage.sync import growing_files

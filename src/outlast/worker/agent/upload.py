@@ -1,4 +1,4 @@
-"""The upload process, which uploads a job's output to its store during training. Started by `agent.upload_handle`.
+"""The upload process, which uploads a job's output to its store during training. Started by `agent.upload_supervisor`.
 
     python -m outlast upload              upload until the agent closes standard input
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
@@ -35,7 +35,7 @@ from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import in_store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.sync import growing_files, push_and_pull
-from outlast.worker.agent.upload_handle import SUPERSEDED
+from outlast.worker.agent.upload_supervisor import SUPERSEDED
 from outlast.worker.launch import os_calls, script_files
 from outlast.worker.prepare import compile_cache, workdir
 

@@ -31,7 +31,7 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import World
 from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank_failures, rank_processes, script_files, warm_request
-from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
+from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
