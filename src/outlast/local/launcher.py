@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Interval between iterations of the loop while nothing happens, in seconds."""
 WAIT_NOTICE_S = 2.0
-"""The status explains a wait once it has lasted this many seconds."""
+"""Seconds after which the status explains a wait."""
 EARLY_FAILURE_S = 60.0
 """A script that fails within this many seconds, and before any step, counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0

@@ -103,7 +103,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """Samples of a source with at least one token to learn, cut to `limit` tokens. A label of -100 is not learned.
+    """Samples of a source with at least one token to learn, cut to `limit` tokens. Tokens with the label -100 are not learned.
 
     The first token is never learned: nothing predicts it.
     """
@@ -140,7 +140,7 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(np.minimum(every, limit)[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Identifies the samples and the limit."""
+        """Digest of the samples and the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -31,7 +31,8 @@ from outlast.training.state import snapshot_taking
 from outlast.worker.hangs import deadlocks
 
 _ROOM = 14
-"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
+"""Maximum number of values in the first message; arbitrary, since a message of a few hundred bytes costs no more than a smaller
+one."""
 _BITS = 20
 """Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
@@ -126,7 +127,7 @@ _LONGEST_S = 0.25
 
 
 def interval(vote_s: float, step_s: float) -> int:
-    """Return the number of steps from one vote to the next, given the seconds that a vote and a step take."""
+    """Return the number of steps from one vote to the next, given how many seconds a vote and a step take."""
     most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
     return min(most, snapshot_taking.interval(vote_s, step_s))
 

@@ -119,7 +119,7 @@ def streams_of(state: State) -> list[Stream | Stateful]:
 
 
 def described(state: State) -> list[str]:
-    """Return the names in a state, with the fingerprints of its data. They must be the same on all ranks."""
+    """Return the names in a state, with fingerprints of its data. All ranks must have the same result."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 

@@ -252,7 +252,7 @@ class Session:
             dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
-        """Return the sums of `numbers` over all ranks. Raises OutlastError if the ranks are in different calls. A collective."""
+        """Return the sums of `numbers` over all ranks. Raises OutlastError if ranks are in different calls. A collective."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
         if self._keeper:
@@ -369,7 +369,7 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record on rank 0 that the search for checkpoints found one `damaged`, or `copied` one to other disks."""
+        """Record on rank 0 that the search found a checkpoint `damaged`, or `copied` one to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -562,7 +562,8 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _between(self, keeper: kept_process.Keeper) -> bool:
-        """Go on in the next world if this process is to leave the present one before the next batch. Returns whether it has."""
+        """Continue in the next world if this process is to leave the current one before the next batch. Returns whether it
+        has."""
         if warning := keeper.before_batch(self._state, self._meet):
             self._report(warning=warning)
         if (step := keeper.departure) is None:

@@ -21,7 +21,7 @@ COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "han
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A period of time, in seconds since the epoch. Consecutive segments touch but have different buckets."""
+    """A period of time, in seconds since the epoch. Consecutive segments are contiguous and have different buckets."""
 
     start: float
     end: float

@@ -95,8 +95,8 @@ class Incident:
     """Which start of that world's processes the incident ended: above 0 if the members had already repaired the world
     themselves."""
     lost: Lost | None = None
-    """Training time lost to the incident; final once `recovery_s` is known. None if training never stopped, or if the script
-    reports no steps."""
+    """Training time lost to the incident; it no longer changes once `recovery_s` is known. None if training never stopped, or if
+    the script reports no steps."""
     cause: str = ""
     """One of `CAUSES`, for incidents that cost training time."""
 

@@ -109,7 +109,7 @@ class Survey:
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """When the last step of each generation and attempt ended. The world was intact until then, whatever was reported."""
+    """When the last step of each generation and attempt ended. The world was intact until then, whatever other events say."""
     blind: bool = True
     """True if the script does not report progress."""
 

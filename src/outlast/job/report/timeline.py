@@ -125,7 +125,7 @@ class Timeline:
         self._phase = phase
 
     def _drop(self, fate: Bucket, t: int) -> None:
-        """Drop the current step, which will never end; its time belongs to `fate`."""
+        """Drop the current step, which will never end; its time goes into the bucket `fate`."""
         self._cut(t)
         if self._step is not None:
             self._step.bucket = fate

@@ -37,9 +37,9 @@ class LogOptions:
     """Read only lines after this time, given in the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
-    """Whether to read the container's log from before its last restart."""
+    """True to read the container's log from before its last restart."""
     timestamps: bool = False
-    """Whether each line begins with its time."""
+    """True to begin each line with its time."""
 
     def params(self) -> dict[str, str]:
         """Return the options as query parameters."""

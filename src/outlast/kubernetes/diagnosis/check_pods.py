@@ -57,7 +57,7 @@ class Options:
     secrets: Sequence[str] = ()
     """Names of Secrets for access to the store. Their entries become environment variables in the pods."""
     network: bool = True
-    """Whether two pods test the network between them."""
+    """True if two pods test the network between them."""
     timeout_s: float = 300.0
 
 

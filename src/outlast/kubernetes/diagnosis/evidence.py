@@ -26,7 +26,7 @@ class Right:
     kind: Kind
     subresource: str = ""
     required: bool = True
-    """Whether `submit` requires the right."""
+    """True if `submit` requires the right."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")

@@ -26,7 +26,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
-    """`fail` means that this keeps jobs from training; `warn`, that it may do so or has a cost; `pass`, that all is well."""
+    """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
 
     @property
     def failed(self) -> bool:

@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied by itself."""
+"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:

@@ -73,10 +73,10 @@ class Waiter:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
-    """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
+    """True if we may cancel the job with this name, because we have submitted it or only we use the name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
-    ours."""
+    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not be handled before we have recorded that the
+    job is ours."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""

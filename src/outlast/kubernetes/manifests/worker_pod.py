@@ -34,14 +34,14 @@ class Worker:
     subdomain: str = ""
     """Name of the headless Service for the pod's DNS name."""
     has_peers: bool = True
-    """Whether the job may have more workers than this one."""
+    """True if the job may have other workers."""
     stay: bool = False
-    """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
+    """True if the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""
     """ServiceAccount, if the worker uses the API server. Default: none, and no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
-    """Whether the worker avoids spot machines, whatever the job specifies."""
+    """True if the worker avoids spot machines, whatever the job specifies."""
 
 
 def template(request: Request, worker: Worker) -> Document:

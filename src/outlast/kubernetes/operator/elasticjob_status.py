@@ -51,7 +51,7 @@ class Silent:
     generation: int = 0
     """Generation of the worker's world; 0 if there is none."""
     echo: bool = False
-    """Whether the failure is already counted."""
+    """True if the failure is already counted."""
     after_s: float = LEASE_S
     """Duration of the silence, in seconds."""
 
@@ -133,7 +133,7 @@ class Status:
     state: State | None = None
     reason: str = ""
     blocked_worker: int | None = None
-    """The worker that `reason` names because it cannot start."""
+    """The worker that cannot start and that `reason` names."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
@@ -152,7 +152,7 @@ class Status:
     restarts: int = 0
     interruptions: int = 0
     uses_etcd: bool = False
-    """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
+    """True if an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
     """The last failure: a `failure.Failure` with the node and the log's tail."""
     started: float | None = None
@@ -161,7 +161,7 @@ class Status:
     """Time of the last resumption, when deadlines start over, as for a Kubernetes Job."""
     finished: float | None = None
     has_formed_world: bool = False
-    """Whether there has been a world since the job was started or resumed."""
+    """True if a world has formed since the job was started or resumed."""
     observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""

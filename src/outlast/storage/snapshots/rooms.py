@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot, because no part has their size any more."""
+    """Return the rooms unused since the `previous` complete snapshot, because parts no longer have their sizes."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 

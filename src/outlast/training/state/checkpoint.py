@@ -316,7 +316,7 @@ def generators() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[dict[str, Any]]:
-    """Restore this rank's generators at the end of the block. Yields their states."""
+    """Restore this rank's generators at the end of the block. Yields the generators' states."""
     states = generators()
     try:
         yield states

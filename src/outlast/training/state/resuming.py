@@ -43,7 +43,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """One generation's way back. `directory` has the run's checkpoints."""
+    """Goes back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
 
     directory: Path
     run: str
@@ -110,7 +110,7 @@ class Restored:
     most: int = sys.maxsize
     """The latest step that counted: the step of the last way back, if no state is newer."""
     random: bool = False
-    """True if the state had this rank's random number generators; differs between ranks."""
+    """True if the state had this rank's random number generators; may differ between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Additional data from rank 0's session in the snapshot."""
 

@@ -24,7 +24,7 @@ STAGGER_S = 0.2
 
 
 class LauncherWatch:
-    """A worker's watch on this machine's launcher, configured by its environment. Does nothing if there is no launcher."""
+    """Watches this machine's launcher for a worker, whose environment configures it. Does nothing if there is no launcher."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

@@ -1,4 +1,4 @@
-"""The agent's handle on the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
+"""The agent's supervisor of the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 

@@ -35,7 +35,7 @@ from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
-"""Seconds between two looks for processes that wait for a world of which this worker has not heard; arbitrary."""
+"""Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
@@ -209,7 +209,8 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Their records are read rarely while nothing is known of one."""
+        """Return whether all processes wait for the next world. While no next world is known, their records are read only
+        rarely."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False

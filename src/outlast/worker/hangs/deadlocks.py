@@ -180,7 +180,7 @@ class Watch:
             self._thread.start()
 
     def forget(self) -> None:
-        """Forget the last world, as a new process would: the process enters the next one."""
+        """Forget the last world, since this process enters the next one."""
         with self._lock:
             self.call, self.calls, self.broken = "", 0, False
             self._own_groups.clear()

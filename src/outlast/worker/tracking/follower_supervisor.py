@@ -1,4 +1,4 @@
-"""The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for it to end.
+"""The supervisor of the follower: rank 0's session starts a follower, reads its problems and waits for it to end.
 
 Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
 """
