@@ -31,8 +31,7 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 def weight(worker: int, workers: int) -> int:
     """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
 
-    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the worker's position among all
-    workers.
+    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the worker's position.
     """
     return 1 if worker < workers - 1 else 1 - workers
 

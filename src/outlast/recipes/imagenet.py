@@ -293,8 +293,7 @@ def workers(s: Settings, part: Any) -> int:
 
 
 def values(sums: Tensor) -> dict[str, float]:
-    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums` is the result of `measured`, summed
-    over all ranks."""
+    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums` is the result of `measured`."""
     (loss, top5), (images, right) = sums[:2].tolist(), sums[2:].view(2, -1)
     n = images.sum().item()
     means = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}

@@ -31,8 +31,7 @@ from outlast.training.state import snapshot_taking
 from outlast.worker.hangs import deadlocks
 
 _ROOM = 14
-"""Maximum number of values in the first message; arbitrary, since a message of a few hundred bytes costs no more than a smaller
-one."""
+"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few bytes."""
 _BITS = 20
 """Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"

@@ -54,8 +54,7 @@ class Stalls:
         self._warned = float("-inf")
 
     def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
-        """Return the seconds that all readers have waited since the last call, and a warning if one is due, otherwise an empty
-        string."""
+        """Return the seconds that steps have waited for all readers since the last call, and any due warning (else "")."""
         waited = sum(reader.waited_s for reader in readers)
         previous, self._reported = self._reported, waited
         remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""

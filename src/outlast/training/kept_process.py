@@ -45,8 +45,7 @@ _DDP, _RESUME = "run.ddp()", "run.resume("
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows about its script, before the first batch and before waiting. With the defaults, the process can
-    continue."""
+    """What a session knows about its script before the first batch and before waiting. The defaults allow it to continue."""
 
     agent: bool = True
     """True if an agent gives this process its place in the next world."""
@@ -167,7 +166,7 @@ class Keeper:
             raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
 
     def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
-        """Decide before the first batch whether this process can go on in the next world. If not, returns a warning, only once.
+        """Decide before the first batch whether this process can continue in the next world. If not, returns a warning, once.
 
         If a world has kept processes, its first batch is a collective, which new processes cannot pass with any other call.
         """
@@ -220,8 +219,7 @@ class Keeper:
 
 @contextlib.contextmanager
 def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
-    """Load a state, but keep each optimizer's parameter groups, which torch would replace: the script may hold references to
-    them."""
+    """Load a state, but keep each optimizer's parameter groups, which the script may reference and torch would replace."""
     optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
     held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
     yield

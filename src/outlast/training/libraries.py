@@ -37,8 +37,7 @@ def split(accelerator: Any) -> str:
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
     """End a step. Returns whether a checkpoint is due that must wait for the step's evaluation. A collective.
 
-    With `measured_later`, an evaluation follows whose result ranks checkpoints, so the caller saves the due checkpoint
-    afterwards.
+    With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the due checkpoint after it.
     """
     if not measured_later:
         run.boundary(step)

@@ -74,8 +74,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return the world sizes in order, with consecutive equal sizes merged: numbers of workers or, under plain torchrun, of
-    ranks."""
+    """Return the world sizes in order, merging consecutive equal ones: numbers of workers or, under plain torchrun, of ranks."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:

@@ -287,8 +287,7 @@ def _unfinished_init(pod: Document) -> Document:
 
 
 def _failed_init(pod: Document) -> Document | None:
-    """Return the status of the failed init container: the last one with an exit code, since sidecars before it also end when it
-    fails."""
+    """Return the failed init container's status: the last one with an exit code, since earlier sidecars end after it fails."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in reversed(statuses_) if terminated(each).get("exitCode")), None)
 

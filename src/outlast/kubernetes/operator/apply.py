@@ -38,8 +38,7 @@ class Outcome:
     requeue_at: float | None
     """When to reconcile again even if nothing changes; seconds since the epoch."""
     stale_reason: str = ""
-    """A sentence about why the rest of the plan was dropped (the job changed, or an object was in the way); empty if it was
-    not."""
+    """Why the rest of the plan was dropped, as a sentence: the job changed, or an object was in the way. Otherwise empty."""
     blocked_reason: str = ""
     """A sentence about another object that occupies a new pod's name and will not go away by itself; otherwise empty."""
 

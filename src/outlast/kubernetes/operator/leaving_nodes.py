@@ -1,5 +1,4 @@
-"""Nodes that are about to be terminated: which notices announce this, the deadline, and how long a pod there may take to end.
-Pure.
+"""Nodes that are about to be terminated: the notices for this, the deadline, and how long a pod there may take. Pure.
 
 The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no access
 to nodes, on a pod. If there is no annotation, the notice's usual period counts, starting when the operator first saw the notice;

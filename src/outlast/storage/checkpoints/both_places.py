@@ -85,8 +85,7 @@ class Places:
     """The checkpoints in the job's store; None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints, lowest step first. If the store is unreachable, `say` reports it, and only local checkpoints
-        are returned."""
+        """Return all checkpoints, lowest step first. If the store is unreachable, reports that and returns local ones only."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:

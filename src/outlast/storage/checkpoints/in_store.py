@@ -78,8 +78,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """The kinds, in order: committed, already in the store, too old to keep, waiting for another machine's files, damaged
-    here."""
+    """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
 

@@ -79,8 +79,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a forked process, such as a data loader's worker: an open copy would hide the rank's death from the
-    agent."""
+    """Close the clients in a fork, such as a data loader's worker: an open copy would hide the rank's death from the agent."""
     for client in list(_open):
         client.close()
 

@@ -150,8 +150,7 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds until the save in progress ends, based on the duration of the last save; 0 if no save is in
-        progress."""
+        """Estimated seconds until the save in progress ends, based on the last save's duration; 0 if none is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:

@@ -209,8 +209,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. While no next world is known, their records are read only
-        rarely."""
+        """Return whether all processes wait for the next world. Their records are read rarely until one is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False

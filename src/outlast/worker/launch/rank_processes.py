@@ -33,8 +33,7 @@ PREFIX = "[rank {}] "
 KILL_DELAY_S = 5.0
 """Seconds from SIGTERM to SIGKILL for training that has no grace period."""
 CAUSE_S = 0.5
-"""Maximum delay, in seconds, between the end of the processes that failed as a consequence and the end of the one that failed
-first."""
+"""Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
 """The reason given for a process whose warm process was killed. The kernel kills it as well, but nothing can report its end."""
 END_S = 60.0

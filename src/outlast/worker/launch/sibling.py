@@ -34,8 +34,7 @@ ANSWER_S = 1.0
 """Timeout for the response, in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
-"""A placeholder in the warm process's environment, as long as `LOCAL_RANK` with its value; a training process overwrites it with
-that."""
+"""A placeholder in the warm process's environment, as long as `LOCAL_RANK` and its value, which overwrite it."""
 _ROOM_VALUE = "0000"
 
 
