@@ -562,7 +562,7 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _between(self, keeper: kept_process.Keeper) -> bool:
-        """Continue in the next world if this process is to leave its current one before the next batch. Returns whether it did."""
+        """Continue in the next world if this process is to leave this one before the next batch. Returns whether it did."""
         if warning := keeper.before_batch(self._state, self._meet):
             self._report(warning=warning)
         if (step := keeper.departure) is None:
