@@ -224,7 +224,7 @@ class Run:
         self.place = place
         """The run's backend: this machine or a cluster."""
         self._begun = time.monotonic()
-        """When training was last requested."""
+        """Time at which training was last requested."""
 
     @property
     def status(self) -> JobStatus:
@@ -316,7 +316,7 @@ class Run:
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
-        """Run the script or module with `--evaluate` and `args` in one process (in a cluster, in a pod). Returns its exit code.
+        """Run the script or module with `--evaluate` and `args` in one process, in a cluster in a pod. Returns its exit code.
 
         If `best` or `step` is given, `--checkpoint=` is passed as well. `show` receives the lines of the pod's log.
         """
@@ -362,7 +362,7 @@ class Run:
 
     @property
     def output(self) -> Path | str:
-        """Where checkpoints, logs and the ledger are: a directory on this machine, or some other place, such as a URL."""
+        """Location of the checkpoints, logs and ledger: a directory on this machine, or another location such as a URL."""
         return self.place.output(self.name)
 
     @property

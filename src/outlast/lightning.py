@@ -444,7 +444,7 @@ class _Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, held while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, kept while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 

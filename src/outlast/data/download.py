@@ -88,7 +88,7 @@ class _Changed(Exception):
 
 
 class Download:
-    """Downloads one file to a directory of its own."""
+    """Downloads one file to a separate directory."""
 
     def __init__(
         self,

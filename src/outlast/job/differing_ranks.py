@@ -53,7 +53,7 @@ class Difference:
     """Ranks that differ from the others."""
 
     ranks: tuple[Copy, ...]
-    """One copy if most others agree; otherwise all of them, since any may be the right one."""
+    """The copy that differs, if most others agree; otherwise all copies, since any may be the right one."""
     tensors: tuple[str, ...]
     copies: int
 

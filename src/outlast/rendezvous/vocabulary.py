@@ -144,7 +144,7 @@ class Wait:
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only when the situation does."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others, and will not be soon; part of `reason`. Empty if all are or will be."""
+    """Why some workers are not training with the others and will not do so soon; part of `reason`. Empty if there are none."""
 
     def __post_init__(self) -> None:
         if not self.steady:

@@ -29,7 +29,7 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and they vary less."""
+"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and these times vary less."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 

@@ -104,7 +104,7 @@ def _once(events: Iterable[Event]) -> Iterator[Timed]:
 
 @dataclasses.dataclass
 class Survey:
-    """Facts about the events as a whole, which the timeline needs before its own pass."""
+    """Facts about all events, which the timeline needs before it processes them."""
 
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""

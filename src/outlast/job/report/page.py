@@ -39,7 +39,7 @@ from outlast.job.report.steps import Bucket
 from outlast.job.status import JobStatus
 
 _INCIDENTS = 200
-"""Maximum number of incidents on a page, which shows the costliest ones."""
+"""Maximum number of incidents on a page; the costliest ones are shown."""
 _ROWS = 60
 """Maximum number of rows in the table for a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000

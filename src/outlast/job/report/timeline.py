@@ -24,7 +24,7 @@ from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
 """Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
-"""Number of spans beyond which old ones are joined."""
+"""Number of spans beyond which old spans are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -357,7 +357,7 @@ class Timeline:
         return next(found, None)
 
     def _unheard_failed(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Turn an unreachable-peer incident into a failure with the peer's reason. Returns False for any other cause."""
+        """Turn an incident about an unreachable peer into a failure with its reason. Returns False for any other `cause`."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text, cause.cause = "failure", reason, incidents.cause("failure", event)

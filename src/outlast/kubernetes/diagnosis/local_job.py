@@ -137,7 +137,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step exceeds the others', or whose weights differ from theirs, for any kind of job."""
+    """Find ranks whose own time per step exceeds the others', or whose weights differ from the others', for any kind of job."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

@@ -71,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline, published for its agent."""
+    """A worker that must leave by a deadline, as published for the worker's agent."""
 
     worker: int
     uid: str

@@ -114,7 +114,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence if another controller's finalizers keep a terminated pod; otherwise empty."""
+        """A sentence about the finalizers of other controllers that keep a terminated pod; empty if there are none."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""

@@ -135,7 +135,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return only the best candidate, only those at `step`, or all of them. Raises NotFound."""
+    """Return only the best candidate, only the candidates at `step`, or all candidates. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:

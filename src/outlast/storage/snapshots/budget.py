@@ -113,7 +113,7 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Return a sentence that says whether a state of `saved` bytes fits, if replicated (DDP) or sharded (FSDP)."""
+    """Return a sentence about whether a state of `saved` bytes fits if it is replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

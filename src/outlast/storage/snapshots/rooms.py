@@ -102,12 +102,12 @@ _STALE_S = 20.0
 
 
 class Refused(OutlastError):
-    """A part is not accepted: it is out of date, or memory is short."""
+    """A part is not accepted, because it is out of date or memory is short."""
 
 
 @dataclasses.dataclass(eq=False)
 class Room:
-    """One file in memory."""
+    """A file in memory that can hold one part."""
 
     id: int
     size: int
@@ -156,7 +156,7 @@ class Rooms:
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
         """Record the current generation and the newest complete snapshot. Raises Refused if anything is out of date.
 
-        Parts from other workers (if not `own`) must belong to the session of this worker's ranks.
+        A part from another worker (`own` is False) must belong to the session of this worker's ranks.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")

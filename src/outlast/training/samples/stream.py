@@ -212,7 +212,7 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the present `batch`.
+        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the current `batch`.
 
         The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
         """

@@ -174,7 +174,7 @@ class Saver:
         self._disks.connect()
 
     def hurry(self) -> None:
-        """Write the rest of the save in progress without pauses."""
+        """Finish writing the save in progress without pauses."""
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:

@@ -202,7 +202,7 @@ def _restored(
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
     """Return the parts in memory and the newest checkpoint in the store that count after these ways back.
 
-    Withdraws the others from all disks.
+    Withdraws all other checkpoints on this disk.
     """
     search.ways_back[:] = ways
     if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):

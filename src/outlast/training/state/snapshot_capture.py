@@ -190,7 +190,7 @@ class Capture:
         return self._stream is not None
 
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the present state's parts, each with its pickled objects. Nothing is copied yet.
+        """Return the current state's parts, each with its pickled objects. Nothing is copied yet.
 
         `turn`, the number of snapshots so far, determines which share this rank gets; it is the same on all ranks.
         """

@@ -214,7 +214,7 @@ class Agent:
         return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
-        """Upload the rest of the output, including the last line of this worker's log."""
+        """Upload all output that is not yet in the store, including the last line of this worker's log."""
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s, run_ended=self.coordination.run_end is not None)

@@ -20,7 +20,7 @@ UNREACHABLE_S = 1.5
 busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay, in seconds per worker index, since one new launcher is enough. The launcher's lock stops any others."""
+"""Additional delay, in seconds per worker index, since one new launcher is enough. Its lock stops any other launcher."""
 
 
 class LauncherWatch:

@@ -43,10 +43,10 @@ POLL_INTERVAL_S = 1.0
 """Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
 """Minimum intervals in seconds between ledger uploads: if there is a new event, and if there are only new steps. An upload takes
-two requests, so steps cost one request a minute. A lost worker's last steps are known from the state that the other workers
-resume."""
+two requests, so steps alone cost one request a minute on average. A lost worker's last steps are known from the state that the
+other workers resume."""
 LOCK_TIMEOUT_S = 3.0
-"""Seconds that a flush waits for another process that uploads the same directory; that process then uploads the rest, too."""
+"""Seconds that a flush waits for another process that uploads the same directory, which then uploads the remaining files, too."""
 MAX_PASSES = 3
 """Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
@@ -128,7 +128,7 @@ class Uploader:
         self.ended: float | None = None
         """Time at which training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run itself has ended, rather than this worker leaving it."""
+        """True if the run itself has ended; False if this worker has only left it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:

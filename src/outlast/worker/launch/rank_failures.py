@@ -56,7 +56,7 @@ class Ended:
     why: str = ""
     """Why the process could not be started or was lost."""
     asked: bool = False
-    """True if we had asked the process to end."""
+    """True if we had sent the process a request to end."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -35,7 +35,7 @@ KILL_DELAY_S = 5.0
 CAUSE_S = 0.5
 """Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason given for a process whose warm process was killed. The kernel kills it as well, but nothing can report its end."""
+"""The reason given for a process whose warm process was killed. The kernel then kills it, too, but nothing can report its end."""
 END_S = 60.0
 """Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 
@@ -86,7 +86,7 @@ class Fork(threading.Thread):
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
-        """Time at which we first asked the process to end, in seconds since the epoch."""
+        """Time at which we first sent the process a request to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:

@@ -51,7 +51,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 POLL_S = 0.5
 """Interval, in seconds, for checking whether the parent has died."""
 ORPHANED_S = 5.0
-"""Seconds allowed for sending the rest if the parent died without a message."""
+"""Seconds allowed for sending the remaining metrics if the parent died without a message."""
 
 
 class Ending(NamedTuple):
@@ -60,7 +60,7 @@ class Ending(NamedTuple):
     status: Status | None
     """The run's final status; None if the run continues."""
     within: float
-    """Seconds allowed for sending the rest."""
+    """Seconds allowed for sending the remaining metrics."""
 
 
 class Session:
