@@ -121,7 +121,7 @@ class Resources(Checked):
     cpu: field_types.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write fractions as text, since API servers reject them as numbers."""
     cpu_limit: field_types.Cores | None = None
-    """CPU limit, such as `8`, where a namespace requires one. Kubernetes only. By default none: data loaders may use idle cores."""
+    """CPU limit, such as `8`, where a namespace requires one. Kubernetes only. None by default: data loaders use idle cores."""
     memory: field_types.Memory | None = None
     """Memory: `16Gi`."""
     gpu: field_types.Whole = 0
