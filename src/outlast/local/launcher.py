@@ -213,7 +213,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing. Peers do not hear from them either, and may already train without them."""
+        """Kill silent agents. Their peers do not hear from them either, and may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -414,7 +414,7 @@ class Launcher:
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the rest of the ledger, and killed workers' files. If this fails, a successful job ends as interrupted."""
+        """Upload the last ledger events, and killed workers' files. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")

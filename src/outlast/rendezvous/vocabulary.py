@@ -86,7 +86,7 @@ class Cause(enum.StrEnum):
     LATE = "late"
     """Workers did not join the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
-    """Some workers have finished, and the rest cannot finish without them."""
+    """Some workers have finished, and the others cannot finish without them."""
     FOREIGN = "foreign"
     """Another coordinator has published a world."""
     LEAVING = "leaving"

@@ -175,7 +175,7 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under the jobs that it belongs to now, and no longer under its former job."""
+        """Index a document under its current jobs, and remove it from the index of its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)

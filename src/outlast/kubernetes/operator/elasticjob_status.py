@@ -170,7 +170,7 @@ class Status:
     """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """The operator's decisions as ledger events: the first one, and the newest ones."""
+    """The operator's decisions as ledger events: the first event, and the newest ones."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -193,7 +193,7 @@ MAX_LEDGER_EVENTS = 32
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
     """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
-    the oldest of the rest are dropped."""
+    of all others, the oldest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 

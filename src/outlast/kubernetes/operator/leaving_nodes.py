@@ -153,4 +153,4 @@ def _reason(annotations: Mapping[str, str]) -> str:
 
 
 _MAX_REASON = 256
-"""Maximum length of an annotated reason, in characters; the rest is cut off."""
+"""Maximum length of an annotated reason, in characters; longer reasons are cut off."""

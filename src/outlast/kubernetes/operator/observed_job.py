@@ -72,7 +72,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation to which the pod may belong."""
+        """The first generation that the pod may be part of."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 

@@ -124,7 +124,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages in `metrics` count from its arrival."""
+        """Store a report. The ages in `metrics` are counted from the report's arrival."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report
