@@ -502,8 +502,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values, once the module is on its device. In a different world, rank 0's means are
-        used."""
+        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]

@@ -208,8 +208,7 @@ class BatchSampler:
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step, of shape (share,). Computes a block of steps at once, which costs little
-        more."""
+        """Return this rank's samples in one step, of shape (share,). Computes many steps at once, which costs little more."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)

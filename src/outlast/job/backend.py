@@ -99,7 +99,7 @@ class Backend(Protocol):
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject one of `chaos.ACTIONS` into a worker, and return a sentence about the fault. If `worker` is None, `rng` picks
-        it."""
+        one."""
 
     def output(self, name: str) -> Path | str:
         """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description such

@@ -32,8 +32,7 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """Convert a process's exit status, as Python gives it, to the exit code that a shell reports: `-9`, for signal 9, becomes
-    137."""
+    """Convert a process's exit status in Python to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -90,8 +89,7 @@ class End(enum.StrEnum):
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy does not allow a restart after this failure. The value is the reason that a Kubernetes Job
-    reports."""
+    """The job's restartPolicy does not allow a restart after this failure. The value is a Kubernetes Job's reason for this."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -174,8 +172,7 @@ class Env:
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
     """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.data_cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to this
-    port."""
+    """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to it."""
     PYTHON = "OUTLAST_PYTHON"
     """Path of the Python interpreter for training, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
@@ -192,8 +189,7 @@ class Env:
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
-    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
-    nodes."""
+    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas go to other nodes."""
     ZONE = "OUTLAST_ZONE"
     """The node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"

@@ -265,8 +265,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or if its last step or rate
-        is unknown."""
+        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or its last step or rate is
+        unknown."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

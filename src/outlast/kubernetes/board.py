@@ -96,12 +96,12 @@ class Board:
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
-        lists its id."""
+        """Newest generation before this member started. The member is in no world up to that generation, even if a world lists
+        its id."""
         self._resource_version = ""
         """Our Lease's version after our last write."""
         self._report: Report | None = None
-        """The last report, whether it was written or writing it failed."""
+        """The last report that we tried to write, successfully or not."""
         self._changed_at = 0.0
         self._away = False
         self._deadline: _Leaving | None = None

@@ -297,8 +297,7 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """Return a job's state directory, its output directory, and the URL of its output in a store, which is empty if there is
-        no store."""
+        """Return a job's state directory, its output directory, and the URL of its output in a store, empty if there is none."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store

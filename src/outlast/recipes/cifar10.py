@@ -299,7 +299,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
-    """Return the optimizer, stochastic gradient descent."""
+    """Return the optimizer, which is SGD."""
     nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
     return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 

@@ -1,6 +1,6 @@
 """The inputs and results of `rendezvous.who_trains`: members' reports, the desired size, the coordinator's state, and decisions.
 
-Field names are the wire format of `Call` and `World`. Import them from `rendezvous.who_trains`.
+Field names are the wire format of `Call` and `World`. Import all classes from `rendezvous.who_trains`.
 """
 
 from __future__ import annotations

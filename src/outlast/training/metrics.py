@@ -146,7 +146,7 @@ class Copy:
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """Return the last step in the file, and the file's size in bytes and crc32."""
+        """Return the last step in the file, the file's size in bytes, and its crc32."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

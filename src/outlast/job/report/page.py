@@ -131,8 +131,7 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError if bokeh is
-    missing."""
+    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without bokeh."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
     names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]

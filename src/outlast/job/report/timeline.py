@@ -177,8 +177,7 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event from a newer world proves that this world has
-        formed."""
+        """Return whether a training event belongs to the current world. An event from a newer world proves that it has formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
@@ -283,8 +282,7 @@ class Timeline:
             self._relaunched(t, event)
 
     def _relaunched(self, t: int, event: Event) -> None:
-        """Record that the job has a launcher again. Unless the job had ended, its processes have been gone since the last
-        event."""
+        """Record that the job has a launcher again. Unless the job had ended, it has had no processes since the last event."""
         if self._phase not in WAITING and not self._intact(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._stop(Bucket.REPLAYED, self.seen)

@@ -60,7 +60,7 @@ _PLURAL = {"is": "are", "was": "were"}
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
     """Format workers with a verb, which is given in the singular: `worker 0 waits`, `workers 0 and 2 wait`. Pods without an index
-    are named."""
+    are listed by name."""
     documents = list(pods)
     numbers = sorted({number for pod in documents if (number := pod_status.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(pod_status.name, documents))

@@ -21,8 +21,7 @@ _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Return what keeps the job from training, most important cause first. If the job trains, return a finding that confirms
-    this."""
+    """Return what keeps the job from training, most important cause first. If the job trains, return a finding that says so."""
     relevant = [event for event in events if event["kind"] in _KINDS]
     findings = [each for rule in (_state, _store, _warnings) for each in rule(status, relevant, now)]
     return sorted(findings, key=lambda each: not each.failed)

@@ -57,8 +57,7 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are those that the operator last
-        wrote."""
+        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are as the operator last wrote them."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)

@@ -185,8 +185,7 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended
-        before."""
+        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows an earlier end."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -200,8 +199,7 @@ class Waiter:
 
 
 def _status_from_store(status: JobStatus) -> JobStatus | None:
-    """Return `status`, updated from the run's record in the store; None unless that record says that the run succeeded or
-    failed."""
+    """Return `status`, updated from the run's record in the store; None unless the run has succeeded or failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store

@@ -109,8 +109,7 @@ def failure_policy() -> Document:
 
 
 def job_limits(fields: spec.Spec) -> Document:
-    """Return the fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its
-    end."""
+    """Return the fields of a `batch/v1` Job that suspend it, limit its failures and duration, and delete it after its end."""
     limits: Document = {
         **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,

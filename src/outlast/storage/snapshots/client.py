@@ -234,8 +234,7 @@ class Client:
             self._request({"forget": keep})
 
     def newest(self) -> tuple[int, int] | None:
-        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, including for a
-        timeout."""
+        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, also after a timeout."""
         at = self._stored({"newest": True})["newest"] if self._store else None
         return at and (int(at[0]), int(at[1]))
 

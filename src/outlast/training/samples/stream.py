@@ -419,7 +419,7 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, which a thread reads at most `count` items ahead. An exception in the thread is raised after the earlier
+    """Yield `items`, which a thread reads at most `count` items ahead. The thread's exception is raised after the earlier
     items."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()

@@ -65,8 +65,7 @@ class Stateful:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in all epochs with the current number of ranks. Raises AttributeError if the iterable has no
-        length."""
+        """Number of optimizer steps in all epochs with the current number of ranks. Raises AttributeError if it is unknown."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each

@@ -136,8 +136,7 @@ class UploadProcess:
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set since
-        then."""
+        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)
