@@ -14,7 +14,6 @@ from pathlib import Path
 
 import pytest
 
-from outlast.base import unpack as unpacking
 from outlast.base.errors import OutlastError
 from outlast.job.shipping import archives
 
@@ -214,12 +213,6 @@ def test_archives_with_too_many_entries_are_refused(tmp_path: Path, refused, mon
     monkeypatch.setattr(archives, "MAX_ENTRIES", 29)
     sentence = refused(archive)
     assert sentence == "code (x) holds more than 29 entries, the limit for code; keep data elsewhere"
-
-
-def test_directories_and_links_which_are_in_memory_have_a_limit_of_their_own(tmp_path: Path, refused, monkeypatch):
-    archive = a_tar(tmp_path / "a.tgz", *((f"d{i}/e/f", b"") for i in range(10)))
-    monkeypatch.setattr(unpacking, "_HELD", 19)
-    assert refused(archive) == "code (x) holds more than 19 directories and links; keep data elsewhere"
 
 
 def test_a_header_that_says_it_is_endless_is_not_read(tmp_path: Path, refused):

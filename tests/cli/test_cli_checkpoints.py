@@ -252,11 +252,11 @@ def test_pruning_asks_somebody_who_is_there(outlast: Outlast, here: Path, monkey
     saved(here, 40)
     monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
     code, out, _ = outlast("prune", "--keep", 2)
-    assert (code, out.splitlines()[0]) == (1, "would remove step-00000020 here, 2.9 KiB")
+    assert (code, out.splitlines()[0]) == (2, "would remove step-00000020 here, 2.9 KiB")
     assert len(checkpoints.list_(here)) == 3
     assert outlast("prune", "--keep", 2, "--yes")[:2] == (0, "removed step-00000020 here, 2.9 KiB\n")
     saved(here, 50)
-    monkeypatch.setattr(sys, "stdin", Terminal("y\n"))
+    monkeypatch.setattr(sys, "stdin", Terminal("yes\n"))
     assert outlast("prune", "--keep", 2)[0] == 0
     assert [c.step for c in checkpoints.list_(here)] == [40, 50]
 

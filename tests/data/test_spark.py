@@ -38,10 +38,6 @@ def refusal(*args: object) -> str:
 
 
 def test_options_that_spark_cannot_meet_are_one_sentence() -> None:
-    assert refusal("locale[2]", None, ()).startswith(
-        "--master locale[2] is none that Spark knows; give local[*], local[8], spark:"
-    )
-    assert refusal("spark://host", None, ()).startswith("--master spark://host is none that Spark knows; give")
     assert refusal(None, None, ["x"]) == "--conf x is not Spark's KEY=VALUE; write --conf spark.executor.memory=4g"
     assert refusal(None, None, ["executor.memory=4g"]).startswith("--conf executor.memory=4g is not Spark's KEY=VALUE; write")
     assert refusal(None, None, ["spark.master=yarn"]) == (
@@ -111,8 +107,8 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
             "failure: Task 0 in stage 0.0 failed 4 times, most recent failure: Lost task 0.3 in stage 0.0 (TID 6) (10.0.0.7 "
             "executor 3): ExecutorLostFailure (executor 3 exited caused by one of the running tasks) Reason: "
             "Command exited with code 137",
-            "Spark's executors were killed again and again, probably for lack of memory; run the same command, which goes on, "
-            "with fewer cores or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in LOG",
+            "Spark's processes were killed, probably for lack of memory; run the same command, which goes on, with fewer cores "
+            "or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in LOG",
         ),
         (
             "...\nModuleNotFoundError: No module named 'outlast'\n",
@@ -146,8 +142,8 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
         ),
         (
             "[Errno 111] Connection refused",
-            "Spark's Java ended here, perhaps killed for lack of memory; run the same command, which goes on; Spark's own words "
-            "are in LOG",
+            "Spark's processes were killed, probably for lack of memory; run the same command, which goes on, with fewer cores "
+            "or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in LOG",
         ),
     ],
 )
@@ -155,21 +151,15 @@ def test_what_spark_says_becomes_one_sentence(message: str, said: str) -> None:
     assert str(spark.explained(message, "LOG")) == said
 
 
-@pytest.mark.parametrize(
-    ("worker", "driver"),
-    [("version (3, 10) than that in driver 3.11", "3.11"), ("version: 3.10 than that in driver: 3.14", "3.14")],
-)
-def test_a_python_of_another_version_is_one_sentence(worker: str, driver: str) -> None:
+def test_the_last_line_of_a_traceback_in_an_executor_is_the_reason() -> None:
     message = (
         "An error occurred while calling z:...collectAndServe.\n: org.apache.spark.SparkException: Job aborted due to stage "
         "failure: Task 0 in stage 0.0 failed 4 times, most recent failure: Lost task 0.3 in stage 0.0 (TID 3) (192.0.2.2 "
         'executor 1): org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n  File "worker.py", line '
-        "1, in main\n    raise it\npyspark.errors.exceptions.base.PySparkRuntimeError: {}\n\n\tat org.apache.spark...\n"
+        "1, in main\n    raise it\npyspark.errors.exceptions.base.PySparkRuntimeError: it has no words\n\n\tat org.apache...\n"
     )
-    said = str(spark.explained(message.format(f"[PYTHON_VERSION_MISMATCH] Python in worker has different {worker}, PySp"), "LOG"))
-    assert said.startswith(f"Spark's executors have Python 3.10, and this is {driver}; name one of that version"), said
-    other = str(spark.explained(message.format("it has no words"), "LOG"))
-    assert other == "Spark gave up: it has no words; correct that and run the same command again; see LOG"
+    said = str(spark.explained(message, "LOG"))
+    assert said == "Spark gave up: it has no words; correct that and run the same command again; see LOG"
 
 
 def test_the_spark_of_spark_home_is_that_of_pyspark(tmp_path: Path) -> None:

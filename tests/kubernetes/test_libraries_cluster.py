@@ -17,7 +17,7 @@ import pytest
 from namespaces import Namespace
 from operated import OUTLAST, status, trains, until
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
 ENV = {"OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "HOME": "/tmp"}
 
@@ -107,6 +107,6 @@ def test_a_script_in_pods_that_is_struck_five_times_and_resized_has_the_undistur
     for workers in (1, 2):
         namespace.kubectl("scale", f"ej/{name}", f"--replicas={workers}")
         goes_on(workers)
-    until(namespace, name, lambda found: found.get("state") in ("Succeeded", "Failed"), 600)
+    until(namespace, name, lambda found: found.get("state") in ("Succeeded", "Failed"), 1200)
     assert status(namespace, name)["state"] == "Succeeded", namespace.logs(name)
     assert weights(namespace.logs(name)) == undisturbed(script(), argument)

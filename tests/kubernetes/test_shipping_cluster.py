@@ -80,8 +80,9 @@ def test_code_in_a_config_map_runs(root: Path, namespace: str) -> None:
     kubectl("wait", "-n", namespace, "--for=condition=complete", job, "--timeout=300s")
     log = kubectl("logs", "-n", namespace, job)
     checksum = hashlib.sha256((root / "noise.bin").read_bytes()).hexdigest()
-    assert f"ran /workspace /workspace shipped {checksum}\n" in log
-    assert "there ['.gitignore', 'lib/part.py', 'noise.bin', 'train.py']\n" in log
+    assert f"ran /out/ship/work /out/ship/work shipped {checksum}\n" in log
+    shipped = "'.gitignore', '.outlast-files', '.outlast-generation', '.outlast-run', 'lib/part.py', 'noise.bin', 'train.py'"
+    assert f"there [{shipped}]\n" in log
     kubectl("apply", "--server-side", "--validate=strict", "-f", "-", documents=documents)
     assert len(json.loads(kubectl("get", "jobs", "-n", namespace, "-o", "json"))["items"]) == 1
 

@@ -269,23 +269,3 @@ def test_a_run_that_another_has_replaced_in_the_store_is_left_alone(two: tuple[H
     assert two[0].submit(output=store) == second != first
     ends(two[0], store, State.SUCCEEDED)
     assert two[1].submit(output=store) not in (first, second)
-
-
-def test_what_a_run_had_from_another_shell_is_named_and_not_shown(here: Here, monkeypatch: pytest.MonkeyPatch) -> None:
-    for name, value in {"DATA_ROOT": "/first", "API_KEY": "hunter2", "KEPT": "1", "TERM": "xterm"}.items():
-        monkeypatch.setenv(name, value)
-    here.submit(env={"OF_THE_JOB": "1"})
-    assert here.backend.notices == []
-    assert "hunter2" not in here.state_dir.shell.read_text()
-    here.leave(State.SUSPENDED)
-    monkeypatch.delenv("API_KEY")
-    monkeypatch.setenv("DATA_ROOT", "/second")
-    monkeypatch.setenv("TERM", "dumb")
-    here.backend.resume("job")
-    assert here.backend.notices[1:] == [
-        "this shell no longer has API_KEY and has another DATA_ROOT, which the training inherits; "
-        "name what it needs under env in the job file"
-    ]
-    here.leave(State.INTERRUPTED)
-    here.submit(env={"OF_THE_JOB": "1"})
-    assert not [notice for notice in here.backend.notices if "shell" in notice], "said once"

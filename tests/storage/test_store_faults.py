@@ -298,7 +298,7 @@ def test_a_wrong_key_is_told_from_a_missing_permission(
 def test_a_wrong_clock_is_said(moto_proxy: Proxy, file: Path, name: str) -> None:
     place = filled(moto_proxy)
     moto_proxy.fault = always(faults.skewed)
-    with pytest.raises(Denied, match=r"the clock of this machine is 1,0(19|20) s behind the store's; correct the clock"):
+    with pytest.raises(Denied, match=r"this machine and of the store differ \(RequestTimeTooSkewed\); correct the clock"):
         OPERATIONS[name][0](place, file)
 
 
@@ -628,15 +628,6 @@ def test_a_copy_too_large_for_one_request_is_made_of_parts(proxy: Proxy, file: P
     place.copy("x", "y")
     assert place.get("y") == file.read_bytes()
     assert uploads(proxy) == []
-
-
-def test_a_copy_the_server_cannot_make_goes_through_here(proxy: Proxy, file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 3 * MIB)  # it goes in halves of a part
-    place = filled(proxy, timeout_s=4)  # half of which obstore tries again
-    place.upload(file, "x")
-    proxy.fault = lambda request: faults.refused("NotImplemented", 501) if "x-amz-copy-source" in request.headers else None
-    place.copy("x", "y")
-    assert place.get("y") == file.read_bytes()
 
 
 def test_a_server_that_knows_no_ranges_is_said_and_let_go(proxy: Proxy, file: Path) -> None:

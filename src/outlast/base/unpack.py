@@ -40,8 +40,6 @@ _HEADER_BYTES = 1 << 20
 """Maximum length of a tar header in bytes: tarfile reads a header of any declared length into memory."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
-_HELD = 1_000_000
-"""Maximum number of directories and symbolic links. Their names stay in memory, hundreds of bytes each."""
 _DAMAGED = (
     tarfile.TarError,
     zipfile.BadZipFile,
@@ -147,7 +145,7 @@ class _Budget:
     def __init__(self, name: str, limits: Limits, most: int, stop: threading.Event | None) -> None:
         self.name, self.limits, self.most = name, limits, most
         self._stop = stop or threading.Event()
-        self._bytes = self._entries = self._held = 0
+        self._bytes = self._entries = 0
 
     def bytes(self, count: int) -> None:
         self._bytes += count
@@ -158,12 +156,6 @@ class _Budget:
             raise OutlastError(
                 f"{self.name} unpacks to more than {limit}, the limit for {self.limits.what}; {self.limits.instead}"
             )
-
-    def held(self) -> None:
-        """Count a directory or symbolic link, whose name stays in memory."""
-        self._held += 1
-        if self._held > _HELD:
-            raise OutlastError(f"{self.name} holds more than {_HELD:,} directories and links; {self.limits.instead}")
 
     def entry(self) -> None:
         self._entries += 1
@@ -209,7 +201,6 @@ class _Tree:
         lexical = os.path.normpath(os.path.join(path.parent.relative_to(self._root), target))
         if os.path.isabs(target) or lexical.split("/")[0] == "..":
             self.refuse(member, f"a link to {target}, outside of it")
-        self.budget.held()
         self._links[path] = target
 
     def finish(self) -> None:
@@ -256,7 +247,6 @@ class _Tree:
             directory = directory.parent
         for each in reversed(missing):
             self.budget.entry()
-            self.budget.held()
             each.mkdir()
             self._directories.add(each)
 

@@ -6,8 +6,7 @@ While the file is incomplete, `directory` contains the received bytes, and `stat
 bytes on disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the server does
 not support ranges, the download restarts from the first byte.
 
-`fetch` verifies the length and the checksum. If a file that was received in parts has a wrong checksum, it is fetched once more
-as a whole, because only a strong ETag proves that the parts are from the same version.
+`fetch` verifies the length and the checksum.
 """
 
 from __future__ import annotations
@@ -107,10 +106,8 @@ class Download:
         self._done = self._size = 0
         """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
-        self._parts = self._beginnings = 0
-        """Number of responses from which the bytes on disk came, and number of starts from the first byte."""
-        self._whole = False
-        """True if the server's partial responses are unusable."""
+        self._beginnings = 0
+        """Number of starts from the first byte."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
@@ -120,7 +117,7 @@ class Download:
         """Download and verify the file, and return its path. Raises OutlastError, Stopped and OSError."""
         self._directory.mkdir(parents=True, exist_ok=True)
         self._resume()
-        for left in reversed(range(_BEGINNINGS)):
+        for _ in range(_BEGINNINGS):
             try:
                 self._fetch()
             except _Changed:
@@ -129,15 +126,10 @@ class Download:
                 continue
             if self._remote.checked and self._size > _LARGE:
                 self._say(f"checking {self._remote.file}")
-            problem = mismatch(self.path, self._remote, self._address.shown, self._stop)
-            if not problem:
-                return self.path
-            proven = self._parts == 1 and self._size > 0 and (self._version.strong or self._whole)
-            self._discard()
-            if proven or not left:
+            if problem := mismatch(self.path, self._remote, self._address.shown, self._stop):
+                self._discard()
                 raise OutlastError(problem)
-            self._say(f"{problem}; fetching it once more, as a whole")
-            self._whole = True
+            return self.path
         raise OutlastError(f"{self._address.shown} changes faster than it can be fetched; try later, or ask who provides it")
 
     # The state
@@ -151,7 +143,6 @@ class Download:
             usable = False
         if not usable or not (self._version.given or self._remote.checked):
             return self._discard()
-        self._parts = 2  # the state does not record the number
         if left := self._size - self._done:
             self._say(f"going on with {self._address.shown}: {units.human_bytes(left)} are missing")
 
@@ -170,7 +161,7 @@ class Download:
     def _discard(self) -> None:
         for path in (self._state, self.path):
             path.unlink(missing_ok=True)
-        self._done, self._size, self._version, self._parts = 0, 0, Version(), 0
+        self._done, self._size, self._version = 0, 0, Version()
 
     # The file
 
@@ -194,7 +185,7 @@ class Download:
 
     @property
     def _resumable(self) -> bool:
-        return bool(self._size and not self._whole and (self._version.given or self._remote.checked))
+        return bool(self._size and (self._version.given or self._remote.checked))
 
     def _fetch_missing(self, fd: int) -> None:
         """Fetch the missing bytes with one request. Raises Unavailable if the response ends too early."""
@@ -207,7 +198,6 @@ class Download:
                     self._check_part(response, first)
                 else:
                     self._begin(fd, response, first)
-                self._parts += 1
                 self._copy(fd, response)
         except OutOfRange as shorter:
             if first:
@@ -215,9 +205,11 @@ class Download:
             self._set_size(shorter.total)
 
     def _check_part(self, response: Response, first: int) -> None:
-        if response.encoding or response.first != first:
-            self._whole = True
-            raise Unavailable("it sends other parts than it is asked for")
+        if response.first != first:
+            raise OutlastError(
+                f"{self._address.shown}: the server sends other parts than it is asked for; "
+                "download it by hand (outlast data get --from FILE)"
+            )
         if (response.total, response.version) != (self._size, self._version):
             raise _Changed
 
@@ -237,9 +229,8 @@ class Download:
             self._say(f"{self._address.shown} has changed on the server; beginning anew")
         os.ftruncate(fd, 0)
         self._state.unlink(missing_ok=True)
-        self._done, self._parts, self._version = 0, 0, response.version
+        self._done, self._version = 0, response.version
         self._beginnings += 1
-        self._whole |= bool(response.encoding)
         self._size = response.total or 0
         if response.total is not None:
             self._set_size(response.total)

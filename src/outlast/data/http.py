@@ -12,11 +12,9 @@ from __future__ import annotations
 import base64
 import contextlib
 import dataclasses
-import email.utils
 import http.client
 import re
 import ssl
-import time
 import urllib.error
 import urllib.parse
 import urllib.request
@@ -157,7 +155,7 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
         if version and version.condition:
             outgoing.add_header("If-Range", version.condition)
     with _mapped_errors(address):
-        body = _opener().open(outgoing, timeout=timeout_s)
+        body = urllib.request.urlopen(outgoing, timeout=timeout_s)
     with contextlib.closing(body):
         yield _response(body, address, part=first > 0)
 
@@ -193,22 +191,6 @@ def _response(body: Any, address: Address, *, part: bool) -> Response:
     return Response(False, 0, total, total is not None or chunked, version, encoding, body)
 
 
-def _opener() -> urllib.request.OpenerDirector:
-    """Return an opener for http and https only, so that redirects cannot read local files."""
-    opener = urllib.request.OpenerDirector()
-    for handler in (
-        urllib.request.ProxyHandler,
-        urllib.request.HTTPHandler,
-        urllib.request.HTTPSHandler,
-        urllib.request.HTTPDefaultErrorHandler,
-        urllib.request.HTTPRedirectHandler,
-        urllib.request.HTTPErrorProcessor,
-        urllib.request.UnknownHandler,
-    ):
-        opener.add_handler(handler())
-    return opener
-
-
 @contextlib.contextmanager
 def _mapped_errors(address: Address | None = None) -> Iterator[None]:
     """Map the client's exceptions to Unavailable, OutOfRange and OutlastError."""
@@ -239,9 +221,9 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
     if error.code == 416 and (match := re.fullmatch(r"bytes \*/(\d+)", (error.headers.get("Content-Range") or "").strip())):
         return OutOfRange(int(match[1]))
     if error.code in _AGAIN:
-        return Unavailable(
-            f"it answers {error.code} {error.reason}".rstrip(), after_s=_seconds(error.headers.get("Retry-After") or "")
-        )
+        after = (error.headers.get("Retry-After") or "").strip()
+        after_s = float(after) if after.isdecimal() else 0.0
+        return Unavailable(f"it answers {error.code} {error.reason}".rstrip(), after_s=after_s)
     where = address.shown if address else "the server"
     reason = str(error.reason).partition("\n")[0].rstrip(".")  # for endless redirects, urllib adds more lines
     remedy = _REMEDY.get(error.code, "correct the URL, or download the file by hand (outlast data get --from FILE)")
@@ -254,13 +236,3 @@ class OutOfRange(Exception):
     def __init__(self, total: int) -> None:
         super().__init__(total)
         self.total = total
-
-
-def _seconds(after: str) -> float:
-    """Convert a `Retry-After` value (a number of seconds, or a date) to seconds from now; 0 if invalid."""
-    if after.strip().isdecimal():
-        return float(after)
-    try:
-        return max(0.0, email.utils.parsedate_to_datetime(after).timestamp() - time.time())
-    except (TypeError, ValueError):
-        return 0.0

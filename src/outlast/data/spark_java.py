@@ -1,6 +1,6 @@
 """Chooses the Java installation that Spark runs on.
 
-This module neither imports PySpark nor starts Java: the file `release` in a Java directory lists the version and modules.
+This module neither imports PySpark nor starts Java: the file `release` in a Java directory has its version.
 """
 
 from __future__ import annotations
@@ -18,8 +18,6 @@ _OLDEST = 17
 """Oldest Java version for Spark 4; Spark 3.5 also runs on it."""
 _NEWEST = {3: 21}
 """Newest Java by Spark's major version. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer supports."""
-_MODULES = {4: ("jdk.incubator.vector",)}
-"""Modules that Spark adds to its JVMs (--add-modules), by the first major version of Spark that adds them."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
 
 
@@ -47,18 +45,15 @@ def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
 def unfit(java: Path, spark: str) -> str:
     """Return why this version of Spark cannot run on a Java installation; "" if it can, or if there is no `release` file."""
     try:
-        release = dict(re.findall(r'^(\w+)="(.*)"$', (java / "release").read_text(), re.MULTILINE))
+        version = re.search(r'^JAVA_VERSION="(?:1\.)?(\d+)', (java / "release").read_text(), re.MULTILINE)
     except OSError:
         return ""
-    version = re.match(r"(?:1\.)?(\d+)", release.get("JAVA_VERSION", ""))
     major = int(spark.partition(".")[0])
     most = _NEWEST.get(major)
     if version and not _OLDEST <= int(version[1]) <= (most or int(version[1])):
         supported = f"{_OLDEST} to {most}" if most else f"{_OLDEST} or newer"
         return f"Java {version[1]}, but Spark {spark} needs {supported}"
-    modules = release.get("MODULES", "").split()
-    missing = [each for least, needed in _MODULES.items() if major >= least for each in needed if modules and each not in modules]
-    return f"this Java lacks the module {', '.join(missing)}, which Spark {spark} needs" if missing else ""
+    return ""
 
 
 def _on_path(environ: Mapping[str, str]) -> Path | None:

@@ -9,10 +9,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
-import re
 import time
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from outlast.base import units
@@ -36,12 +34,6 @@ _LEFT = {
 }
 _LOCAL_FIELDS = ("code", "data", "env", "environment")
 """Fields that contain local paths, or that the job file in the output lacks."""
-_SHELL_VARIABLES = re.compile(
-    r"(_|PWD|OLDPWD|SHLVL|SHELL|TERM|TERM_.*|COLORTERM|COLUMNS|LINES|LS_COLORS|PS\d|PROMPT.*|HIST.*|MAIL|DISPLAY|WINDOWID|STY|EDITOR"
-    r"|VISUAL|PAGER|LESS.*|NO_COLOR|FORCE_COLOR|INVOCATION_ID|JOURNAL_STREAM"
-    r"|(SSH|TMUX|XDG|DBUS|GPG|VSCODE|ITERM|KITTY|WT|LC_TERMINAL|GNOME|VTE|OUTLAST)_.*|TMUX)$"
-)
-"""Variables that differ between shells but do not affect training, and Outlast's own variables."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,20 +98,3 @@ def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: 
         yield from version_differences.between(spec.load(old), job, but=("output",) if current else ("output", *_LOCAL_FIELDS))
     if current and output != current:
         yield f"output: the run stays where its checkpoints are, in {current}; --fresh starts anew in {output}"
-
-
-def marks(environ: Mapping[str, str], run: str) -> dict[str, str]:
-    """Return a 16-bit hash of each shell variable: long enough to detect a change, but too short to reveal a secret."""
-    names = (name for name in environ if not _SHELL_VARIABLES.match(name))
-    return {name: hashlib.sha256(f"{run} {name}={environ[name]}".encode(errors="replace")).hexdigest()[:4] for name in names}
-
-
-def shell(was: Mapping[str, str], now: Mapping[str, str], env: Collection[str]) -> Iterator[str]:
-    """Yield at most one message, about changed variables that training inherits from the shell. `was` and `now` are the `marks`
-    of the two shells. The job's own variables, `env`, do not count."""
-    gone = sorted(name for name in was if name not in now and name not in env)
-    other = sorted(name for name in was if name in now and now[name] != was[name] and name not in env)
-    parts = [f"no longer has {code_files.some(gone)}"] if gone else []
-    parts += [f"has another {code_files.some(other)}"] if other else []
-    if parts:
-        yield f"this shell {' and '.join(parts)}, which the training inherits; name what it needs under env in the job file"

@@ -1,8 +1,8 @@
 """One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
 Files are replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
-`wanted.json`, `shell.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's
-agent writes `workers/<index>/`. All files except `shell.json`, `package` and `status.json` survive a power loss.
+`wanted.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's
+agent writes `workers/<index>/`. All files except `package` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -49,8 +49,6 @@ class StateDir:
         """File with a `status.JobStatus`."""
         self.recovery = path / "launcher.json"
         """File with the launcher's state, for the next launcher in case this one dies."""
-        self.shell = path / "shell.json"
-        """File with the `resume_messages.marks` of the shell that last submitted or resumed the run."""
         self.package = path / "package"
         """File with the path of the run's copy of Outlast (see `worker.launch.package_copy`); empty if there is none."""
         self.lock = path / "launcher.lock"

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import json
-import os
 import secrets
 import shutil
 import threading
@@ -88,7 +87,6 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
     notices = [*copy.notices, *warnings]
     if resumed:
         notices = [resumed.sentence, *_changes(root, state_dir, job, earlier, copy, output), *notices]
-    notices += _shell_changes(state_dir, run, job)
     status = earlier.status or JobStatus(name=job.metadata.name, run=run, submitted=submitted, output=str(output))
     files.replace(state_dir.job, spec.dump(job), durable=True)
     files.replace(output / contract.JOB_FILE, spec.dump(spec.without_secrets(job)), durable=True)
@@ -166,11 +164,10 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
         run = dataclasses.replace(run, generation=generation, owner=owner)
     Request.read(state_dir).replaced(state_dir, end="")
     resumed = resume_messages.find(Path(run.output), run.run, place, status)
-    notices = [resumed.sentence, *_shell_changes(state_dir, run.run, spec.load(state_dir.job))]
     _write_pending(state_dir, status, resumed.short, status.replicas)
     run.write(state_dir)
     _record(Path(status.output), None, run.run)
-    return notices
+    return [resumed.sentence]
 
 
 def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobStatus | None) -> _Earlier:
@@ -244,14 +241,6 @@ def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
-
-
-def _shell_changes(state_dir: StateDir, run: str, job: spec.Job) -> list[str]:
-    """Record this shell's environment. Returns messages about changes since the run was last submitted or resumed."""
-    now = resume_messages.marks(os.environ, run)
-    was = files.mapping(state_dir.shell)  # a new run has none
-    files.replace(state_dir.shell, json.dumps(now))
-    return list(resume_messages.shell(was, now, job.spec.env))
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:

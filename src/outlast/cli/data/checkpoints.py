@@ -14,7 +14,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import find_job, tables_and_pages, transfer_progress
+from outlast.cli import find_job, tables_and_pages, terminal, transfer_progress
 from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.cli.groups import Commands
 from outlast.cli.tables_and_pages import Output, OutputOption
@@ -350,25 +350,16 @@ def prune(
         measured = best and any(c.metric for c in [*own, *(job.there.list_() if job.there else ())])
         print(f"nothing to remove: there are no more than {keep}" + (f", and the best {best}" if measured else ""))
         return
-    if dry_run or (sys.stdin.isatty() and not yes):
-        for line in lines:
-            print(f"would remove {line}")
+    ask = sys.stdin.isatty() and not yes
+    for line in lines if dry_run or ask else ():
+        print(f"would remove {line}")
     if dry_run:
         return
-    if sys.stdin.isatty() and not yes and not _agreed("Remove them?"):
-        print("nothing was removed")
-        raise typer.Exit(1)
+    if ask:
+        terminal.confirm("These checkpoints would be removed")
     for checkpoint in here:
         did = "removed" if checkpoints.remove(checkpoint) else "kept, for it is being read:"
         print(f"{did} {checkpoint.path.name} here, {units.human_bytes(checkpoint.bytes)}")
     if job.there and there:
         for place in job.there.prune(retention):
             print(f"removed {contract.checkpoint_name(place.step)} in the store")
-
-
-def _agreed(question: str) -> bool:
-    try:
-        return typer.confirm(question)
-    except typer.Abort:  # Ctrl-C
-        print("\nstopped, nothing was removed", file=sys.stderr)
-        raise typer.Exit(130) from None

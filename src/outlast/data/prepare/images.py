@@ -36,7 +36,6 @@ LARGEST = 256 << 20
 NAMED = 5
 """Maximum number of damaged images that the manifest lists; all are counted."""
 _TINY = "val/val_annotations.txt"
-_WORDS = "words.txt"
 
 
 @dataclass(frozen=True)
@@ -88,8 +87,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
             names, notes = _write_cifar(place, batch_files, settings)
             used = {TRAIN, VAL}
         else:
-            items, names, more = layout(source_files.root(request.source), sources, settings.val)
-            source |= more
+            items, names = layout(source_files.root(request.source), sources, settings.val)
             used = {part for part in items if items[part]}
             root = source_files.root(request.source)
             shape = shape_of(root, items, settings)
@@ -120,8 +118,8 @@ def inside(source: Path) -> Path:
 # ---- layouts
 
 
-def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str], dict[str, Any]]:
-    """Return each part's images, the class names, and further entries for the manifest's source. Raises BadSource."""
+def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, list[Item]], list[str]]:
+    """Return each part's images, and the class names. Raises BadSource."""
     images = [file for file in sources if file.name.lower().endswith(SUFFIXES)]
     if not images:
         raise BadSource(f"{root} has no images ({', '.join(SUFFIXES)}); name a directory with a directory per class")
@@ -136,7 +134,7 @@ def layout(root: Path, sources: Sequence[File], val: float) -> tuple[dict[str, l
     items: dict[str, list[Item]] = {TRAIN: [], VAL: []}
     for file in sorted(images, key=lambda file: (source_files.hash_fraction(file.name), file.name)):
         items[part[file.name]].append(Item(file.name, number[classes[file.name]], file.size))
-    return items, names, {"words": words} if (words := _words(root, sources, names)) else {}
+    return items, names
 
 
 def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
@@ -154,14 +152,6 @@ def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]
     return {f"val/images/{line[0]}": line[1] for line in lines if len(line) > 1}
-
-
-def _words(root: Path, sources: Sequence[File], names: Sequence[str]) -> list[str]:
-    """Return the classes' descriptions from `words.txt`, in the order of `names`, such as `goldfish, Carassius auratus`."""
-    if all(file.name != _WORDS for file in sources):
-        return []
-    table = dict(line.split("\t", 1) for line in (root / _WORDS).read_text("utf-8").splitlines() if "\t" in line)
-    return [table.get(name, name) for name in names] if any(name in table for name in names) else []
 
 
 # ---- pixels

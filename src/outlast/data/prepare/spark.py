@@ -40,7 +40,6 @@ PARTITIONS = 4096
 milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
 FAILURES = 4
 """Maximum number of attempts per task; the same as Spark's default."""
-_MASTER = re.compile(r"local(\[[^\]]+\])?|local-cluster\[\d+,\d+,\d+\]|spark://[^:/,]+:\d+(,[^:/,]+:\d+)*|k8s://.+|yarn")
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
@@ -87,11 +86,6 @@ def settings(master: str | None, partitions: int | None, conf: Sequence[str]) ->
     if submitted() and (master or given):
         raise OutlastError(
             f"{'--master' if master else '--conf'} is for spark-submit, which runs this; give it before the program"
-        )
-    if master is not None and not _MASTER.fullmatch(master):
-        raise OutlastError(
-            f"--master {master} is none that Spark knows; give local[*], local[8], spark://HOST:7077, k8s://https://HOST:443 "
-            "or yarn"
         )
     return Settings("" if submitted() else master or "local[*]", partitions, given)
 
@@ -166,28 +160,12 @@ def explained(message: str, log: str) -> OutlastError:
             f"Spark's executors lack the Python package {module[1]}; install Outlast there as it is here, or name "
             "its Python with --conf spark.pyspark.python=PATH"
         )
-    if versions := re.search(r"PYTHON_VERSION_MISMATCH.*?(\d+)(?:, |\.)(\d+).*?driver:? (\d+\.\d+)", message):
+    killed = r"ExecutorLostFailure|exited unexpectedly|MemoryError|Master removed our application|Answer from Java side is empty"
+    if re.search(rf"{killed}|Error while (sending|receiving)|Connection (refused|reset)", message):
         return OutlastError(
-            f"Spark's executors have Python {versions[1]}.{versions[2]}, and this is {versions[3]}; name one of that version, "
-            "with Outlast, with --conf spark.pyspark.python=PATH"
+            "Spark's processes were killed, probably for lack of memory; run the same command, which goes on, with fewer cores "
+            f"or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in {log}"
         )
-    if re.search(r"ExecutorLostFailure|exited unexpectedly|MemoryError|Master removed our application", message):
-        return OutlastError(
-            "Spark's executors were killed again and again, probably for lack of memory; run the same command, which goes on, "
-            f"with fewer cores or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in {log}"
-        )
-    if re.search(r"Answer from Java side is empty|Error while (sending|receiving)|Connection (refused|reset)", message):
-        return OutlastError(
-            "Spark's Java ended here, perhaps killed for lack of memory; run the same command, which goes on; "
-            f"Spark's own words are in {log}"
-        )
-    if "stopped while waiting for backend" in message:
-        return OutlastError(
-            "Spark's executors ended again and again as soon as they had started, as with too little memory (--conf "
-            f"spark.executor.memory=1g) or wrong options of Java; correct that and run the same command again; see {log}"
-        )
-    if "JAVA_GATEWAY_EXITED" in message:
-        return OutlastError(f"Spark's Java did not start; correct what it says and run the same command again; see {log}")
     return OutlastError(f"Spark gave up: {_reason(message)}; correct that and run the same command again; see {log}")
 
 

@@ -102,7 +102,7 @@ def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tupl
 
     Raises OutlastError if val is empty or a class is in only one part.
     """
-    items, names, _ = images.layout(root, files, val)
+    items, names = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
     if not {source_files.TRAIN, source_files.VAL} <= divided.keys():
         return items, names

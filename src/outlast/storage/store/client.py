@@ -8,7 +8,6 @@ opened. Do not use a store across a fork.
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
 import os
 import threading
@@ -356,32 +355,17 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object within this place: on the server if possible, otherwise by downloading and uploading it."""
+        """Copy an object within this place, on the server."""
         import obstore
 
         path, target = self._path(key), self._path(to)
         try:
             return self._do("copy", key, lambda: obstore.copy(self._raw, path, target))
-        except (Missing, NoBucket, Denied, Unreachable):
-            raise
-        except StoreError:
-            entry = self.head(key)  # it may be too large for one request: S3 copies up to 5 GiB
-        if self._root.access:
-            try:
-                return self._multipart(to).copied(path, entry.size, entry.etag)
-            except (Missing, NoBucket, Denied, Unreachable):
+        except StoreError as error:
+            if self._root.access is None or isinstance(error, (Missing, NoBucket, Denied, Unreachable)):
                 raise
-            except StoreError:
-                pass  # not supported either
-        raw, part = self._root.slow_raw or self._raw, multipart.part_size(entry.size) // 2
-
-        async def through_here() -> None:
-            pieces = (await obstore.get_async(self._raw, path)).stream(min_chunk_size=part)
-            await obstore.put_async(raw, target, pieces, use_multipart=True, chunk_size=part, max_concurrency=4)
-
-        self._do("copy", key, lambda: asyncio.run(through_here()))
-        if self.head(to).size != entry.size:
-            raise Changed(f"{self._name(key)} changed while it was copied", retry=True)
+        entry = self.head(key)  # it may be too large for one request: S3 copies up to 5 GiB
+        self._multipart(to).copied(path, entry.size, entry.etag)
 
     def conditional(self) -> bool:
         """Return whether this store supports conditional writes (`create`, `replace`).

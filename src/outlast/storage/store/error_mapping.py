@@ -6,8 +6,6 @@ Both libraries keep the store's response only as text, which we parse; tests/sto
 from __future__ import annotations
 
 import re
-import time
-from datetime import datetime
 
 from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
 from outlast.storage.store import s3
@@ -90,7 +88,8 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
     if code in _PASSING or status in (408, 429) or status >= 500:
         return Unreachable(f"{undone}: the store{where} is not well ({quoted})")
     if code in _SKEWED:
-        return Denied(f"{undone}: {_skew(text)}; correct the clock, requests are valid for 15 minutes")
+        clocks = "the clocks of this machine and of the store differ"
+        return Denied(f"{undone}: {clocks} ({code}); correct the clock, requests are valid for 15 minutes")
     if code in _KEYS:
         return Denied(f"{undone}: the store{where} says that {_KEYS[code]}")
     if code in _REGIONS or "without LOCATION" in text:
@@ -160,15 +159,3 @@ def _disk(number: int, undone: str, text: str) -> StoreError:
         return Denied(f"{undone}: {_DENYING_DISK[number]}")
     message = re.search(r'message: "([^"]*)"', text)
     return StoreError(f"{undone}: {_PASSING_DISK.get(number, message[1] if message else text)}", retry=number in _PASSING_DISK)
-
-
-def _skew(text: str) -> str:
-    """Return a sentence about the clock skew between us and the store. It states the skew in seconds if the response
-    gives the store's time."""
-    if match := re.search(r"<ServerTime>([^<]+)", text):
-        try:
-            seconds = time.time() - datetime.fromisoformat(match[1].strip()).timestamp()
-            return f"the clock of this machine is {abs(seconds):,.0f} s {'ahead of' if seconds > 0 else 'behind'} the store's"
-        except ValueError:
-            pass
-    return "the clocks of this machine and of the store differ (RequestTimeTooSkewed)"
