@@ -1,7 +1,7 @@
 """Entry point of all processes: `python -m outlast ROLE ...` for processes that Outlast starts itself; otherwise a command, as
 with `outlast`.
 
-Thanks to roles, no command line contains a module name. Only the role's module is imported, since a slow start delays training.
+Thanks to the roles, no command line contains a module name. Only the role's module is imported: a slow start delays training.
 """
 
 import importlib

@@ -116,7 +116,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True until the boundary of an epoch's last step, which also covers the work at the end of the epoch."""
+        """True until the boundary of an epoch's last step, which is called after the work at the end of the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse

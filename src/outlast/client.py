@@ -35,7 +35,8 @@ from outlast.job import contract
 if TYPE_CHECKING:
     import types
 
-    from outlast.job.backend import Backend, LogLine
+    from outlast.job.backend import Backend
+    from outlast.job.logs import LogLine
     from outlast.job.report import page
     from outlast.job.report.goodput import Goodput
     from outlast.job.report.incidents import Incident
@@ -223,7 +224,7 @@ class Run:
         self.place = place
         """The run's backend: this machine or a cluster."""
         self._begun = time.monotonic()
-        """When training was last requested."""
+        """Time at which training was last requested."""
 
     @property
     def status(self) -> JobStatus:
@@ -280,12 +281,12 @@ class Run:
         With `follow`, continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt
         before the last one. `since` is the maximum age of a line, `10m` or a number of seconds, and works only in a cluster.
         """
-        from outlast.job import backend
+        from outlast.job import logs
 
         since_s = units.duration(since).total_seconds() if isinstance(since, str) else since
         read = None if previous else tail
         lines = self.place.logs(self.name, worker=worker, follow=follow, tail=read, since_s=since_s, say=say)
-        return iter(backend.previous(lines, tail=tail)) if previous else lines
+        return iter(logs.previous_attempt(lines, tail=tail)) if previous else lines
 
     def scale(self, workers: int) -> None:
         """Change the number of workers. Training saves its state first, so no step is lost."""
@@ -315,7 +316,7 @@ class Run:
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
-        """Run the script or module with `--evaluate` and `args` in one process (in a cluster, in a pod). Returns its exit code.
+        """Run the script or module with `--evaluate` and `args` in one process, in a cluster in a pod. Returns its exit code.
 
         If `best` or `step` is given, `--checkpoint=` is passed as well. `show` receives the lines of the pod's log.
         """
@@ -361,7 +362,7 @@ class Run:
 
     @property
     def output(self) -> Path | str:
-        """Where checkpoints, logs and the ledger are: a directory on this machine, or some other place, such as a URL."""
+        """Location of the checkpoints, logs and ledger: a directory on this machine, or another location such as a URL."""
         return self.place.output(self.name)
 
     @property
@@ -397,9 +398,9 @@ class Run:
             return f"<Run {self.name}: {error}>"
 
     def _repr_html_(self) -> str:
-        from outlast.local import notebooks
+        from outlast.local import notebook_panel
 
-        return notebooks.Panel(self.place, self.name, "loss")._repr_html_()
+        return notebook_panel.Panel(self.place, self.name, "loss")._repr_html_()
 
     def __enter__(self) -> Run:
         return self

@@ -64,7 +64,7 @@ def _importable(function: Callable[..., object]) -> bool:
 def _culprit(
     dumps: Callable[[object], bytes], function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
-    """Name the first thing that cannot be sent: an argument, or a variable that the function uses."""
+    """Return the name of the first argument that cannot be sent, or of the first such variable that the function uses."""
     name = getattr(function, "__name__", "the function")
 
     def candidates() -> Iterator[tuple[str, object]]:

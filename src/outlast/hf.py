@@ -412,7 +412,7 @@ class _Position:
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
-        """Write the Trainer's state in its own format. Returns the directory."""
+        """Write the Trainer's state in the Trainer's own format. Returns the directory."""
         history = [json.loads(line) for line in self._saved["log"].splitlines()]
         state = json.loads(self._saved["state"]) | {"log_history": history}
         state["train_batch_size"] = self._attachment.trainer.args.train_batch_size
@@ -420,7 +420,7 @@ class _Position:
         return str(directory)
 
     def put(self) -> None:
-        """Restore the saved values in the Trainer, once it has read its own state."""
+        """Restore the saved values in the Trainer, once the Trainer has read its own state."""
         trainer: Any = self._attachment.trainer
         values = dict(self._rank)
         if not hasattr(trainer, "_tr_loss"):  # the next log is the mean over the steps since this start

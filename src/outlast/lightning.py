@@ -444,7 +444,7 @@ class _Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, held while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, kept while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 
@@ -502,8 +502,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values, once the module is on its device. In a different world, rank 0's means are
-        used."""
+        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's are used."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]

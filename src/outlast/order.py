@@ -27,10 +27,10 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""How many of a rank's positions are permuted at a time."""
+"""Number of a rank's positions that are permuted at a time."""
 VERSION = 1
-"""The permutation's version, which is part of every key. If the permutation changed but not this, runs would repeat and skip
-samples."""
+"""The permutation's version, which is part of every key. If the permutation changed without this number, resumed runs would
+repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
@@ -104,7 +104,7 @@ class Windows:
         return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
-        """Return which window holds `position`, counting from 0."""
+        """Return the number of the window that holds `position`, counting from 0."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
@@ -208,8 +208,7 @@ class BatchSampler:
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step, of shape (share,). Computes a block of steps at once, which costs little
-        more."""
+        """Return this rank's samples in one step, of shape (share,). Computes many steps at once, which costs little more."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)

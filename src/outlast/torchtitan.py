@@ -62,7 +62,7 @@ class Loader(order.Loader, BaseDataLoader):
         """The Trainer's `dataloader`."""
 
         make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
-        """Function of the tokenizer and `seq_len` that returns a DataLoader. Its dataset has a length, and its samples are pairs
+        """Function of the tokenizer and `seq_len` that returns a DataLoader. The dataset has a length, and its samples are pairs
         `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,). We take dataset, collator, workers, `shuffle` and
         `drop_last` from it; micro-batches have `training.local_batch_size` samples."""
         batch: int
@@ -177,7 +177,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads without ending the session: that would wait for the other ranks."""
+        """Release threads without ending the session, which would wait for the other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 

@@ -30,7 +30,7 @@ from outlast.cli import commands, live_panel, run_view, tables_and_pages
 from outlast.cli.train import overrides
 from outlast.job import contract
 from outlast.job import faults as chaos
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.job.status import (
     BestStatus,
     CheckpointStatus,

@@ -20,8 +20,8 @@ from outlast import cli
 from outlast.base.errors import OutlastError
 from outlast.cli import commands, live_panel, run_view, tables_and_pages, terminal
 from outlast.job import contract
-from outlast.job.backend import LogLine
 from outlast.job.failure import Failure
+from outlast.job.logs import LogLine
 from outlast.job.status import CheckpointStatus, JobStatus, State, WorkerStatus
 
 TITLE = "\x1b]0;owned\x07"

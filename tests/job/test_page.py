@@ -21,7 +21,7 @@ from accounts import Story, training
 from markup import HOSTILE, Read
 from outlast.base.errors import OutlastError
 from outlast.job import contract, ledger, report, spec
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.job.report import comparison, goodput, history, page, series
 from outlast.job.report.goodput import Segment
 from outlast.job.report.steps import Bucket

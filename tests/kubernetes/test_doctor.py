@@ -25,7 +25,7 @@ from outlast.base.errors import Forbidden, Refused, Unanswered
 from outlast.job import accelerators, spec
 from outlast.kubernetes import api, manifests
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.diagnosis import Finding, Snapshot, gather_evidence, inspection, inspection_pods, machine
+from outlast.kubernetes.diagnosis import Finding, Snapshot, check_pods, gather_evidence, image_checks, machine
 from outlast.kubernetes.diagnosis import cluster as judged
 from outlast.kubernetes.diagnosis.finding import passed, warned
 from outlast.kubernetes.diagnosis.nodes import TOLERATED
@@ -46,7 +46,7 @@ def test_this_machine_can_run_this_test() -> None:
 
 
 def test_a_python_that_is_too_old_is_told() -> None:
-    assert inspection.python((3, 9)) == ("python", "fail", "3.9", "install Python 3.11 or newer")
+    assert image_checks.python((3, 9)) == ("python", "fail", "3.9", "install Python 3.11 or newer")
 
 
 def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
@@ -73,7 +73,7 @@ def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path) -> None:
 def test_a_kernel_that_kills_a_container_as_a_whole_is_told(tmp_path: Path, written: str | None, together: bool) -> None:
     if written:
         (tmp_path / "memory.oom.group").write_text(written)
-    found = [(outcome, what.partition(",")[0]) for _, outcome, what, _ in inspection.memory(str(tmp_path / "memory.oom.group"))]
+    found = [(outcome, what.partition(",")[0]) for _, outcome, what, _ in image_checks.memory(str(tmp_path / "memory.oom.group"))]
     assert found == ([("warn", "when this container's memory runs out")] if together else [])
 
 
@@ -208,7 +208,7 @@ def test_what_a_cluster_shows_is_judged(check: Any, shown: dict[str, Any], outco
 def test_workers_tolerate_what_doctor_takes_for_tolerated() -> None:
     rendered = manifests.render(spec.parse(json.dumps(A_JOB)), "job")[-1]
     assert all(each in TOLERATED for each in rendered["spec"]["template"]["spec"]["tolerations"])
-    assert inspection_pods.pod("outlast-doctor-a", 0, WANTED, peer=False)["spec"]["tolerations"] == TOLERATED
+    assert check_pods.pod("outlast-doctor-a", 0, WANTED, peer=False)["spec"]["tolerations"] == TOLERATED
 
 
 A_JOB = {
@@ -345,13 +345,13 @@ def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
 
 # Pods
 
-WANTED = inspection_pods.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
+WANTED = check_pods.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
 
 
 @pytest.mark.parametrize("version", MINORS)
 @pytest.mark.parametrize("index", [0, 1])
 def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
-    pod = inspection_pods.pod("outlast-doctor-a", index, WANTED, peer=True, accelerator=accelerators.TABLE[0])
+    pod = check_pods.pod("outlast-doctor-a", index, WANTED, peer=True, accelerator=accelerators.TABLE[0])
     schemas.validate(pod, version, strict=True)
     spec, (container,) = pod["spec"], pod["spec"]["containers"]
     assert spec["securityContext"]["runAsNonRoot"]
@@ -364,13 +364,13 @@ def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: 
 
 
 def test_what_runs_in_pods_fits_into_a_command_and_names_no_variable_of_kubernetes() -> None:
-    assert len(inspection_pods.source()) < 100_000
-    assert "$(" not in inspection_pods.source()
-    compile(inspection_pods.source(), "inspection", "exec")
+    assert len(check_pods.source()) < 100_000
+    assert "$(" not in check_pods.source()
+    compile(check_pods.source(), "checks", "exec")
 
 
 def line(name: str, outcome: str = "pass") -> str:
-    return inspection.MARK + json.dumps((name, outcome, "so", ""))
+    return image_checks.MARK + json.dumps((name, outcome, "so", ""))
 
 
 def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...] = ()) -> FakeCluster:
@@ -387,7 +387,7 @@ def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...
 
 def test_two_pods_look_and_are_deleted() -> None:
     cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("command", "fail")))
-    found = list(inspection_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
+    found = list(check_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
     assert [(check.name, check.outcome) for check in found] == [
         ("dns", "pass"),
         ("command", "fail"),
@@ -400,10 +400,10 @@ def test_two_pods_look_and_are_deleted() -> None:
 
 def test_with_one_node_or_without_network_there_is_one_pod() -> None:
     alone = ending(FakeCluster(a_node("a")))
-    assert [check.name for check in inspection_pods.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
+    assert [check.name for check in check_pods.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
     quiet = ending(FakeCluster(a_node("a"), a_node("b")))
-    wanted = inspection_pods.Options(IMAGE, network=False, timeout_s=5)
-    assert [check.name for check in inspection_pods.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
+    wanted = check_pods.Options(IMAGE, network=False, timeout_s=5)
+    assert [check.name for check in check_pods.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
     assert [each.split()[0] for each in quiet.order] == ["create", "delete"]
 
 
@@ -415,7 +415,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
         document["status"] = {"phase": "Pending", "containerStatuses": [{"name": "worker", "image": IMAGE, "state": waits}]}
 
     cluster.then = hang
-    (check,) = inspection_pods.checks(cluster, WANTED)  # type: ignore[arg-type]
+    (check,) = check_pods.checks(cluster, WANTED)  # type: ignore[arg-type]
     assert (check.outcome, check.name) == ("fail", "pods")
     assert check.what.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
     assert cluster.list_(kinds.POD) == []
@@ -424,7 +424,7 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
 def test_pods_that_never_end_are_given_up_and_deleted() -> None:
     cluster = FakeCluster(a_node("a"))
     cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
-    *_, check = inspection_pods.checks(cluster, inspection_pods.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
+    *_, check = check_pods.checks(cluster, check_pods.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
     assert check == Finding("pods", "they had not ended after 0 s", check.remedy)
     assert cluster.list_(kinds.POD) == []
 
@@ -437,7 +437,7 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
     cluster.then = interrupt
     with pytest.raises(KeyboardInterrupt):
-        list(inspection_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
+        list(check_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
     assert cluster.list_(kinds.POD) == []
 
 
@@ -447,14 +447,14 @@ def test_ctrl_c_deletes_the_pods() -> None:
 def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    command = [sys.executable, "-c", inspection_pods.source(), json.dumps([(name, arguments)])]
+    command = [sys.executable, "-c", check_pods.source(), json.dumps([(name, arguments)])]
     return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
 
 
 def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
     out, _ = process.communicate(timeout=120)
     assert process.returncode == 0
-    return {check.name: check for check in inspection_pods.parse_findings(out.splitlines())}
+    return {check.name: check for check in check_pods.parse_findings(out.splitlines())}
 
 
 def test_an_image_is_looked_at_from_inside() -> None:
@@ -476,13 +476,13 @@ def test_an_image_is_looked_at_from_inside() -> None:
     ],
 )
 def test_a_gpu_for_which_torch_has_no_kernels_is_found(capability: tuple[int, int], built: list[str], runs: bool) -> None:
-    assert inspection.runs_on(capability, built) is runs
+    assert image_checks.runs_on(capability, built) is runs
 
 
 def test_an_image_of_another_version_is_told() -> None:
-    asked = dict(inspection_pods.calls(0, WANTED, {}, None))
+    asked = dict(check_pods.calls(0, WANTED, {}, None))
     assert asked["image"]["expected"] == __version__
-    ((_, outcome, what, _),) = inspection.outlast("99.0")
+    ((_, outcome, what, _),) = image_checks.outlast("99.0")
     assert (outcome, what.partition(",")[0]) == ("warn", f"outlast {__version__}")
 
 
@@ -533,20 +533,20 @@ def test_two_processes_measure_what_is_between_them(address: str, tmp_path: Path
 
 def measured(to: Path, rank: int, **asked: Any) -> None:
     """What one of two pods finds, which sends for a tenth of a second."""
-    inspection.SEND_S = 0.1
-    to.write_text(json.dumps(list(inspection.peer(rank, **asked))))
+    image_checks.SEND_S = 0.1
+    to.write_text(json.dumps(list(image_checks.peer(rank, **asked))))
 
 
 def test_a_peer_that_is_not_there_is_told() -> None:
     port = ports.free()
-    name, outcome, what, remedy = next(inspection.peer(1, "127.0.0.1", port, "gloo", 0.1))
+    name, outcome, what, remedy = next(image_checks.peer(1, "127.0.0.1", port, "gloo", 0.1))
     assert (name, outcome) == ("network", "fail")
     assert "refused" in what
     assert f"{port} was tried" in remedy
 
 
 def test_a_name_that_nobody_knows_is_told() -> None:
-    (known,), (unknown,) = inspection.dns(["localhost"]), inspection.dns(["nowhere.invalid"])
+    (known,), (unknown,) = image_checks.dns(["localhost"]), image_checks.dns(["nowhere.invalid"])
     assert known[2].startswith(("localhost is 127.0.0.1", "localhost is ::1"))
     assert unknown[:2] == ("dns", "fail")
 
@@ -555,12 +555,12 @@ def test_a_store_is_tried_and_left_as_it_was(moto: Any, tmp_path: Path) -> None:
     from outlast.storage import store
 
     def outcomes(url: str) -> list[tuple[str, str]]:
-        return [check[:2] for check in inspection.store(url)]
+        return [check[:2] for check in image_checks.store(url)]
 
     assert outcomes(f"{moto.url}/runs") == [("store conditional", "pass"), ("store", "pass")]
     assert list(store.open_(moto.url).entries()) == []
     assert outcomes(f"file://{tmp_path}") == [("store conditional", "warn"), ("store", "pass")]  # it knows no conditions
-    ((name, outcome, what, _),) = inspection.store("s3://no-such-bucket-here/runs")
+    ((name, outcome, what, _),) = image_checks.store("s3://no-such-bucket-here/runs")
     assert (name, outcome) == ("store put", "fail")
     assert "there is no bucket s3://no-such-bucket-here" in what
 
@@ -634,14 +634,14 @@ def look_at(cluster: api.Cluster) -> None:
     assert bad == []  # whether an operator is there is the cluster's business
     found = {
         check.name: check
-        for check in inspection_pods.checks(
-            cluster, inspection_pods.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe")
+        for check in check_pods.checks(
+            cluster, check_pods.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe")
         )
     }
     assert {check.name for check in found.values() if check.outcome == "pass"} >= {
         "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
     }  # fmt: skip
     assert cluster.list_(kinds.POD) == []
-    absent = list(inspection_pods.checks(cluster, inspection_pods.Options("127.0.0.1:5056/no/image:1", network=False)))
+    absent = list(check_pods.checks(cluster, check_pods.Options("127.0.0.1:5056/no/image:1", network=False)))
     assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]
     assert threading.active_count() < 10

@@ -35,7 +35,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import gang
 from outlast.kubernetes.operator import desired, observed_job
 from outlast.kubernetes.operator.cluster_cache import CachedJob
-from outlast.worker.agent import lifecycle, upload_handle
+from outlast.worker.agent import lifecycle, upload_supervisor
 
 ROOT = Path(__file__).parents[2]
 GOLDEN = runpy.run_path(str(ROOT / "tests" / "shared" / "golden" / "render.py"))
@@ -247,9 +247,9 @@ SPOT_NOTICE_S, ARRIVES_S = 120, 15
 def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machine() -> None:
     seconds = template(manifests.render(a_job(), "job"))["spec"]["terminationGracePeriodSeconds"]
     assert ARRIVES_S + seconds <= SPOT_NOTICE_S
-    assert upload_handle.STOP_TIMEOUT_S + lifecycle.LAST_FLUSH_S + upload_handle.STOP_TIMEOUT_S <= contract.Pod.LAST_PUSH_S, (
-        "what may follow the grace"
-    )
+    assert (
+        upload_supervisor.STOP_TIMEOUT_S + lifecycle.LAST_FLUSH_S + upload_supervisor.STOP_TIMEOUT_S <= contract.Pod.LAST_PUSH_S
+    ), "what may follow the grace"
 
 
 def test_labels_are_the_settings_that_training_has() -> None:

@@ -17,7 +17,7 @@ import apiserver
 from outlast.cli import commands
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.scheduling import disruption, placement
-from outlast.local.notebooks import jupyter
+from outlast.local import jupyter
 from published_schemas import ACCOUNT, KUBEFLOW, STATEFUL_SET, validate
 from rights import needed, rights
 

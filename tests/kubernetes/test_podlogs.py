@@ -13,8 +13,8 @@ import pytest
 
 import apiserver
 from outlast.base.errors import Absent, NotFound, Refused, Unanswered
-from outlast.job.backend import LogLine
 from outlast.job.contract import Env
+from outlast.job.logs import LogLine
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import backend

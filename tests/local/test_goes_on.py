@@ -20,7 +20,7 @@ from outlast.job.report.steps import Bucket
 from outlast.job.shipping import code_files
 from outlast.job.spec import version_differences
 from outlast.job.status import State
-from outlast.local.resumption import Resumption
+from outlast.local.resume_messages import Resumption
 from outlast.local.state_dir import Run
 from outlast.storage import runs
 from outlast.storage.store import open_

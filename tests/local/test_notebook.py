@@ -31,8 +31,8 @@ from outlast.cli.train import notebook
 from outlast.job.failure import Failure
 from outlast.job.report import panel
 from outlast.job.status import JobStatus, RankStatus, State, WorkerStatus
-from outlast.local import notebooks
-from outlast.local.notebooks import jupyter
+from outlast.local import jupyter
+from outlast.local import notebook_panel as notebooks
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 GIVEN = "0123456789abcdef0123456789abcdef"

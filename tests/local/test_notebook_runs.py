@@ -21,7 +21,7 @@ import psutil
 import pytest
 
 import browsers
-from outlast.local.notebooks import jupyter
+from outlast.local import jupyter
 
 FIRST = Path(jupyter.__file__).with_name(jupyter.FIRST)
 STEPS = 200

@@ -196,7 +196,7 @@ def test_the_model_computes_gpt_2_and_the_loss_of_the_next_tokens(model: GPT):
 def test_a_checkpoint_goes_to_nanogpt_and_comes_back(model: GPT, tmp_path: Path):
     record = gpt_data.record(model.config, "tokenizer")
     record.best = 1.5
-    gpt_data.write_nanogpt(tmp_path / "ckpt.pt", model.state_dict(), record, {"iter_num": 7, "config": {"dataset": "x"}})
+    gpt_model.write_nanogpt(tmp_path / "ckpt.pt", model.state_dict(), record, {"iter_num": 7, "config": {"dataset": "x"}})
     read = torch.load(tmp_path / "ckpt.pt", weights_only=True)
     assert (read["iter_num"], read["best_val_loss"]) == (7, 1.5)
     arguments = {"n_layer": 2, "n_head": 2, "n_embd": 12, "block_size": 6, "bias": True, "vocab_size": 13, "dropout": 0.0}
@@ -204,10 +204,10 @@ def test_a_checkpoint_goes_to_nanogpt_and_comes_back(model: GPT, tmp_path: Path)
     assert read["model"]["lm_head.weight"].data_ptr() == read["model"]["transformer.wte.weight"].data_ptr()
     compiled = {f"_orig_mod.{name}": tensor for name, tensor in read["model"].items()}  # as nanoGPT saves a compiled model
     torch.save({**read, "model": compiled, "best_val_loss": torch.tensor(1.5)}, tmp_path / "theirs.pt")
-    for found in (gpt_data.pretrained(str(tmp_path)), gpt_data.pretrained(str(tmp_path / "theirs.pt"))):
+    for found in (gpt_model.pretrained(str(tmp_path)), gpt_model.pretrained(str(tmp_path / "theirs.pt"))):
         assert found.config == model.config
         torch.testing.assert_close(found.model()(TOKENS[None]), model(TOKENS[None]), rtol=0, atol=0)
-    cut = gpt_data.pretrained(str(tmp_path), block=4, dropout=0.1)
+    cut = gpt_model.pretrained(str(tmp_path), block=4, dropout=0.1)
     assert (cut.config.block_size, cut.config.dropout) == (4, 0.1)
     torch.testing.assert_close(cut.model().eval()(TOKENS[None, :4]), model(TOKENS[None, :4]), rtol=0, atol=0)
 
@@ -219,7 +219,7 @@ def test_a_directory_of_gpt_2_is_read(model: GPT, tmp_path: Path):
     torch.save({**weights, **masks}, tmp_path / "pytorch_model.bin")
     said = {"n_layer": 2, "n_head": 2, "n_embd": 12, "n_positions": 6, "vocab_size": 13}
     (tmp_path / "config.json").write_text(json.dumps(said))
-    found = gpt_data.pretrained(str(tmp_path))
+    found = gpt_model.pretrained(str(tmp_path))
     torch.testing.assert_close(found.model()(TOKENS[None]), model(TOKENS[None]), rtol=0, atol=0)
 
 
@@ -242,9 +242,9 @@ def test_files_of_other_models_are_refused(model: GPT, tmp_path: Path):
     path, record = tmp_path / "ckpt.pt", gpt_data.record(model.config)
 
     def refusal(weights: dict[str, Tensor], **more: Any) -> str:
-        gpt_data.write_nanogpt(path, weights, record, more)
+        gpt_model.write_nanogpt(path, weights, record, more)
         with pytest.raises(OutlastError) as refused:
-            gpt_data.pretrained(str(path))
+            gpt_model.pretrained(str(path))
         return str(refused.value).removeprefix(f"{path}")
 
     weights = model.state_dict()
@@ -255,9 +255,9 @@ def test_files_of_other_models_are_refused(model: GPT, tmp_path: Path):
     assert refusal(weights, model_args={"n_layer": 2, "lora": 8}) == " is a model of another kind: its model_args have lora"
     path.write_bytes(b"not a checkpoint")
     with pytest.raises(OutlastError, match=r"ckpt\.pt cannot be read as weights: it is none, or it holds objects"):
-        gpt_data.pretrained(str(path))
+        gpt_model.pretrained(str(path))
     with pytest.raises(OutlastError, match=r"^init_from gpt2-xl: there is no such file or directory; .*nothing is downloaded"):
-        gpt_data.pretrained("gpt2-xl")
+        gpt_model.pretrained("gpt2-xl")
 
 
 def test_sampling_is_a_function_of_the_seed(model: GPT):
@@ -351,7 +351,7 @@ def test_bad_input_is_one_sentence(spoil: Callable[[Path], None], args: list[str
     (data / "conf.yaml").write_text("n_layers: 3\n")
     for name, vocabulary, digest in (("other.pt", 9, ""), ("of.pt", 40, "abc")):
         config = Config(1, 2, 16, 8, vocabulary)
-        gpt_data.write_nanogpt(data / name, GPT(config).state_dict(), gpt_data.record(config, digest), {})
+        gpt_model.write_nanogpt(data / name, GPT(config).state_dict(), gpt_data.record(config, digest), {})
     with pytest.raises(OutlastError, match=sentence):
         begin([f"--data={data}", *SMALL, *(each.format(data=data) for each in args)])
 

@@ -21,7 +21,7 @@ import disturbances
 import texts
 import worlds
 from outlast.data import stdlib_text
-from outlast.recipes import gpt, gpt_data, gpt_model
+from outlast.recipes import gpt, gpt_model
 from outlast.recipes.gpt_model import GPT, Config
 
 BLOCK = 16
@@ -227,7 +227,7 @@ def test_we_sample_from_nanogpt_s_checkpoint_and_train_on_from_it(tmp_path: Path
     saved = torch.load(nanogpt / "out" / "ckpt.pt", weights_only=True)
     made = theirs.GPT(theirs.GPTConfig(**saved["model_args"]))
     made.load_state_dict(saved["model"])
-    ours = gpt_data.pretrained(str(nanogpt / "out" / "ckpt.pt")).model()
+    ours = gpt_model.pretrained(str(nanogpt / "out" / "ckpt.pt")).model()
     tokens = torch.from_numpy(np.fromfile(blocks / "val.bin", "<u2").astype("i8"))[: 4 * BLOCK + 1]
     x, y = tokens[:-1].view(4, BLOCK), tokens[1:].view(4, BLOCK)
     logits, loss = made(x, y)

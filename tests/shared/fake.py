@@ -12,9 +12,9 @@ from pathlib import Path
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import contract, spec
 from outlast.job import faults as chaos
-from outlast.job.backend import LogLine
 from outlast.job.failure import Failure
 from outlast.job.ledger import Event
+from outlast.job.logs import LogLine
 from outlast.job.status import CheckpointStatus, JobStatus, RankStatus, State, WorkerStatus
 
 STEP_S = 0.002

@@ -27,8 +27,8 @@ from outlast.storage import store
 from outlast.training import Shards, Stream
 from outlast.training.samples import shard_fetching
 from outlast.worker.hangs import deadlocks
-from outlast.worker.prepare import cache_eviction, data_cache
-from outlast.worker.prepare.cache_eviction import Thing
+from outlast.worker.prepare import data_cache, data_cache_eviction
+from outlast.worker.prepare.data_cache_eviction import Thing
 from texts import a_text
 from waits import until
 
@@ -149,7 +149,7 @@ def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_h
     asked = Counter(request.path.partition("?")[0] for request in moto_proxy.requests if "train-" in request.path)
     assert asked.total() == len(asked) == 40 - here
     assert whole(home)
-    assert cache_eviction._coming(home) == 0
+    assert data_cache_eviction._coming(home) == 0
     assert list(home.glob("coming/*")) == []
 
 
@@ -338,10 +338,10 @@ def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_
 
 def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_path: Path, caplog: pytest.LogCaptureFixture):
     def claimed() -> bool:
-        with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+        with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
             return path is not None
 
-    with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
+    with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: [], {}) as (path, _):
         assert path is not None
         path.write_bytes(b"begun")
         os.utime(path.parent, (0, 0))
@@ -355,7 +355,7 @@ def test_a_process_that_stands_still_is_waited_for_no_longer_than_a_while(tmp_pa
 def test_names_in_the_cache_that_are_not_ours_are_left_alone(tmp_path: Path):
     (tmp_path / "coming" / "notes.d").mkdir(parents=True)
     with file_locks.attempted(tmp_path / "coming" / ".nfs"):
-        assert cache_eviction._coming(tmp_path) == 0
+        assert data_cache_eviction._coming(tmp_path) == 0
     assert {path.name for path in tmp_path.glob("coming/*")} == {"notes.d", ".nfs"}
 
 
@@ -373,7 +373,7 @@ def test_the_cache_leaves_room_on_a_disk_that_others_fill(tmp_path: Path, monkey
 
     def limit(free: int, used: int = 0, **size: str) -> float:
         monkeypatch.setattr(shutil, "disk_usage", lambda _: shutil._ntuple_diskusage(200 * gib, 200 * gib - free, free))  # type: ignore[attr-defined]
-        return cache_eviction.limit(tmp_path, {f"OUTLAST_CACHE_{name}": text for name, text in size.items()}, used) / gib
+        return data_cache_eviction.limit(tmp_path, {f"OUTLAST_CACHE_{name}": text for name, text in size.items()}, used) / gib
 
     assert [limit(150 * gib), limit(70 * gib), limit(9 * gib), limit(9 * gib, 3 * gib)] == [100, 60, 0, 2]
     assert limit(9 * gib, SIZE="8GiB") == 8, "a size that is given may take the last of the disk"
@@ -387,24 +387,24 @@ def test_what_was_used_least_recently_goes_first_and_what_is_used_stays(tmp_path
 
     def make(needed: int) -> tuple[int, list[str]]:
         gone.clear()
-        return cache_eviction.make(tmp_path, needed, lambda _: things, size), list(gone)
+        return data_cache_eviction.make(tmp_path, needed, lambda _: things, size), list(gone)
 
     assert make(10) == (0, [])
     assert make(15) == (0, ["old"])
     assert make(40) == (10, ["old", "new"])
-    with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+    with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
         assert (path is not None, missing) == (True, 0)
-        with cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
+        with data_cache_eviction.claimed(tmp_path, "ab", 10, lambda _: things, size) as (path, missing):
             assert (path, missing) == (None, 0), "somebody else fetches it"
-        with cache_eviction.claimed(tmp_path, "cd", 30, lambda _: things, size) as (path, missing):
+        with data_cache_eviction.claimed(tmp_path, "cd", 30, lambda _: things, size) as (path, missing):
             assert (path is not None, missing) == (True, 10), "what is being fetched counts"
     assert make(10) == (0, [])
     assert list(tmp_path.glob("coming/*")) == []
     with pytest.raises(OutlastError, match=r"OUTLAST_CACHE_SIZE is much; it must be a size, e.g. 200GiB"):
-        cache_eviction.make(tmp_path, 1, lambda _: things, {"OUTLAST_CACHE_SIZE": "much"})
+        data_cache_eviction.make(tmp_path, 1, lambda _: things, {"OUTLAST_CACHE_SIZE": "much"})
     assert (
-        cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4KiB"}, 0)
-        == cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4Ki"}, 0)
+        data_cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4KiB"}, 0)
+        == data_cache_eviction.limit(tmp_path, {"OUTLAST_CACHE_SIZE": "4Ki"}, 0)
         == 4096
     )
 

@@ -32,9 +32,9 @@ from outlast.worker.agent.agent import Agent
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.ranks import Ranks
-from outlast.worker.agent.upload_handle import UploadProcess
+from outlast.worker.agent.upload_supervisor import UploadProcess
 from outlast.worker.hangs import hang_limit
-from outlast.worker.launch import warm_handle, warm_request
+from outlast.worker.launch import warm_request, warm_supervisor
 
 GRACE_S = 75
 
@@ -126,8 +126,8 @@ def test_with_any_notice_there_is_time_to_save_and_to_upload(
 
 
 @pytest.fixture
-def handle(tmp_path: Path) -> Iterator[warm_handle.WarmProcess]:
-    handle = warm_handle.WarmProcess({contract.Env.STATE: str(tmp_path)})
+def handle(tmp_path: Path) -> Iterator[warm_supervisor.WarmProcess]:
+    handle = warm_supervisor.WarmProcess({contract.Env.STATE: str(tmp_path)})
     yield handle
     handle.kill()
     handle.wait()
@@ -138,7 +138,7 @@ LISTENS = "import socket, sys, time; s = socket.socket(socket.AF_UNIX); s.bind(s
 
 @pytest.mark.parametrize(("death", "code"), [("kill -9 $$", 137), ("exit 1", 1), ("", 137)])
 def test_a_warm_process_that_dies_is_started_again_if_it_could_fork_before(
-    handle: warm_handle.WarmProcess,
+    handle: warm_supervisor.WarmProcess,
     tmp_path: Path,
     death: str,
     code: int,
@@ -156,7 +156,7 @@ def test_a_warm_process_that_dies_is_started_again_if_it_could_fork_before(
         return subprocess.Popen(commands[0])
 
     monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", start)
-    with pytest.raises(warm_handle.WarmEnded) as ended:
+    with pytest.raises(warm_supervisor.WarmEnded) as ended:
         handle.wait_until_ready("python")
     assert ended.value.code == code
     how = {"": "could not be started: No such file or directory", "exit 1": "exited with code 1"}
@@ -169,14 +169,16 @@ def test_a_warm_process_that_dies_is_started_again_if_it_could_fork_before(
     assert handle.wait_until_ready("python")
     assert handle._process is not first
     die(handle._process)
-    monkeypatch.setattr(warm_handle, "PAUSE_S", 0.0)
+    monkeypatch.setattr(warm_supervisor, "PAUSE_S", 0.0)
     commands[0] = ["sh", "-c", "exit 1"]
-    with pytest.raises(warm_handle.WarmEnded):
+    with pytest.raises(warm_supervisor.WarmEnded):
         handle.wait_until_ready("python")
-    assert capsys.readouterr().out.count("exited with code 1") == warm_handle.RESTARTS, "and gives up after a while"
+    assert capsys.readouterr().out.count("exited with code 1") == warm_supervisor.RESTARTS, "and gives up after a while"
 
 
-def test_a_killed_warm_process_is_never_started_again(handle: warm_handle.WarmProcess, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_killed_warm_process_is_never_started_again(
+    handle: warm_supervisor.WarmProcess, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr("outlast.worker.launch.sibling.start_warm", lambda *_: pytest.fail("started"))
     handle.kill()
     handle.start("python")

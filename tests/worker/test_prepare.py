@@ -23,7 +23,7 @@ from outlast.job.shipping import archives
 from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import push_and_pull
-from outlast.worker.prepare import cache_eviction, code_placement, data_cache, fetch_from_store
+from outlast.worker.prepare import code_placement, data_cache, data_cache_eviction, fetch_from_store
 from outlast.worker.prepare.phases import Preparation
 from servers import Place
 from tars import tar
@@ -326,9 +326,9 @@ def test_a_long_fetch_says_how_far_it_is():
 
 
 def test_the_cache_is_where_the_environment_says():
-    assert cache_eviction.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
-    assert cache_eviction.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
-    assert cache_eviction.cache({}) == Path.home() / ".cache" / "outlast"
+    assert data_cache_eviction.cache({"OUTLAST_CACHE": "/c", "XDG_CACHE_HOME": "/x"}) == Path("/c")
+    assert data_cache_eviction.cache({"XDG_CACHE_HOME": "/x"}) == Path("/x/outlast")
+    assert data_cache_eviction.cache({}) == Path.home() / ".cache" / "outlast"
 
 
 # Code

@@ -19,7 +19,7 @@ from outlast.job import spec
 from outlast.job.contract import Env
 from outlast.kubernetes import manifests
 from outlast.training import metrics
-from outlast.worker.tracking import event_files, follower, follower_handle, forwarding, missing_points
+from outlast.worker.tracking import event_files, follower, follower_supervisor, forwarding, missing_points
 from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.missing_points import Point
@@ -164,7 +164,7 @@ def test_pods_get_the_fields_as_variables_and_a_relative_path_is_refused():
     ],
 )
 def test_how_a_run_has_ended_is_said_only_where_it_is_known(error, leaving, restarted, said):
-    assert follower_handle.outcome(error, leaving=leaving, restarted=restarted) == said
+    assert follower_supervisor.outcome(error, leaving=leaving, restarted=restarted) == said
 
 
 # A tracker that is away
@@ -401,11 +401,11 @@ def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
 def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
     (tmp_path / "checkpoints").mkdir()
     append(tmp_path, 1)
-    one = follower_handle.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    one = follower_supervisor.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
     assert one is not None
     until(lambda: bool(list(tmp_path.glob("tensorboard/metrics/*"))))
     done = threading.Event()
-    two = follower_handle.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
+    two = follower_supervisor.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
     assert two is not None
     waiting = threading.Thread(target=lambda: (two.finish(Status.FINISHED), done.set()))
     waiting.start()
@@ -413,7 +413,7 @@ def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
     assert one.finish(None, goes_on=True) == ""
     waiting.join()
     assert (tmp_path / ".tracking/ended").read_text() == "FINISHED"
-    assert follower_handle.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
-    assert follower_handle.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
+    assert follower_supervisor.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
+    assert follower_supervisor.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
     assert (tmp_path / ".tracking/ended").read_text() == "KILLED"
-    assert follower_handle.start(tmp_path, {}) is None
+    assert follower_supervisor.start(tmp_path, {}) is None

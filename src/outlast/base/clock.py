@@ -37,8 +37,7 @@ class Clock:
         """Steady time of the last wall clock step or suspend; count silence only from then on."""
 
     def __call__(self) -> float:
-        """Return the steady time. Sets `broken_at` to that time if the wall clock has stepped or the machine has slept since the
-        last call."""
+        """Return the steady time. Sets `broken_at` to it if the wall clock stepped or the machine slept since the last call."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic

@@ -38,8 +38,7 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends first. The result is meaningless once
-    `stop` is set."""
+    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends first. Meaningless once `stop` is set."""
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):

@@ -21,7 +21,7 @@ from outlast.job.status import JobStatus, State
 if TYPE_CHECKING:
     from types import TracebackType
 
-    from outlast.job.backend import LogLine
+    from outlast.job.logs import LogLine
 
 _STATES = {
     State.PENDING: "cyan",

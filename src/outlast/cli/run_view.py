@@ -23,7 +23,8 @@ from outlast.job import contract
 from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
-    from outlast.job.backend import Backend, LogLine
+    from outlast.job.backend import Backend
+    from outlast.job.logs import LogLine
 
 _POLL_S = 0.2
 """Poll interval for the status in seconds, short enough that changes seem to appear at once."""

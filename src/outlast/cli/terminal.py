@@ -28,7 +28,7 @@ if TYPE_CHECKING:
 
     from rich.console import Console
 
-    from outlast.job.backend import LogLine
+    from outlast.job.logs import LogLine
 
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """C0 except tab and newline, DEL, C1, Unicode's line separators, and characters that change the direction of text."""

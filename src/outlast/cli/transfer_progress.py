@@ -50,7 +50,7 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
     """Yield an event that is set by the first SIGINT or SIGTERM, which also ends a wait for a store. A second signal kills the
-    process. `Stopped` ends the command."""
+    process. The command then ends with `Stopped`."""
     stop = threading.Event()
     caught: list[int] = []
 

@@ -39,7 +39,7 @@ _LARGE = 1 << 30
 _SAVE_S = 2.0
 """Interval, in seconds, between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of times a download starts from the first byte, because the file changes or ranges are unsupported."""
+"""Maximum number of times a download starts from the first byte: the file may change, or ranges may be unsupported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -87,7 +87,7 @@ class _Changed(Exception):
 
 
 class Download:
-    """Downloads one file to a directory of its own."""
+    """Downloads one file to a separate directory."""
 
     def __init__(
         self,

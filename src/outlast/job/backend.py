@@ -7,14 +7,12 @@ Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyR
 
 from __future__ import annotations
 
-import dataclasses
-import itertools
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Protocol
 
-from outlast.base.errors import NotFound, OutlastError
-from outlast.job import contract
+from outlast.base.errors import OutlastError
+from outlast.job.logs import LogLine
 
 if TYPE_CHECKING:
     import random
@@ -22,32 +20,6 @@ if TYPE_CHECKING:
     from outlast.job.ledger import Event
     from outlast.job.spec import Job
     from outlast.job.status import JobStatus
-
-
-@dataclasses.dataclass(frozen=True)
-class LogLine:
-    """One line of a worker's log, without its newline."""
-
-    worker: int
-    text: str
-
-    def __str__(self) -> str:
-        return f"worker-{self.worker} | {self.text}"
-
-
-def previous(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the lines from each worker's second-to-last attempt, or the last `tail` of them, in order. Every attempt but the
-    first begins with a `contract.start_line`. Raises NotFound."""
-    last: dict[int, list[tuple[int, LogLine]]] = {}
-    before: dict[int, list[tuple[int, LogLine]]] = {}
-    for number, line in enumerate(lines):
-        if contract.is_start_line(line.text):
-            before[line.worker] = last.pop(line.worker, [])
-        last.setdefault(line.worker, []).append((number, line))
-    if not before:
-        raise NotFound("no worker has had more than one attempt; leave out -p" if last else "there is no log yet")
-    kept = (each if tail is None else each[max(0, len(each) - tail) :] for each in before.values())
-    return [line for _, line in sorted(itertools.chain(*kept), key=lambda numbered: numbered[0])]
 
 
 def not_ended(status: JobStatus, options: str = "") -> OutlastError:
@@ -127,7 +99,7 @@ class Backend(Protocol):
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject one of `chaos.ACTIONS` into a worker, and return a sentence about the fault. If `worker` is None, `rng` picks
-        it."""
+        one."""
 
     def output(self, name: str) -> Path | str:
         """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description such

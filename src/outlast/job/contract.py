@@ -32,8 +32,7 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """Convert a process's exit status, as Python gives it, to the exit code that a shell reports: `-9`, for signal 9, becomes
-    137."""
+    """Convert a process's exit status in Python to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -72,7 +71,7 @@ class FailureCause(enum.StrEnum):
     HANG = "hang"
     """The process was killed because it hung."""
     BITS = "bits"
-    """The rank's state differed from most others'; the run goes back to an earlier step without this worker (decision 69)."""
+    """The rank's state differed from most other ranks'; the run goes back to an earlier step without this worker."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -90,8 +89,7 @@ class End(enum.StrEnum):
     LIMIT = "BackoffLimitExceeded"
     """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy does not allow a restart after this failure. The value is the reason that a Kubernetes Job
-    reports."""
+    """The job's restartPolicy does not allow a restart after this failure. The value is a Kubernetes Job's reason for this."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -118,7 +116,7 @@ class Env:
     DATA = "OUTLAST_DATA"
     """Directory with the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
-    """Directory with the job's models, each in a subdirectory of its own name."""
+    """Directory with the job's models, each in a subdirectory named after the model."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
     LEDGER = "OUTLAST_LEDGER"
@@ -151,7 +149,7 @@ class Env:
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
-    """If `1`, the run goes back to an earlier step when a rank's state differs from most others'."""
+    """If `1`, the run goes back to an earlier step when a rank's state differs from most other ranks'."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
     """If `1`, metrics are also written to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
@@ -172,10 +170,9 @@ class Env:
     NETRC = "OUTLAST_NETRC"
     """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
-    """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.cache_eviction`."""
+    """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.data_cache_eviction`."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
-    """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to this
-    port."""
+    """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to it."""
     PYTHON = "OUTLAST_PYTHON"
     """Path of the Python interpreter for training, unless it is the agent's."""
     STORE = "OUTLAST_STORE"
@@ -192,8 +189,7 @@ class Env:
     POD = "OUTLAST_POD"
     """Name of the pod."""
     NODE = "OUTLAST_NODE"
-    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas of snapshots go to other
-    nodes."""
+    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas go to other nodes."""
     ZONE = "OUTLAST_ZONE"
     """The node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
@@ -244,8 +240,8 @@ class Pod:
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
-    """Seconds added to a pod's grace period: up to 10 s to finish the upload in progress, 10 s for the rest and the log,
-    10 s to stop an upload that hangs."""
+    """Seconds added to a pod's grace period: up to 10 s to finish the upload in progress, 10 s for the remaining files and the
+    log, 10 s to stop an upload that hangs."""
 
 
 class Label:
@@ -277,7 +273,7 @@ class Annotation:
     LEAVING_AT = f"{GROUP}/leaving-at"
     """On a node that is about to go away, or on a worker's pod that must leave: the deadline, RFC 3339 in UTC."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """The reason, as one sentence. Set together with LEAVING_AT."""
+    """The reason for leaving, as one sentence. Set together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
     """`true` on a node that the node watcher has cordoned. A node that was already cordoned does not get this annotation, and
     stays cordoned."""
@@ -307,7 +303,7 @@ RENEW_S = 10.0
 """Interval between renewals of a member's Lease, in seconds."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""The same two durations for worlds whose members watch each other, where peers report a lost member at once."""
+"""Lease duration and renewal interval, in seconds, for worlds whose members watch each other and report a lost member at once."""
 RENEWALS_PER_S = 200
 """Maximum Lease renewals per second for one job: with many workers, Leases are renewed less often and last longer. Kubernetes
 is tested with 500 per second for its nodes."""
@@ -362,7 +358,7 @@ PARAMETERS = "parameters.json"
 TENSORBOARD = "tensorboard"
 """Directory for TensorBoard event files: Outlast's go into `metrics/`, a script's go next to that subdirectory."""
 TRACKING = ".tracking"
-"""Directory for the process that forwards metrics; see `tracking.follower_handle`."""
+"""Directory for the process that forwards metrics; see `tracking.follower_supervisor`."""
 WORK = "work"
 """The training processes' working directory; see `prepare.workdir`."""
 WORKED = ".outlast-generation"

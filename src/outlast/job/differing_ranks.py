@@ -31,7 +31,7 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 def weight(worker: int, workers: int) -> int:
     """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
 
-    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is its position among the workers.
+    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the worker's position.
     """
     return 1 if worker < workers - 1 else 1 - workers
 
@@ -53,7 +53,7 @@ class Difference:
     """Ranks that differ from the others."""
 
     ranks: tuple[Copy, ...]
-    """One copy if most others agree; otherwise all of them, since any may be the right one."""
+    """The copy that differs, if most others agree; otherwise all copies, since any may be the right one."""
     tensors: tuple[str, ...]
     copies: int
 

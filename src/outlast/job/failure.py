@@ -53,8 +53,7 @@ class Failure:
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
-        """Return the failure as a document for a status: all fields that have a value, except internal ones and those in
-        `but`."""
+        """Return the failure as a document for a status: all fields with a value, except internal fields and those in `but`."""
         names = (each.name for each in dataclasses.fields(self) if each.metadata is not _INTERNAL and each.name not in but)
         return {name: value for name in names if (value := getattr(self, name)) is not None}
 

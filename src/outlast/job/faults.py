@@ -46,7 +46,7 @@ _POLL_S = 0.05
 
 @dataclasses.dataclass(frozen=True)
 class Fault:
-    """One fault. It is due once the job has reached `at` and `step`, if these are given."""
+    """One fault. It is due once the job has reached both `at` and `step`, if they are set."""
 
     do: str
     """One of `ACTIONS`."""

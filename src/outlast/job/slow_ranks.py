@@ -53,7 +53,7 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the share by which a rank exceeds the others, and that share's standard error."""
+    """Return the share by which a rank's own time exceeds the others', and that share's standard error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -72,7 +72,7 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank that exceeds the others by this share, or that no longer does, if the share is 0."""
+    """Return a sentence about a rank whose own time exceeds the others' by this share or, if the share is 0, no longer does."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

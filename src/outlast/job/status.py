@@ -58,7 +58,7 @@ class Ending:
     state: State
     reason: str
     code: int
-    """Exit code of the job. If INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
+    """Exit code of the job. If it is INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
     end: End = End.UNKNOWN
 
 
@@ -95,10 +95,9 @@ class WorkerStatus(_Model):
     reason: str = ""
     """Why the worker waits, where it hangs, or how it ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank if its own time per step exceeds the others'; also among `warnings`."""
+    """A sentence about the worker's slowest rank, if that rank's own time per step exceeds the others'; also in `warnings`."""
     differs: str = ""
-    """A sentence about one of the worker's ranks whose copy of the common state differs from the others'; also among
-    `warnings`."""
+    """A sentence about one of the worker's ranks whose copy of the common state differs from the others'; also in `warnings`."""
 
     @property
     def suspicions(self) -> list[str]:
@@ -266,8 +265,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or if its last step or rate
-        is unknown."""
+        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or its last step or rate is
+        unknown."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

@@ -29,8 +29,8 @@ def hidden(text: str) -> str:
 
 
 def exposed(url: str, where: str) -> str:
-    """Return the problem with a URL that contains a secret; empty for any other URL. `where` is a clause that says who can read
-    the URL."""
+    """Return the problem with a URL that contains a secret; empty for any other URL. `where` is a clause about who can read the
+    URL."""
     if _LOGIN.search(url):
         return (
             f"holds a login, and {where}; leave it out here and put it into ~/.netrc, or the content of such a file into "
@@ -42,8 +42,8 @@ def exposed(url: str, where: str) -> str:
 
 
 def of(host: str) -> tuple[str, str] | None:
-    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError if the file is
-    unreadable."""
+    """Return the user and password for a host from `OUTLAST_NETRC`, else from ~/.netrc. Raises OutlastError for an unreadable
+    file."""
     text, where = os.environ.get(Env.NETRC), Env.NETRC
     try:
         if text:

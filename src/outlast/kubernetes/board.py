@@ -90,18 +90,18 @@ class Board:
         self._must_leave, self._run_ended = member.must_leave, member.run_ended
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
-        """The operator's entries that the run's ledger already contains."""
+        """Entries from the operator that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
-        lists its id."""
+        """Newest generation before this member started. The member is in no world up to that generation, even if a world lists
+        its id."""
         self._resource_version = ""
         """Our Lease's version after our last write."""
         self._report: Report | None = None
-        """The last report that was written, or that could not be written."""
+        """The last report that we tried to write, successfully or not."""
         self._changed_at = 0.0
         self._away = False
         self._deadline: _Leaving | None = None
@@ -162,7 +162,7 @@ class Board:
             self._watching.set()
 
     def leave(self, *, reachable: bool) -> None:
-        """Disconnect. The Lease stays as it is."""
+        """Disconnect, without changing the Lease."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None

@@ -21,14 +21,15 @@ from pathlib import Path
 from outlast.base import files
 from outlast.base.errors import AlreadyRunning, NotFound, OutlastError
 from outlast.job import contract, faults, ledger, spec
-from outlast.job.backend import LogLine, not_ended
+from outlast.job.backend import not_ended
+from outlast.job.logs import LogLine
 from outlast.job.spec import substitution
 from outlast.job.status import JobStatus, State
 from outlast.local import fault_injection, log_reader, output_dir, store_takeover, submission
 from outlast.local.state_dir import ENDINGS, Request, Run, StateDir, newest_metrics
 from outlast.storage.runs import output as stored_output
 from outlast.worker.launch import os_calls, package_copy
-from outlast.worker.prepare import cache_eviction, phases
+from outlast.worker.prepare import data_cache_eviction, phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
@@ -110,7 +111,7 @@ class LocalBackend:
         """Start the launcher from the run's copy of Outlast. If `new` is set, the run first gets a copy of this version."""
         if new:
             try:
-                copy = str(package_copy.make(cache_eviction.cache(os.environ)))
+                copy = str(package_copy.make(data_cache_eviction.cache(os.environ)))
             except OSError as problem:
                 copy = ""
                 self.notices.append(f"Outlast is not copied for this job ({problem}); interrupt the job before an upgrade")
@@ -296,8 +297,7 @@ class LocalBackend:
             raise OutlastError(f"{problem.filename} cannot be removed: {problem.strerror}; remove it yourself") from problem
 
     def places(self, name: str) -> tuple[Path, Path, str]:
-        """Return a job's state directory, its output directory, and the URL of its output in a store, which is empty if there is
-        no store."""
+        """Return a job's state directory, its output directory, and the URL of its output in a store, empty if there is none."""
         state_dir = self._existing(name)
         run = Run.read(state_dir)
         return state_dir.path, Path(run.output), run.store

@@ -37,7 +37,7 @@ from outlast.rendezvous.coordinator import PersistedState
 from outlast.rendezvous.root_cause import Pending
 from outlast.rendezvous.transports import sockets
 from outlast.worker import tracking
-from outlast.worker.agent import upload_handle
+from outlast.worker.agent import upload_supervisor
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.launch import os_calls, package_copy
 
@@ -47,7 +47,7 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 """Interval between iterations of the loop while nothing happens, in seconds."""
 WAIT_NOTICE_S = 2.0
-"""The status explains a wait once it has lasted this many seconds."""
+"""Seconds after which the status explains a wait."""
 EARLY_FAILURE_S = 60.0
 """A script that fails within this many seconds, and before any step, counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
@@ -213,7 +213,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that do nothing. Peers do not hear from them either, and may already train without them."""
+        """Kill silent agents. Their peers do not hear from them either, and may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -414,16 +414,16 @@ class Launcher:
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the rest of the ledger, and killed workers' files. If this fails, a successful job ends as interrupted."""
+        """Upload the last ledger events, and killed workers' files. If this fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
         self._write_status()
-        last = upload_handle.UploadProcess(self.pool.uploader_environ())
+        last = upload_supervisor.UploadProcess(self.pool.uploader_environ())
         failed, problem = last.flush(UPLOAD_TIMEOUT_S)
         if self.status.store is not None and last.report:
             self.status.store = StoreStatus(url=self.store, **last.report)
-        if failed == upload_handle.SUPERSEDED:
+        if failed == upload_supervisor.SUPERSEDED:
             return State.INTERRUPTED, reason if self.displaced else f"{reason}; {problem}", contract.Exit.INTERRUPTED
         if not failed:
             problem = store_takeover.end(self.record, state, reason, code)

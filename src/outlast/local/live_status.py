@@ -35,7 +35,7 @@ from outlast.storage import checkpoints
 SCAN_INTERVAL_S = 2.0
 """Minimum interval in seconds between scans for a plain script's files, and between computations of the live goodput."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time spent on scans, and on computing goodput. Slow ones run less often."""
+"""Maximum share of the launcher's time spent on scans, and on computing goodput; slow ones are run less often."""
 
 
 class LiveStatus:

@@ -23,7 +23,7 @@ from outlast.job import contract, ledger, spec
 from outlast.job.shipping import code_files
 from outlast.job.spec import version_differences
 from outlast.job.status import JobStatus, State
-from outlast.local import output_dir, resumption, store_takeover
+from outlast.local import output_dir, resume_messages, store_takeover
 from outlast.local.state_dir import Request, Run, StateDir
 from outlast.storage import checkpoints, runs
 from outlast.storage.store import Store
@@ -83,7 +83,7 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
     copy = _copy_code(job, request.source, work, state_dir.path, (root, output), submitted)
     environment = python_env.frozen(job.spec.environment, state_dir.path)  # so that edits do not change a run in progress
     job = job.model_copy(update={"spec": job.spec.model_copy(update={"environment": environment})})
-    resumed = resumption.find(output, run, earlier.place, earlier.status, earlier.elsewhere) if earlier.run else None
+    resumed = resume_messages.find(output, run, earlier.place, earlier.status, earlier.elsewhere) if earlier.run else None
     notices = [*copy.notices, *warnings]
     if resumed:
         notices = [resumed.sentence, *_changes(root, state_dir, job, earlier, copy, output), *notices]
@@ -163,7 +163,7 @@ def resume(state_dir: StateDir, name: str, status: JobStatus) -> list[str]:
         generation = store_takeover.take_over(place, Path(run.output), new, last=run)
         run = dataclasses.replace(run, generation=generation, owner=owner)
     Request.read(state_dir).replaced(state_dir, end="")
-    resumed = resumption.find(Path(run.output), run.run, place, status)
+    resumed = resume_messages.find(Path(run.output), run.run, place, status)
     _write_pending(state_dir, status, resumed.short, status.replicas)
     run.write(state_dir)
     _record(Path(status.output), None, run.run)
@@ -189,7 +189,7 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
     """Return whether the job requests more steps or epochs from a run that has succeeded here and has a checkpoint."""
-    resumed = resumption.find(Path(run.output), run.run, None, last)
+    resumed = resume_messages.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 
 
@@ -211,7 +211,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
     old = state_dir.job if earlier.here else output / contract.JOB_FILE
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
-    return list(resumption.since(old, job, copy.changed, current, new))
+    return list(resume_messages.since(old, job, copy.changed, current, new))
 
 
 def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:

@@ -32,7 +32,7 @@ AGENT_SILENCE_S = 20.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""How long the other workers wait at most for the first one, which forks them, in seconds. Arbitrary."""
+"""Maximum time, in seconds, for which the other workers wait for the first one, which forks them. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -80,7 +80,7 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """How often each worker was started since its last world."""
+        """Number of times that each worker was started since its last world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
         """When the other workers stop waiting for the first one."""

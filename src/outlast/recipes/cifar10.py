@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import cifar
 from outlast.job import contract
 from outlast.recipes import pixels
-from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared import evaluation, loop, results, settings
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
 from outlast.training.samples.stream import Batch
@@ -299,7 +299,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
-    """Return the optimizer, stochastic gradient descent."""
+    """Return the optimizer, which is SGD."""
     nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
     return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 
@@ -347,7 +347,7 @@ def evaluate(s: Settings) -> None:
     for label, class_ in enumerate(short(images.names)):
         these = right[images.y == label]
         classes[class_] = {"images": len(these), "right": int(these.sum()), "accuracy": percent(these)}
-    results.evaluation(name, model, images=len(images), accuracy=overall, classes=classes)
+    evaluation.write(name, model, images=len(images), accuracy=overall, classes=classes)
 
     print(f"Accuracy of the network on the {len(images)} test images: {overall} %")
     width = max(5, *map(len, classes))
@@ -379,7 +379,7 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
     if file or (path.exists() and not name):
         load(model, path)
         return model, path.name
-    path = results.checkpoint(output, name)
+    path = evaluation.checkpoint(output, name)
     optimizer = sgd(model, Settings())
     checkpoint.restore(path, {"model": model, "optimizer": optimizer})
     return averaged(model, optimizer), path.name

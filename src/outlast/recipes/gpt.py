@@ -31,9 +31,9 @@ from torch.distributed.checkpoint.state_dict import StateDictOptions, get_optimi
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import contract
 from outlast.recipes import gpt_data, gpt_model
-from outlast.recipes.gpt_data import Corpus, Pretrained
-from outlast.recipes.gpt_model import GPT, Config, Losses
-from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.gpt_data import Corpus
+from outlast.recipes.gpt_model import GPT, Config, Losses, Pretrained
+from outlast.recipes.shared import evaluation, loop, results, settings
 from outlast.recipes.shared.loop import Log, Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -221,7 +221,7 @@ class Training(loop.Recipe):
         if not (step and (better or self.s.always_save_checkpoint)):
             return None
         if self.s.export_nanogpt:  # before the checkpoint: a run killed here measures and writes them again
-            self.export(step, (gpt_data.CURRENT, gpt_data.CHECKPOINT) if better else (gpt_data.CURRENT,))
+            self.export(step, (gpt_model.CURRENT, gpt_model.CHECKPOINT) if better else (gpt_model.CURRENT,))
         return val
 
     @torch.no_grad()
@@ -248,13 +248,13 @@ class Training(loop.Recipe):
             more["optimizer"] = numbered(self.model, self.optimizer)
         with results.by_rank_0(self.run) as writes:
             for name in names if writes else ():
-                gpt_data.write_nanogpt(self.run.output / name, tensors, self.record, more)
+                gpt_model.write_nanogpt(self.run.output / name, tensors, self.record, more)
         return tensors
 
     def finish(self, step: int) -> None:
         s, run = self.s, self.run
-        best = run.output / gpt_data.CHECKPOINT
-        tensors = self.export(step, (gpt_data.CURRENT,) if s.export_nanogpt and best.exists() else (gpt_data.CHECKPOINT,))
+        best = run.output / gpt_model.CHECKPOINT
+        tensors = self.export(step, (gpt_model.CURRENT,) if s.export_nanogpt and best.exists() else (gpt_model.CHECKPOINT,))
         run.export(self.model)
         results.final(run, tensors, step=step, **self.record.losses, best_val_loss=self.record.best)
         if run.rank == 0:
@@ -290,7 +290,7 @@ def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
     if s.init_from in ("scratch", "resume"):
         config = shape(s, corpus.vocab_size)
         return GPT(config), gpt_data.record(config, digest)
-    pretrained = gpt_data.pretrained(s.init_from, s.block_size, s.dropout)
+    pretrained = gpt_model.pretrained(s.init_from, s.block_size, s.dropout)
     if s.use_moe and not pretrained.config.num_experts:
         raise OutlastError(f"init_from {s.init_from} is a dense model, and use_moe asks for experts; leave out one of the two")
     gpt_data.same_tokenizer(pretrained.digest, digest, s.init_from)
@@ -332,13 +332,13 @@ def newest(s: Settings) -> Pretrained:
     """Return the weights to measure or sample: --init_from, the newest valid checkpoint, or ckpt.pt, in that order."""
     output = results.output()
     if s.init_from not in ("scratch", "resume"):
-        return gpt_data.pretrained(s.init_from)
+        return gpt_model.pretrained(s.init_from)
     try:
-        return gpt_data.trained(results.checkpoint(output, s.checkpoint))
+        return gpt_model.trained(evaluation.checkpoint(output, s.checkpoint))
     except NotFound:
-        if s.checkpoint or not (path := output / gpt_data.CHECKPOINT).exists():
+        if s.checkpoint or not (path := output / gpt_model.CHECKPOINT).exists():
             raise
-        return gpt_data.pretrained(str(path))
+        return gpt_model.pretrained(str(path))
 
 
 @torch.inference_mode()
@@ -357,7 +357,7 @@ def evaluate(s: Settings) -> None:
                 total += model(x[:, :-1], x[:, 1:]).main.item() * len(x)
     loss = total / blocks
     name, tokens = Path(pretrained.name).name, blocks * pretrained.config.block_size
-    results.evaluation(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
+    evaluation.write(name, model, tokens=tokens, loss=loss, perplexity=math.exp(loss))
     print(f"{name}: val loss {loss:.4f}, perplexity {math.exp(loss):.2f} on {tokens:,} tokens")
 
 

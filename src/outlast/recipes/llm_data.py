@@ -25,7 +25,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import shard_format
 from outlast.data.prepare import chat, jsonl, source_files, work_units
 from outlast.training import Shards
-from outlast.worker.prepare import cache_eviction
+from outlast.worker.prepare import data_cache_eviction
 
 NONE = "none"
 """Value of `--val` that disables validation."""
@@ -85,7 +85,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
     settings = jsonl.Settings(str(tokenizer), val=0, skip_damaged=skip_bad)
     status = source.path.stat()
     about = str(source.path.resolve()), status.st_size, status.st_mtime_ns, settings.described
-    directory = cache_eviction.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
+    directory = data_cache_eviction.cache(os.environ) / "llm" / hashlib.sha256(repr(about).encode()).hexdigest()[:32]
     if not make:
         return directory
     with source.path.open("rb") as file:
@@ -103,7 +103,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """Samples of a source with at least one token to learn, cut to `limit` tokens. A label of -100 is not learned.
+    """Samples of a source with at least one token to learn, cut to `limit` tokens. Tokens with the label -100 are not learned.
 
     The first token is never learned: nothing predicts it.
     """
@@ -140,7 +140,7 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(np.minimum(every, limit)[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Identifies the samples and the limit."""
+        """Digest of the samples and the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)

@@ -35,7 +35,7 @@ from outlast.job import contract
 from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model
 from outlast.recipes.perceiver_data import Clips, Data, Remarks
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
-from outlast.recipes.shared import loop, results, settings
+from outlast.recipes.shared import evaluation, loop, results, settings
 from outlast.recipes.shared.loop import Record
 from outlast.recipes.shared.settings import flag
 from outlast.training import Session, Stream, device
@@ -385,7 +385,7 @@ def place(s: Settings, config: Config, output: Path) -> Data:
 def evaluate(s: Settings) -> None:
     """Measure reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
     output, where = results.output(), device.computing()
-    path = results.checkpoint(output, s.checkpoint)
+    path = evaluation.checkpoint(output, s.checkpoint)
     config = Config(**Record.read(path).config)
     model = Perceiver(config)
     model.load_state_dict(checkpoint.read(path, "model"))
@@ -404,7 +404,7 @@ def evaluate(s: Settings) -> None:
         perceiver_data.checked(batch["label"], config.classes, data.place)
         sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
     means, clips = perceiver_measure.means(sums, s), int(sums[0])
-    results.evaluation(path.name, model, clips=clips, skipped=remarks.counts()["bad"], **means)
+    evaluation.write(path.name, model, clips=clips, skipped=remarks.counts()["bad"], **means)
     print(f"{path.name} on {clips} validation clips of {data.place}")
     for name, value in means.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")

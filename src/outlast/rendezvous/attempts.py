@@ -327,8 +327,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return stop requests for the members that are still training; none while the failure's cause may still be
-        unreported."""
+        """Return stop requests for the members that are still training; none while the failure's cause may be unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:

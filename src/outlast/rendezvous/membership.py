@@ -36,7 +36,7 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
-"""Interval, in seconds, at which training processes are asked for their batch until they have reported it."""
+"""Interval, in seconds, between checks of the processes' records for their batch, until they have reported it."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
 """Connects to a world's store as the given rank; rank 0 also hosts it, on the listening socket. Raises OSError or
@@ -108,7 +108,7 @@ class Membership:
         self._batch: tuple[int, ...] = ()
         """See `messages.Report.batch`."""
         self._looked = -math.inf
-        """Time at which the processes were last asked for their batch."""
+        """Time at which the processes' records were last checked for their batch."""
         self.key = b""
         """The run's key; empty to disable the mesh."""
         self.mesh: Mesh | None = None

@@ -61,8 +61,8 @@ class Report:
     """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or
     never will be able to."""
     again: bool = False
-    """True if this process has replaced the one that joined `generation`, which its peers no longer hear. Only workers running
-    the previous version report it."""
+    """True if this process has replaced the process that joined `generation`, which no longer responds to its peers. Only workers
+    running the previous version report it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
     """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if there is none.
 

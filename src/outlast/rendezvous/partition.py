@@ -68,7 +68,7 @@ class Verdict:
     by: tuple[int, ...] = ()
     """Remaining members that do not hear the lost members; empty if only the lost members reported the break."""
     ask: tuple[int, ...] = ()
-    """A majority that a minority does not hear: call all members to find out which of them answer."""
+    """The majority that a minority does not hear, if any: all members must be called, to find out which of them answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
@@ -150,8 +150,8 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. If they are half of the members or more, returns none, since one
-    member may be wrong about all the others; a world of two is an exception."""
+    """Return silent members whose machines refuse connections. If half or more of the members are silent, returns none, since one
+    member may be wrong about all others; a world of two is an exception."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()

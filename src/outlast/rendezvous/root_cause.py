@@ -79,7 +79,7 @@ def committed(report: Mapping[str, Any] | None) -> int | None:
 
 def cause(pending: Iterable[Pending]) -> Pending:
     """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
-    echoes, a rank that exited early has broken the others' collective."""
+    echoes, the cause is a rank that exited early and so broke the others' collective."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])

@@ -1,6 +1,6 @@
 """The inputs and results of `rendezvous.who_trains`: members' reports, the desired size, the coordinator's state, and decisions.
 
-Field names are the wire format of `Call` and `World`. Import them from `rendezvous.who_trains`.
+Field names are the wire format of `Call` and `World`. Import all classes from `rendezvous.who_trains`.
 """
 
 from __future__ import annotations
@@ -86,7 +86,7 @@ class Cause(enum.StrEnum):
     LATE = "late"
     """Workers did not join the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
-    """Some workers have finished, and the rest cannot finish without them."""
+    """Some workers have finished, and the others cannot finish without them."""
     FOREIGN = "foreign"
     """Another coordinator has published a world."""
     LEAVING = "leaving"
@@ -144,7 +144,7 @@ class Wait:
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only when the situation does."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others, and will not be soon; part of `reason`. Empty if all are or will be."""
+    """Why some workers are not training with the others and will not do so soon; part of `reason`. Empty if there are none."""
 
     def __post_init__(self) -> None:
         if not self.steady:

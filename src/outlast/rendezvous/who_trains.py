@@ -258,7 +258,7 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """Some members had finished before the call, and the rest cannot finish without them: all repeat the last steps."""
+    """Some members had finished before the call, and the other members cannot finish without them: all repeat the last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
@@ -469,7 +469,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: first holders of the newest state, by rank in the last world; then waiting members, then the rest, by id."""
+    """Sort members: holders of the newest state by rank in the last world, then waiting members and all others by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

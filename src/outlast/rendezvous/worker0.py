@@ -38,8 +38,7 @@ workers."""
 
 
 class Host:
-    """The coordinator in worker 0. `generation` is the newest generation of earlier runs; `ended` is called with the final
-    state."""
+    """The coordinator in worker 0. `generation` is the newest generation of earlier runs; `ended` receives the final state."""
 
     def __init__(
         self,

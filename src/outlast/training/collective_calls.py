@@ -15,14 +15,13 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import functools
 import os
 import statistics
 import sys
 import time
 import zlib
-from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeVar, cast
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -31,34 +30,12 @@ from outlast.base.errors import OutlastError
 from outlast.training.state import snapshot_taking
 from outlast.worker.hangs import deadlocks
 
-Method = TypeVar("Method", bound=Callable[..., Any])
-
 _ROOM = 14
-"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
+"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few bytes."""
 _BITS = 20
 """Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
-
-
-def public(example: str) -> Callable[[Method], Method]:
-    """Decorate a public method: arguments that do not fit its signature raise OutlastError, which quotes `example`."""
-
-    def decorated(method: Method) -> Method:
-        @functools.wraps(method)
-        def called(*args: Any, **options: Any) -> Any:
-            try:
-                return method(*args, **options)
-            except TypeError as error:
-                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
-                    raise  # from within the method
-                raise OutlastError(f"{error} ({place()}); write {example}") from None
-            finally:
-                deadlocks.watch().call = ""
-
-        return cast(Method, called)
-
-    return decorated
 
 
 def place() -> str:
@@ -149,7 +126,7 @@ _LONGEST_S = 0.25
 
 
 def interval(vote_s: float, step_s: float) -> int:
-    """Return the number of steps from one vote to the next, given the seconds that a vote and a step take."""
+    """Return the number of steps from one vote to the next, given how many seconds a vote and a step take."""
     most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
     return min(most, snapshot_taking.interval(vote_s, step_s))
 

@@ -23,7 +23,7 @@ _QUIET_S = 900.0
 
 
 class Waits(Protocol):
-    """A reader that measures its waits, in seconds."""
+    """A reader that measures how many seconds steps wait for it."""
 
     waited_s: float
 
@@ -54,7 +54,7 @@ class Stalls:
         self._warned = float("-inf")
 
     def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
-        """Return the seconds that all readers have waited since the last call, and the due warning or an empty string."""
+        """Return the seconds that steps have waited for all readers since the last call, and any due warning (else "")."""
         waited = sum(reader.waited_s for reader in readers)
         previous, self._reported = self._reported, waited
         remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""

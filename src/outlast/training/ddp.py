@@ -21,9 +21,9 @@ def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> Distri
 
 
 def wrap_again(net: DistributedDataParallel, device: torch.device, **options: Any) -> None:
-    """Bind what `wrap` has returned to the present process group, as a new process does. A collective."""
+    """Bind a module returned by `wrap` to the current process group, as a new process would. A collective."""
     module, training = net.module, net.training
-    for name in ("reducer", "logger"):  # they hold the threads of the last group
+    for name in ("reducer", "logger"):  # they hold the previous group's threads
         vars(net).pop(name, None)
     DistributedDataParallel.__init__(net, module, device_ids=None if device.index is None else [device.index], **options)
     net.training = training

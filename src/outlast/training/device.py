@@ -90,7 +90,7 @@ class Device:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return a number that is equal for tensors on this device if they share memory."""
+        """Return a number that is the same for tensors on this device that share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:

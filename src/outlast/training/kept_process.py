@@ -1,9 +1,9 @@
-"""Whether a training process goes on in the next world instead of being replaced, and what it needs for that.
+"""Decides whether a training process continues in the next world instead of being replaced, and prepares it for that.
 
-At a planned change of the world, the ranks save, close their groups and wait. The agent gives each its place in the next world,
-and the session opens again in the same process. It loads its state like a new one, so the bits are the same. A process
-that waits can be killed at any time: its state is saved, and a new process takes its place.
-Reasons: docs/decisions/0072-survivors-keep-their-process.md.
+At a planned change of the world, the ranks save, close their groups and wait. The agent gives each process its place in the next
+world, and the session opens again in the same process. It loads its state as in a new process, so the bits are the same. A
+waiting process can be killed at any time: its state is saved, and a new process takes its place. Reasons:
+docs/decisions/0072-survivors-keep-their-process.md.
 """
 
 from __future__ import annotations
@@ -36,42 +36,42 @@ from outlast.worker.launch import os_calls, script_files, training_process
 log = logging.getLogger("outlast")
 
 _PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
-"""Seconds between two looks for the place in the next world, which grow."""
+"""Initial and maximum interval, in seconds, between checks for the place in the next world."""
 _BACKENDS = "gloo", "nccl"
 _OPTIONS = {"broadcast_buffers", "bucket_cap_mb", "dim", "find_unused_parameters", "gradient_as_bucket_view"}
-"""Options of DDP that mean the same when it is initialized again."""
+"""DDP options that have the same meaning when DDP is initialized again."""
 _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resume("
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A session's knowledge of its script, before the first batch and before it waits. By default, nothing is in the way."""
+    """What a session knows about its script before the first batch and before waiting. The defaults allow it to continue."""
 
     agent: bool = True
     """True if an agent gives this process its place in the next world."""
     calls: Sequence[str] = (_DDP, _RESUME)
-    """The session's calls since it was opened, in their order."""
+    """The session's calls since it was opened, in order."""
     collectives: int | None = 0
-    """Number of other collectives since then; None if they cannot be counted."""
+    """Number of other collectives since the session was opened; None if they cannot be counted."""
     groups: int = 1
-    """Number of process groups that are not the session's own."""
+    """Number of process groups besides the session's own."""
     streams: int = 1
-    """Number of Streams that `resume` was given; 0 while `for batch in stream` has read none."""
+    """Number of Streams that were passed to `resume`; 0 while `for batch in stream` has read none."""
     foreign: Sequence[str] = ()
-    """Names in the state of objects that are bound to this world and cannot change it, such as FSDP2's modules."""
+    """Names, in the state, of objects that are bound to this world and cannot move to another, such as FSDP2's modules."""
     hooks: bool = False
-    """True if a module of `run.ddp` has hooks, or options that add some or name a process group."""
+    """True if a module wrapped by `run.ddp` has hooks, or options that add hooks or name a process group."""
     backend: str = "gloo"
     """Backend of the process group."""
     compiled: bool = False
-    """True if torch has compiled code in this process: for other shapes, it would compile otherwise than a new process."""
+    """True if torch has compiled code in this process: for new shapes, it would compile differently than in a new process."""
     thread: bool = False
-    """True if another thread than the session's reads the Stream."""
+    """True if a thread other than the session's reads the Stream."""
 
 
 def refusal(facts: Facts) -> str:
-    """Return why the process cannot go on in the next world; empty if it can. Before their first batch, new processes wait for
-    the others in each collective: it must be one of `run.ddp` or `run.resume`."""
+    """Return why the process cannot continue in the next world, or an empty string if it can. In each collective before their
+    first batch, new processes wait for the others, so only `run.ddp` and `run.resume` may call one."""
     *first, last = facts.calls or [""]
     others = [call for call in first if call != _DDP] or [last][: not last.startswith(_RESUME)]
     if not facts.agent:
@@ -98,31 +98,31 @@ def refusal(facts: Facts) -> str:
 
 
 class Keeper:
-    """A session's memory across worlds, with which its process goes on in the next one."""
+    """The part of a session that outlives a world, so that its process can continue in the next one."""
 
     def __init__(self) -> None:
         self.models: list[tuple[DistributedDataParallel, Mapping[str, Any]]] = []
         self.departure: int | None = None
-        """The saved step after which this process leaves its world, at the next batch; None if it stays."""
+        """The saved step after which this process leaves its world at the next batch; None if it stays."""
         self.refusal: str | None = None
-        """Why the process cannot go on in the next world, an empty string if it can, or None before the first batch."""
+        """Why the process cannot continue in the next world, an empty string if it can, or None before the first batch."""
         self.warning = ""
         self._facts = Facts()
         self._thread = threading.get_ident()
         self._calls: list[str] = []
         self._batches = 0
         self._mixed = False
-        """True if a process of this world has begun in an earlier one."""
+        """True if a process in this world was started in an earlier one."""
         self._opened_at = self._resumes_at = _counted()
-        """Numbers of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
+        """The number of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
         self._own = 0
 
     def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
-        """Begin to count the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
+        """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
         collective.
 
-        While the calls of processes that were kept may differ from those of new ones, a mistake of the script restarts the world
-        with new processes instead of ending the job.
+        While kept processes may make other calls than new ones, a mistake in the script restarts the world with new processes
+        instead of ending the job.
         """
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""
@@ -148,30 +148,29 @@ class Keeper:
         return net
 
     def wrap_again(self, device: torch.device, meet: Callable[[str], object]) -> None:
-        """Bind all models to the present world, with the collectives of a new process."""
+        """Bind all models to the current world, with the same collectives as in a new process."""
         for net, options in self.models:
             meet(_DDP)
             ddp.wrap_again(net, device, **options)
 
     def resumed(self, state: Mapping[str, Any], between: Callable[[], bool]) -> None:
-        """Have the Streams of a state call `between` before each batch, which may change the world."""
+        """Have a state's Streams call `between`, which may change the world, before each batch."""
         self._own += _difference(self._resumes_at)
         for thing in state.values():
             if isinstance(thing, Stream):
                 thing._between = between
 
     def resume(self, resume: Callable[[Mapping[str, Any]], int], state: Mapping[str, Any], step: int) -> None:
-        """Have `resume` load what was saved at `step`. Raises NotRestored if it loads another step. A collective."""
+        """Have `resume` load the state saved at `step`. Raises NotRestored if it loads another step. A collective."""
         with same_groups(state):
             restored = resume(state)
         if restored != step:
             raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
 
     def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
-        """Decide before the first batch whether this process can go on in the next world. Returns a warning if not,
-        once.
+        """Decide before the first batch whether this process can continue in the next world. If not, returns a warning, once.
 
-        The first batch of a world with processes that were kept is a collective, which no call of new ones can pass.
+        If a world has kept processes, its first batch is a collective, which new processes cannot pass with any other call.
         """
         self._batches, known = self._batches + 1, self.warning
         if self._batches > 1:
@@ -188,7 +187,7 @@ class Keeper:
         return "" if known else self.warning
 
     def look(self, state: Mapping[str, Any]) -> bool:
-        """Return whether anything keeps the process from going on in the next world."""
+        """Return whether anything prevents the process from continuing in the next world."""
         models = [model for model, _ in self.models]
         facts = dataclasses.replace(
             self._facts,
@@ -223,7 +222,7 @@ class Keeper:
 
 @contextlib.contextmanager
 def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
-    """Load a state, but leave each optimizer its parameter groups, which the script may hold: torch replaces them."""
+    """Load a state, but keep each optimizer's parameter groups, which the script may reference and torch would replace."""
     optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
     held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
     yield
@@ -239,7 +238,7 @@ def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _counted() -> int | None:
-    """Return the number of collectives in the script's groups; None if they cannot be counted."""
+    """Return the number of collectives so far in the script's groups; None if they cannot be counted."""
     counts = deadlocks.watch().begun()
     return sum(counts.values()) if counts else None
 
@@ -249,7 +248,7 @@ def _difference(before: int | None) -> int:
 
 
 def _bound(thing: Any, models: Sequence[DistributedDataParallel]) -> bool:
-    """Return whether an object of a state is bound to its world other than by these models."""
+    """Return whether an object in a state is bound to its world by anything but these models."""
     if isinstance(thing, torch.nn.Module):
         parts = list(thing.modules())
         tensors = [*thing.parameters(), *thing.buffers()]
@@ -265,7 +264,7 @@ def _hooks(model: DistributedDataParallel) -> bool:
 
 
 def _compiled(state: Mapping[str, Any]) -> bool:
-    """Return whether torch has compiled code in this process, or will."""
+    """Return whether torch has compiled code in this process, or will do so."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     modules = [part for thing in state.values() if isinstance(thing, torch.nn.Module) for part in thing.modules()]
     return bool(dynamo and getattr(dynamo, "FRAME_COUNTER", 1)) or any(

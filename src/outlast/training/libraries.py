@@ -12,7 +12,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """Return the first of an object's methods that is missing or lacks parameters we rely on, or an empty string."""
+    """Return the first of an object's methods that is missing or lacks parameters that we use, or an empty string."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -37,7 +37,7 @@ def split(accelerator: Any) -> str:
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
     """End a step. Returns whether a checkpoint is due that must wait for the step's evaluation. A collective.
 
-    With `measured_later`, an evaluation that ranks checkpoints follows the step, so the caller saves the checkpoint that is due.
+    With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the due checkpoint after it.
     """
     if not measured_later:
         run.boundary(step)

@@ -93,7 +93,7 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of leading bytes that are known to equal rank 0's."""
+        """Number of leading bytes known to be the same as rank 0's."""
         self.everywhere = 0
         """On rank 0, the number of leading bytes that all disks are known to have."""
 
@@ -128,7 +128,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Return the lines that other disks may lack, for a snapshot; empty if they are unreadable or too long."""
+        """Return the lines that other disks may lack, for a snapshot; empty if the lines are unreadable or too long."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -146,7 +146,7 @@ class Copy:
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """Return the last step in the file, and the file's size in bytes and crc32."""
+        """Return the last step in the file, the file's size in bytes, and its crc32."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

@@ -6,9 +6,10 @@ an incomplete state without any other error. `Session` checks as early as a mist
 
 from __future__ import annotations
 
+import functools
 import operator
-from collections.abc import Mapping
-from typing import Any
+from collections.abc import Callable, Mapping
+from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
@@ -22,11 +23,33 @@ from outlast.training.collective_calls import place
 from outlast.training.samples import stream as streams
 from outlast.training.samples.stream import Stream
 from outlast.training.state.stateful_loader import Stateful
+from outlast.worker.hangs import deadlocks
 
 State = Mapping[str, Any]
+Method = TypeVar("Method", bound=Callable[..., Any])
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
 """Attributes in which torch's schedulers store their number of steps."""
+
+
+def public(example: str) -> Callable[[Method], Method]:
+    """Decorate a public method: arguments that do not fit its signature raise OutlastError, which quotes `example`."""
+
+    def decorated(method: Method) -> Method:
+        @functools.wraps(method)
+        def called(*args: Any, **options: Any) -> Any:
+            try:
+                return method(*args, **options)
+            except TypeError as error:
+                if error.__traceback__ is None or error.__traceback__.tb_next is not None:
+                    raise  # from within the method
+                raise OutlastError(f"{error} ({place()}); write {example}") from None
+            finally:
+                deadlocks.watch().call = ""
+
+        return cast(Method, called)
+
+    return decorated
 
 
 def whole(step: Any) -> int:
@@ -96,7 +119,7 @@ def streams_of(state: State) -> list[Stream | Stateful]:
 
 
 def described(state: State) -> list[str]:
-    """Return the names in a state, with the fingerprints of its data. They must be the same on all ranks."""
+    """Return the names in a state, with fingerprints of its data. All ranks must have the same result."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 

@@ -29,7 +29,7 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and they vary less."""
+"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and these times vary less."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 
@@ -44,11 +44,11 @@ class OwnTimes:
         self._clock = time.monotonic
         self._windows: collections.deque[slow_ranks.Window] = collections.deque(maxlen=slow_ranks.WINDOWS)
         self._named: dict[int, float] = {}
-        """The slow ranks, and the fraction by which each one's own time exceeds the others'."""
+        """The slow ranks, each with the fraction by which its own time exceeds the others'."""
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window with this state; time since the last step does not count as a step."""
+        """Begin a window, with the modules and streams of this state; the time since the last step does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
@@ -58,7 +58,7 @@ class OwnTimes:
         self._opened = self._clock()
 
     def due(self) -> bool:
-        """Return whether the window is over. Rank 0 decides."""
+        """Return whether the window is over. Only rank 0's result counts."""
         return self._calls.rank == 0 and len(self._samples) >= _LEAST and self._clock() - self._opened >= WINDOW_S
 
     def step(self, record: Progress, *, compare: bool) -> None:

@@ -16,7 +16,7 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 
 
 class _Reported:
-    """This process's progress so far."""
+    """The progress that this process has reported."""
 
     def __init__(self) -> None:
         self.lock = threading.Lock()
@@ -43,7 +43,7 @@ def progress(step: int, total: int | None = None) -> None:
         return
     rank, generation = int(env.get("RANK", 0)), int(env.get(Env.GENERATION, 0))
     with _reported.lock:
-        if _reported.writer is None or _reported.pid != os.getpid():  # a process that a data loader forks reports nothing
+        if _reported.writer is None or _reported.pid != os.getpid():  # a process forked by a data loader reports nothing
             if _reported.writer is not None:
                 return
             _reported.pid = os.getpid()

@@ -45,7 +45,7 @@ from outlast.rendezvous import sentences
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import client
 from outlast.training import collective_calls, data_waits, ddp, device, kept_process, metrics, mistakes, own_time
-from outlast.training.collective_calls import Calls, public
+from outlast.training.collective_calls import Calls
 from outlast.training.samples import seeded
 from outlast.training.state import (
     background_save,
@@ -252,14 +252,14 @@ class Session:
             dist.destroy_process_group()
 
     def _meet(self, call: str, *numbers: float) -> list[float]:
-        """Return the sums of `numbers` over all ranks. Raises OutlastError if the ranks are in different calls. A collective."""
+        """Return the sums of `numbers` over all ranks. Raises OutlastError if ranks are in different calls. A collective."""
         if self._closed:
             raise OutlastError(f"{call} comes after the end of the session; move it into its `with` block")
         if self._keeper:
             return self._keeper.meet(self._calls, call, self._saves.position(), numbers)
         return self._calls.meet(call, self._saves.position(), numbers)
 
-    @public("net = run.ddp(model)")
+    @mistakes.public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
         """Wrap `model` in DistributedDataParallel on this rank's device, adding gradients in the same order after every restart.
 
@@ -274,7 +274,7 @@ class Session:
         self._meet("run.ddp()")
         return self._keeper.wrap(model, self.device, options) if self._keeper else ddp.wrap(model, self.device, **options)
 
-    @public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
+    @mistakes.public('run.resume({"model": net, "optimizer": optimizer, "stream": stream})')
     def resume(self, state: Mapping[str, Any]) -> int:
         """Load this run's newest state into `state` and return its step, or 0 if there is none.
 
@@ -333,7 +333,7 @@ class Session:
             keeper.resumed(self._state, lambda: self._between(keeper))
         return step
 
-    @public('step = run.peek({"position": position})')
+    @mistakes.public('step = run.peek({"position": position})')
     def peek(self, state: Mapping[str, Any]) -> int:
         """Load a part of this run's newest state and return its step, or 0 if there is none.
 
@@ -369,18 +369,18 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record on rank 0 that the search for checkpoints found one `damaged`, or `copied` one to other disks."""
+        """Record on rank 0 that the search found a checkpoint `damaged`, or `copied` one to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
 
-    @public("values = run.gather(value)")
+    @mistakes.public("values = run.gather(value)")
     def gather(self, value: Any) -> list[Any]:
         """Return the values of all ranks, in rank order. `value` must be picklable. A collective."""
         self._meet("run.gather()")
         return self._disks.gather(value)
 
-    @public("path = run.export(net)")
+    @mistakes.public("path = run.export(net)")
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
         """Write `model`'s weights to the file `run.output / name`, for use without Outlast, and return the file's path.
 
@@ -395,7 +395,7 @@ class Session:
         weights.export(model, path, self._disks.gather)
         return path
 
-    @public("run.log(step, loss=loss)")
+    @mistakes.public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
         """Report that `step` has ended and log `values`, which are returned as floats.
 
@@ -429,7 +429,7 @@ class Session:
         self._report(phase="train", step=step, waited_s=round(self._record.waited_s + waited_s, 6), **problem)
         return numbers
 
-    @public('run.parameters({"lr": lr})')
+    @mistakes.public('run.parameters({"lr": lr})')
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Record this run's settings: rank 0 writes them to `parameters.json`, and trackers show them.
 
@@ -457,7 +457,7 @@ class Session:
         """
         return deadlocks.watch().alive()
 
-    @public("leaving = run.interrupted()")
+    @mistakes.public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
         """Return whether to save and leave, the same on all ranks: True once any rank is interrupted. Call this once per step.
 
@@ -483,7 +483,7 @@ class Session:
             self._saves.settle(self._saver.wait())
         return self._leaving
 
-    @public("run.due(step)")
+    @mistakes.public("run.due(step)")
     def due(self, step: int) -> bool:
         """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
 
@@ -506,7 +506,7 @@ class Session:
             self._saver.hurry()
         return late and not busy
 
-    @public("run.boundary(step)")
+    @mistakes.public("run.boundary(step)")
     def boundary(self, step: int) -> None:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
@@ -525,7 +525,7 @@ class Session:
         if due or leaving:
             self.save(step)
 
-    @public("run.save(step, metric=loss); it saves what resume() was given")
+    @mistakes.public("run.save(step, metric=loss); it saves what resume() was given")
     def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
         """Save the state passed to `resume` as the checkpoint of `step`. Returns once the state is copied; a thread writes it.
 
@@ -562,7 +562,7 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _between(self, keeper: kept_process.Keeper) -> bool:
-        """Go on in the next world if this process is to leave the present one before the next batch. Returns whether it has."""
+        """Continue in the next world if this process is to leave this one before the next batch. Returns whether it did."""
         if warning := keeper.before_batch(self._state, self._meet):
             self._report(warning=warning)
         if (step := keeper.departure) is None:

@@ -77,7 +77,7 @@ def _sections(
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield the requested sections with their checks. Iterating over the checks runs them."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.diagnosis import finding, inspection_pods, machine
+    from outlast.kubernetes.diagnosis import check_pods, finding, machine
 
     yield "This machine", machine.checks()
     try:
@@ -90,8 +90,8 @@ def _sections(
     try:
         yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(_of(cluster))
         if image:
-            options = inspection_pods.Options(image, store, secrets, network, timeout)
-            yield f"In pods of {image}", _reached(inspection_pods.checks(cluster, options))
+            options = check_pods.Options(image, store, secrets, network, timeout)
+            yield f"In pods of {image}", _reached(check_pods.checks(cluster, options))
     finally:
         cluster.close()
 

@@ -100,7 +100,7 @@ class How:
 
 
 def _kind(made: Callable[..., None]) -> None:
-    """Add the command for a kind of dataset. The help shows its own options after --to, before the shared options."""
+    """Add the command for a kind of dataset. The help shows the kind's own options after --to, before the shared options."""
     source, to, *others = inspect.signature(How, eval_str=True).parameters.values()
     _, *own = inspect.signature(made, eval_str=True).parameters.values()
 

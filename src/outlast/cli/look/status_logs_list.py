@@ -15,11 +15,12 @@ from outlast.base.errors import OutlastError
 from outlast.cli import find_job, tables_and_pages, terminal
 from outlast.cli.find_job import ContextOption, EverywhereOption, NameArgument, NamespaceOption, SelectorOption
 from outlast.cli.tables_and_pages import ListOutput, ListOutputOption, Output, OutputOption
-from outlast.job import backend
+from outlast.job import logs as job_logs
 
 if TYPE_CHECKING:
     from outlast.client import Run
-    from outlast.job.backend import Backend, LogLine
+    from outlast.job.backend import Backend
+    from outlast.job.logs import LogLine
     from outlast.job.status import JobStatus
 
 _DOCUMENTS = (ListOutput.JSON, ListOutput.YAML)
@@ -182,7 +183,7 @@ def logs(
             raise OutlastError("logs in a store have no times and cannot be followed; give the name of the job, where it runs")
         lines: Iterable[LogLine] = output.logs(url, worker=worker, tail=None if previous else tail)
         if previous:
-            lines = backend.previous(lines, tail=tail)
+            lines = job_logs.previous_attempt(lines, tail=tail)
     else:
         since_s = None if since is None else find_job.duration("--since", since).total_seconds()
         run = find_job.run(ctx, name, namespace, context)

@@ -14,7 +14,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal, web_servers
 
 if TYPE_CHECKING:
-    from outlast.local.notebooks import jupyter
+    from outlast.local import jupyter
 
 _HERE = "127.0.0.1"
 _START_S = 180.0
@@ -55,7 +55,7 @@ def notebook(
       outlast notebook ~/experiments --port 9000 --open
       outlast notebook work --bind 0.0.0.0 --token-file token.txt
     """
-    from outlast.local.notebooks import jupyter
+    from outlast.local import jupyter
     from outlast.worker.agent import pid1
 
     pid1.stand_by()  # in a pod, this process reaps jobs that outlive their kernels
@@ -91,7 +91,7 @@ def notebook(
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
     """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, and OutlastError if it
     fails."""
-    from outlast.local.notebooks import jupyter
+    from outlast.local import jupyter
 
     with web_servers.child(
         "JupyterLab",

@@ -42,7 +42,7 @@ class File:
 
 @dataclass(frozen=True)
 class Document:
-    """The text in a file, or in bytes `low` to `high` of a file."""
+    """The text in a file, or in the bytes `low` to `high` of a file."""
 
     file: str
     size: int
@@ -68,7 +68,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces that one process handles together."""
+    """Pieces that one process handles as one unit of work."""
 
     number: int
     pieces: tuple[Piece, ...]
@@ -201,7 +201,7 @@ def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
 
 
 def grouped(items: Sequence[T], sizes: Sequence[int], limit: int) -> list[list[T]]:
-    """Group items in order, with at most `limit` bytes per group; a larger item gets a group of its own."""
+    """Group items in order, with at most `limit` bytes per group; a larger item forms its own group."""
     groups: list[list[T]] = []
     room = 0
     for item, size in zip(items, sizes, strict=True):

@@ -191,7 +191,7 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if there is no sound. Raises BadSource for a damaged
+    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if it is silent. Raises BadSource for a damaged
     video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound

@@ -29,7 +29,7 @@ class Run:
     name: str
     state: str
     workers: tuple[int, ...]
-    """The run's world sizes in chronological order, with consecutive repeats merged."""
+    """The run's world sizes in chronological order, with consecutive equal sizes merged."""
     time_s: float
     """Time from submission to the end, or to now."""
     training_s: float
@@ -74,7 +74,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return the world sizes in order, with consecutive repeats merged: numbers of workers or, under plain torchrun, of ranks."""
+    """Return the world sizes in order, merging consecutive equal ones: numbers of workers or, under plain torchrun, of ranks."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:

@@ -21,7 +21,7 @@ COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "han
 
 @dataclasses.dataclass(frozen=True, slots=True)
 class Segment:
-    """A period of time, in seconds since the epoch. Consecutive segments touch but have different buckets."""
+    """A period of time, in seconds since the epoch. Consecutive segments are contiguous and have different buckets."""
 
     start: float
     end: float
@@ -44,8 +44,8 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first one in each world, which includes the warm-up. The median is over the
-    same steps."""
+    """Mean duration of all executed steps except the first in each world, which has the warm-up. The median covers the same
+    steps."""
     step_median_s: float | None
     worlds: int
     failures: int

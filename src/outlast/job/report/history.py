@@ -15,7 +15,7 @@ from outlast.job.report.series import Series
 from outlast.job.report.steps import Bucket
 
 _ERRORS = 50
-"""Maximum number of errors kept. The first ones are kept, since later ones often repeat them."""
+"""Maximum number of errors kept: the first errors, since later ones often repeat them."""
 _FINE = 2000
 """Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
@@ -26,7 +26,7 @@ _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 
 class History:
     """A run's history, recorded in bounded memory the first time that its events are iterated over. Times are in seconds since
-    the epoch. Steps are rank 0's, the only ones reported."""
+    the epoch. Steps are rank 0's, since only rank 0 reports steps."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
@@ -130,8 +130,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return about `most` segments. Half are the longest ones: first those in which training was disturbed, then the rest. The
-    time between two of them becomes one segment, with the bucket that most of it belongs to."""
+    """Return about `most` segments. Half are the longest ones, preferring those in which training was disturbed. The time between
+    two of them becomes one segment, with the bucket that covers most of it."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))
@@ -147,7 +147,7 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return what the workers did. Keys are periods (start, end, and a bucket's name or `starting`), values are workers.
+    """Return what the workers did, as workers by period: start, end, and a bucket's name or `starting`.
 
     Members of the world do what the job does. A worker that is gone has no period.
     """

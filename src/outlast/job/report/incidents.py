@@ -27,8 +27,7 @@ class Lost:
     again_us: int = 0
     """Time spent on steps whose results were lost, and on the interrupted step."""
     up_to: bool = False
-    """True if the time of the fault is unknown: the loss then counts from the end of the last step in the ledger, and is an
-    upper bound."""
+    """True if the time of the fault is unknown: the loss then counts from the last step in the ledger, and is an upper bound."""
     source: str = ""
     """Where the state was restored from: memory | peer | disk | store; empty if not reported."""
 
@@ -92,11 +91,10 @@ class Incident:
     replayed: int = 0
     """Number of steps whose results were lost."""
     attempt: int = 0
-    """Which start of that world's processes the incident ended: above 0 if the members had already repaired the world
-    themselves."""
+    """Which start of that world's processes the incident ended: above 0 if the members had already repaired the world."""
     lost: Lost | None = None
-    """Training time lost to the incident; final once `recovery_s` is known. None if training never stopped, or if the script
-    reports no steps."""
+    """Training time lost to the incident; it no longer changes once `recovery_s` is known. None if training never stopped, or if
+    the script reports no steps."""
     cause: str = ""
     """One of `CAUSES`, for incidents that cost training time."""
 

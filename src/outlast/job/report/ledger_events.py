@@ -104,12 +104,12 @@ def _once(events: Iterable[Event]) -> Iterator[Timed]:
 
 @dataclasses.dataclass
 class Survey:
-    """Facts about the events as a whole, which the timeline needs before its own pass."""
+    """Facts about all events, which the timeline needs before it processes them."""
 
     start: int | None = None
     """Time of the first event in microseconds since the epoch; None if there are no events."""
     last_steps: dict[tuple[int, int], int] = dataclasses.field(default_factory=dict)
-    """When the last step of each generation and attempt ended. The world was intact until then, whatever was reported."""
+    """When the last step of each generation and attempt ended. The world was intact until then, whatever other events say."""
     blind: bool = True
     """True if the script does not report progress."""
 

@@ -26,8 +26,9 @@ from outlast import __version__
 from outlast.base import units
 from outlast.base.errors import OutlastError, importing
 from outlast.job import url_logins
-from outlast.job.backend import Backend, LogLine
+from outlast.job.backend import Backend
 from outlast.job.ledger import Event
+from outlast.job.logs import LogLine
 from outlast.job.report import comparison as compare
 from outlast.job.report import goodput, plot, printed
 from outlast.job.report.goodput import Goodput
@@ -38,7 +39,7 @@ from outlast.job.report.steps import Bucket
 from outlast.job.status import JobStatus
 
 _INCIDENTS = 200
-"""Maximum number of incidents on a page, which shows the costliest ones."""
+"""Maximum number of incidents on a page; the costliest ones are shown."""
 _ROWS = 60
 """Maximum number of rows in the table for a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
@@ -130,8 +131,7 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError if bokeh is
-    missing."""
+    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without bokeh."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
     names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]

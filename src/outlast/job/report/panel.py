@@ -41,8 +41,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return a metric's values from the lines of `metrics.jsonl`. Lines without the metric are skipped, as is an unfinished
-    line."""
+    """Return a metric's values from the lines of `metrics.jsonl`. Lines without the metric and an unfinished line are skipped."""
     found = []
     for line in lines:
         try:

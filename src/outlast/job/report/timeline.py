@@ -24,7 +24,7 @@ from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
 """Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
-"""Number of spans beyond which old ones are joined."""
+"""Number of spans beyond which old spans are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -125,7 +125,7 @@ class Timeline:
         self._phase = phase
 
     def _drop(self, fate: Bucket, t: int) -> None:
-        """Drop the current step, which will never end; its time belongs to `fate`."""
+        """Drop the current step, which will never end; its time goes into the bucket `fate`."""
         self._cut(t)
         if self._step is not None:
             self._step.bucket = fate
@@ -177,8 +177,7 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event from a newer world proves that this world has
-        formed."""
+        """Return whether a training event belongs to the current world. An event from a newer world proves that it has formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
@@ -283,8 +282,7 @@ class Timeline:
             self._relaunched(t, event)
 
     def _relaunched(self, t: int, event: Event) -> None:
-        """Record that the job has a launcher again. Unless the job had ended, its processes have been gone since the last
-        event."""
+        """Record that the job has a launcher again. Unless the job had ended, it has had no processes since the last event."""
         if self._phase not in WAITING and not self._intact(t):
             self._incident(self.seen, "launcher", "the launcher and its workers were gone", event, stops=True)
             self._stop(Bucket.REPLAYED, self.seen)
@@ -357,7 +355,7 @@ class Timeline:
         return next(found, None)
 
     def _unheard_failed(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Turn an unreachable-peer incident into a failure with the peer's reason. Returns False for any other cause."""
+        """Turn an incident about an unreachable peer into a failure with its reason. Returns False for any other `cause`."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text, cause.cause = "failure", reason, incidents.cause("failure", event)

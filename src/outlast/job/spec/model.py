@@ -119,9 +119,9 @@ class Resources(Checked):
     """Resources of each worker. On this machine all workers share CPU and memory."""
 
     cpu: field_types.Cores | None = None
-    """CPU cores: `4`, `500m`. With `kubectl apply`, write a fraction as text, `500m` or `"0.5"`: API servers accept no other."""
+    """CPU cores: `4`, `500m`. With `kubectl apply`, write fractions as text, since API servers reject them as numbers."""
     cpu_limit: field_types.Cores | None = None
-    """CPU limit, `8`, for namespaces that require one. Kubernetes only. No limit by default: data loaders may use idle cores."""
+    """CPU limit, such as `8`, where a namespace requires one. Kubernetes only. None by default: data loaders use idle cores."""
     memory: field_types.Memory | None = None
     """Memory: `16Gi`."""
     gpu: field_types.Whole = 0
@@ -157,7 +157,7 @@ class Rendezvous(Checked):
 
 
 class Checkpoint(Checked):
-    """When to save checkpoints, and the memory for snapshots, from which training goes on after a failure. For scripts that use
+    """When to save checkpoints, and the memory for snapshots, from which training continues after a failure. For scripts that use
     `outlast.training`."""
 
     every: field_types.Every = units.Every(duration=timedelta(minutes=5))
@@ -172,16 +172,16 @@ class Checkpoint(Checked):
     mode: Literal["min", "max"] = "min"
     """Which value is best: the lowest or the highest."""
     memory: field_types.SnapshotMemory = "auto"
-    """Memory of a worker for snapshots of the training: `auto`, `off` or a quantity, `8Gi`. With a quantity, the memory of the
-    worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth
-    free. With `kubectl apply`, quote `"off"`."""
+    """A worker's memory for snapshots of the training state: `auto`, `off` or a quantity such as `8Gi`. With a quantity, the
+    memory of the worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves
+    a tenth free. With `kubectl apply`, quote `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
     """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: that many workers may
     be lost at once without reading a checkpoint. 0 to 3. State that every rank has, as with DDP, needs no memory for replicas."""
     go_back: field_types.Flag = False
-    """If true, and a rank under DDP turns out to have other bits of the weights or the optimizer's state than most others,
-    training goes back to the last state in which all were equal, with a new worker in place of that rank's. Checkpoints saved
-    since are renamed, and not used. Three workers are needed. Default: the rank is named, and training goes on."""
+    """If true, and under DDP one rank's weights or optimizer state turn out to differ from most other ranks', training goes back
+    to the last state in which all were equal, and a new worker replaces that rank's worker. Checkpoints saved since then are
+    renamed and not used. Needs at least three workers. Default: the rank is named, and training continues."""
 
     @property
     def reserved(self) -> int:
@@ -248,7 +248,7 @@ class Scheduling(Checked):
 
 
 class Environment(Checked):
-    """Packages to install before training starts, once per machine for all workers and jobs. Give one of the two."""
+    """Packages to install before training starts, once per machine for all workers and jobs. Set one of the two fields."""
 
     requirements: field_types.Text | None = None
     """Requirements file for pip. Its packages are added to the Python that Outlast runs in; packages that this Python already
@@ -301,7 +301,7 @@ class Volume(Checked):
     size: field_types.Memory | None = None
     """Size of the claim to create if it does not exist: `100Gi`. Default: the claim must exist."""
     storage_class: Annotated[str, field_types.object_name(253)] = ""
-    """With `size`: the StorageClass. Default: the cluster's."""
+    """With `size`: the StorageClass. Default: the cluster's default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
     """With `size`: which pods may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not
     support `ReadWriteMany`, shared file systems do. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
@@ -345,7 +345,7 @@ class Secret(Checked):
 
 
 class Tracking(Checked):
-    """Where metrics, parameters and places of checkpoints go, besides the output; for scripts that use `run.log`. Weights and
+    """Where metrics, parameters and checkpoint locations go, besides the output; for scripts that use `run.log`. Weights and
     Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: field_types.Flag = False
@@ -354,7 +354,7 @@ class Tracking(Checked):
     mlflow: (
         Annotated[str, field_types.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None
     ) = None
-    """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers see. Default: the variable
+    """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers can reach. Default: the variable
     `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials come from MLflow's own variables."""
     experiment: field_types.Text | None = None
     """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
@@ -392,7 +392,7 @@ class Spec(Checked):
     """Container image of the pods, with Python 3.11 and PyTorch 2.11 or newer. `outlast run` ignores it."""
     inject: bool | None = None
     """Whether each pod gets Outlast from an init container. An image that has Outlast uses its own, but its pods then start a
-    second or two later than with `false`. Default: unless the image's name contains `outlast`."""
+    second or two later than with `false`. Default: true unless the image's name contains `outlast`."""
     module: field_types.Module | None = None
     """Python module to run, as with `python -m`."""
     script: field_types.Script | None = None
@@ -407,7 +407,7 @@ class Spec(Checked):
     """Datasets. `OUTLAST_DATA` is the path of the dataset; if there are several, the path of the directory that contains them
     all."""
     models: tuple[Weights, ...] = ()
-    """Weights to start from, below `OUTLAST_MODELS`. With them, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
+    """Weights to start from, below `OUTLAST_MODELS`. If there are any, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
     `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
     output: field_types.Location | None = None
     """Directory or URL of a store; the job writes to `<output>/<name>/`. Default: `.outlast/runs` in the current directory."""

@@ -99,7 +99,7 @@ class _Names:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of the fields, by last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of fields, by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:

@@ -182,6 +182,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line that has one. Empty progress bars do not count, since a resumed run's bar also starts
-    empty."""
+    """Return the step in the first log line that has one. Empty progress bars do not count: a resumed run's bar starts empty,
+    too."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

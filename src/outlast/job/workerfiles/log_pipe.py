@@ -38,7 +38,7 @@ class Output:
         self._early: bytearray | None = bytearray()
         """Output from before the call to `keep`."""
         self.written = 0
-        """Number of bytes written so far."""
+        """Number of bytes written to the log so far."""
         self.recent = b""
         """The latest part of the output so far; see `guessed_progress.last_step`."""
         self._copy_to: int | None = None

@@ -1,4 +1,4 @@
-"""The place of a waiting training process in the next world: a file with the environment variables that have changed.
+"""A waiting training process's place in the next world: a file with the environment variables that have changed.
 
 The agent writes it (`launch.rank_processes`), the process reads it (`training.kept_process`). A file that an earlier process has
 not read does no harm, since only a later generation or attempt counts.
@@ -15,12 +15,12 @@ from outlast.job.contract import NEXT, Env
 
 
 def write(state: Path, local_rank: int, environ: Mapping[str, str]) -> None:
-    """Give a process its place. Raises OSError."""
+    """Write a process's place. Raises OSError."""
     files.replace(state / NEXT.format(local_rank=local_rank), json.dumps(dict(environ)))
 
 
 def read(state: Path, local_rank: int, after: tuple[int, int]) -> dict[str, str]:
-    """Return the variables of a start after this (generation, attempt); empty if there are none."""
+    """Return the variables for a start later than this (generation, attempt); empty if there are none."""
     environ: dict[str, str] = files.mapping(state / NEXT.format(local_rank=local_rank))
     return environ if environ and start(environ) > after else {}
 

@@ -38,8 +38,7 @@ def end_call(path: Path) -> None:
 
 
 def left_s(path: Path | None) -> float:
-    """Return the seconds until the deadline, by the monotonic clock, which all processes on a machine share; infinity if there is
-    no deadline."""
+    """Return the seconds to the deadline, by the monotonic clock, which all local processes share; infinity if there is none."""
     notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())

@@ -147,21 +147,21 @@ def _stat(pid: int) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Pulse:
-    """A training process's heartbeat: about once a second, a thread reports on the main thread."""
+    """A training process's heartbeat: about once a second, a separate thread reports on the main thread."""
 
     pid: int
     started: int
     fd: int
     """The process's file descriptor for this file. A program started by execv does not inherit it."""
     looks: int
-    """Number of heartbeats. While it does not grow, the process cannot run Python code."""
+    """Number of heartbeats. While this number does not grow, the process cannot run Python code."""
     moves: int
     """Number of heartbeats at which the main thread had moved, or waited for a rank that had moved."""
     where: str = ""
     """Where the main thread is in the code or, if no rank moves, where all ranks are: `rank 0 is in run.save(20) (train.py:20),
     rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """The number of processes in the world, until this process has joined their process group; then 0."""
+    """The number of processes in the world until this process has joined the process group; after that, 0."""
 
 
 class Beat:

@@ -26,7 +26,7 @@ class Applied:
     """The outcome for one document; in a dry run, the outcome that a real run would have."""
 
     old: Document | None
-    """The object before the change; None if it did not exist."""
+    """The object as it was before; None if it did not exist."""
     new: Document
 
     @property

@@ -37,9 +37,9 @@ class LogOptions:
     """Read only lines after this time, given in the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
-    """Whether to read the container's log from before its last restart."""
+    """True to read the container's log from before its last restart."""
     timestamps: bool = False
-    """Whether each line begins with its time."""
+    """True to begin each line with its time."""
 
     def params(self) -> dict[str, str]:
         """Return the options as query parameters."""
@@ -234,7 +234,7 @@ class Cluster(Api):
 
     def time(self) -> float:
         """Return the server's time in seconds since the epoch, accurate to half a second. Raises Refused if the response has no
-        `Date` header."""
+        `Date`."""
         request = Request(Subject("get", server=self.server), "GET", "version", repeat=True)
         date = self.connection.answer(request).headers.get("date", "")
         try:
@@ -263,8 +263,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """Return the document at a path. Meant for documents that have no kind, such as API discovery and the server's
-        version."""
+        """Return the document at a path. Meant for documents without a kind, such as API discovery and the server's version."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:

@@ -49,7 +49,7 @@ class End:
     sentence: str
     """Text that follows the worker's name, such as `was killed (exit code 137)`."""
     counted: bool
-    """Whether the end is a failure rather than an interruption."""
+    """True if the end is a failure rather than an interruption."""
     time: float
     out_of_memory: bool = False
 
@@ -287,7 +287,7 @@ def _unfinished_init(pod: Document) -> Document:
 
 
 def _failed_init(pod: Document) -> Document | None:
-    """Return the status of the failed init container. Earlier sidecars end with it, so it is the last with an exit code."""
+    """Return the failed init container's status: the last one with an exit code, since earlier sidecars end after it fails."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in reversed(statuses_) if terminated(each).get("exitCode")), None)
 

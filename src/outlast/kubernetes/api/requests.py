@@ -52,7 +52,7 @@ class Request:
     body: Any = None
     content_type: str = "application/json"
     repeat: bool = False
-    """Whether the request may be repeated even if the server may have handled it."""
+    """True if the request may be repeated even if the server may have handled it already."""
     tries: int | None = None
     timeout_s: float | None = None
 

@@ -29,7 +29,7 @@ _LONGEST_PAUSE_S = 1.0
 
 @dataclass(frozen=True)
 class Change:
-    """One change to a document."""
+    """A change to a document."""
 
     type: Literal["added", "modified", "deleted"]
     document: Document

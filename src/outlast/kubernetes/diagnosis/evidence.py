@@ -26,7 +26,7 @@ class Right:
     kind: Kind
     subresource: str = ""
     required: bool = True
-    """Whether `submit` requires the right."""
+    """True if `submit` requires the right."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
@@ -66,7 +66,7 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """Installed kinds, of the optional ones that Outlast can use."""
+    """The optional kinds that Outlast can use and that are installed."""
     missing_rights: tuple[Right, ...] = ()
     """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None

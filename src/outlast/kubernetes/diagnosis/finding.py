@@ -26,7 +26,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
     outcome: Outcome = "fail"
-    """`fail` means that this keeps jobs from training; `warn`, that it may do so or has a cost; `pass`, that all is well."""
+    """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
 
     @property
     def failed(self) -> bool:
@@ -60,7 +60,7 @@ _PLURAL = {"is": "are", "was": "were"}
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
     """Format workers with a verb, which is given in the singular: `worker 0 waits`, `workers 0 and 2 wait`. Pods without an index
-    are named."""
+    are listed by name."""
     documents = list(pods)
     numbers = sorted({number for pod in documents if (number := pod_status.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(pod_status.name, documents))

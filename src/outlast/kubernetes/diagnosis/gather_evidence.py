@@ -40,7 +40,7 @@ _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLC
 
 
 class _Reader:
-    """Lists kinds in one namespace, and records the forbidden ones in `forbidden`."""
+    """Lists objects by kind in one namespace, and records the forbidden kinds in `forbidden`."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace

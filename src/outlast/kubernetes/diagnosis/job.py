@@ -88,8 +88,8 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether an event reports that creating one of the workload's pods failed. For a Deployment, its ReplicaSets report
-    it."""
+    """Return whether an event reports that one of the workload's pods could not be created. A Deployment's ReplicaSets report
+    this."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (
         involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")

@@ -21,8 +21,7 @@ _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Return what keeps the job from training, most important cause first. If the job trains, return a finding that confirms
-    this."""
+    """Return what keeps the job from training, most important cause first. If the job trains, return a finding that says so."""
     relevant = [event for event in events if event["kind"] in _KINDS]
     findings = [each for rule in (_state, _store, _warnings) for each in rule(status, relevant, now)]
     return sorted(findings, key=lambda each: not each.failed)
@@ -137,7 +136,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step exceeds the others', or whose weights differ from theirs, for any kind of job."""
+    """Find ranks whose own time per step exceeds the others', or whose weights differ from the others', for any kind of job."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

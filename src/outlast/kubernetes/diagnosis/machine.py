@@ -16,7 +16,7 @@ from pathlib import Path
 from outlast import __version__
 from outlast.base import units
 from outlast.job import accelerators
-from outlast.kubernetes.diagnosis import inspection, inspection_pods
+from outlast.kubernetes.diagnosis import check_pods, image_checks
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _MIN_FREE = 10 * 2**30
@@ -33,7 +33,7 @@ EXTRAS = (
 
 
 def checks() -> Iterator[Finding]:
-    yield inspection_pods.finding_for(inspection.python())
+    yield check_pods.finding_for(image_checks.python())
     yield passed("outlast", f"{__version__}, {platform.platform()}")
     yield from torch(sys.executable)
     for name, modules, needed_for in EXTRAS:
@@ -44,12 +44,12 @@ def checks() -> Iterator[Finding]:
     yield free(Path.cwd(), "disk", _MIN_FREE, "free some, or set `output` to a place that has room")
     if (shared := Path("/dev/shm")).is_dir():
         yield free(shared, "shared memory", _MIN_SHARED, "mount /dev/shm larger, or use no workers in data loaders")
-    yield from map(inspection_pods.finding_for, inspection.memory())
+    yield from map(check_pods.finding_for, image_checks.memory())
 
 
 def torch(interpreter: str) -> list[Finding]:
     """Check torch in a separate process, since its import is slow and may crash."""
-    command = [interpreter, "-c", inspection_pods.source(), json.dumps([("torch", {"accelerators": inspection_pods.DEVICES})])]
+    command = [interpreter, "-c", check_pods.source(), json.dumps([("torch", {"accelerators": check_pods.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
     except subprocess.TimeoutExpired:
@@ -57,7 +57,7 @@ def torch(interpreter: str) -> list[Finding]:
     if done.returncode:
         error = done.stderr.strip().splitlines()[-1:] or [f"exit code {done.returncode}"]
         return [Finding("torch", error[0], "pip install 'outlast[train]'")]
-    findings = inspection_pods.parse_findings(done.stdout.splitlines())  # a missing GPU may be fine: jobs may be for a cluster
+    findings = check_pods.parse_findings(done.stdout.splitlines())  # a missing GPU may be fine: jobs may be for a cluster
     return [replace(each, outcome="warn") if each.name == "gpu" and each.failed else each for each in findings]
 
 

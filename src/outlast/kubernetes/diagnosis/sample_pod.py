@@ -1,4 +1,4 @@
-"""A worker's pod with small requests. `outlast doctor` creates the pod in a dry run, or runs the inspection in it. Pure."""
+"""A worker's pod with small requests. `outlast doctor` creates the pod in a dry run, or runs the checks in it. Pure."""
 
 from __future__ import annotations
 

@@ -12,8 +12,9 @@ from typing import TYPE_CHECKING
 from outlast.base import backoff
 from outlast.base.errors import NotFound, OutlastError
 from outlast.job import faults
-from outlast.job.backend import LogLine, not_ended
+from outlast.job.backend import not_ended
 from outlast.job.contract import Label
+from outlast.job.logs import LogLine
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api
 from outlast.kubernetes.api import dropins, kinds, pod_status
@@ -56,8 +57,7 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are those that the operator last
-        wrote."""
+        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are as the operator last wrote them."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)

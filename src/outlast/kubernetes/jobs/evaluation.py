@@ -8,8 +8,8 @@ from collections.abc import Callable, Sequence
 from outlast.base.backoff import RANDOM
 from outlast.base.errors import OutlastError
 from outlast.job import ownership
-from outlast.job.backend import LogLine
 from outlast.job.contract import Label
+from outlast.job.logs import LogLine
 from outlast.kubernetes import api, manifests
 from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, workload_template
 from outlast.kubernetes.jobs import job_status

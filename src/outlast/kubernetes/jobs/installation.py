@@ -181,8 +181,7 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. Returns findings about why it does not, if the wait times out; otherwise
-    none."""
+    """Wait until the operator or the node watcher runs. Returns findings about why it does not, if the wait times out."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 

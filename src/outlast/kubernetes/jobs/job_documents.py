@@ -190,8 +190,7 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
-        """Set the number of pods for a workload that has no field for suspension, and record the former number in an
-        annotation."""
+        """Set the number of pods for a workload without a field for suspension; an annotation records the former number."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: former}}, "spec": spec})
@@ -231,7 +230,7 @@ class Workloads:
                     self.cluster.delete(kinds.POD, pod["metadata"]["name"], grace_s=grace_s)
 
     def wait_until_gone(self, kind: kinds.Kind, workload: Document) -> None:
-        """Wait until a workload and its pods are gone, for at most their grace period plus a minute. Raises Unanswered on
+        """Wait until a workload and its pods are gone, at most for the grace period plus a minute. Raises Unanswered on
         timeout."""
         meta = workload["metadata"]
         graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))

@@ -1,6 +1,6 @@
 """A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a
-function of documents and a time, which `KubernetesBackend` reads. For an ElasticJob, the operator writes the status itself; that
-status is then used, and the pods only add where the workers run."""
+function of documents and a time, which `KubernetesBackend` reads. An ElasticJob's status is the one that the operator writes; the
+pods only add where the workers run."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class Snapshot:
     """`workers.min` and `max` of the job file, if the file could be read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Names of this job's workloads that were created from earlier versions of its file and have not ended."""
+    """Names of unfinished workloads that were created from earlier versions of the job's file."""
     query_error: str = ""
     now: float = float("inf")
     """The current time, in seconds since the epoch."""

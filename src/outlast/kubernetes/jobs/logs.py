@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from outlast.base import backoff
 from outlast.base.errors import Absent, Refused, Unanswered
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
@@ -87,10 +87,10 @@ class Follower:
     cluster: api.Cluster
     labels: str
     is_over: Callable[[], bool]
-    """Whether the job has ended; called every second in a separate thread."""
+    """Returns whether the job has ended; called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     is_finished: Callable[[str], bool] = lambda _: False
-    """Whether the pod with this name writes nothing more once the job has ended, although the pod stays up."""
+    """Returns whether the pod with this name, which stays up after the job's end, will write nothing more."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     tail: int | None = None
     since_s: float | None = None

@@ -60,8 +60,7 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """Return an ended job's outputs. `stored` has the outputs from its store (see `read`), or says why the store cannot be
-    read."""
+    """Return an ended job's outputs. `stored` is the result of `read`: the outputs in the store, or why it cannot be read."""
     values_by_name: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,

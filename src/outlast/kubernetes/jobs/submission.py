@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied by itself."""
+"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
@@ -214,8 +214,7 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """Delete workloads that block a new job. Returns messages for the user. Raises AlreadyRunning if one must not be
-        replaced."""
+        """Delete workloads that block a new job. Returns messages for the user. Raises AlreadyRunning if one must stay."""
         desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):

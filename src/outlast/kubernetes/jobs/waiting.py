@@ -73,10 +73,10 @@ class Waiter:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
-    """Whether we may cancel the job of this name: either we have submitted it, or only we use the name."""
+    """True if we may cancel the job with this name, because we have submitted it or only we use the name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not arrive before we have noted that the job is
-    ours."""
+    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not be handled before we have recorded that the
+    job is ours."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
@@ -185,8 +185,7 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows that it had ended
-        before."""
+        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows an earlier end."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -200,8 +199,7 @@ class Waiter:
 
 
 def _status_from_store(status: JobStatus) -> JobStatus | None:
-    """Return `status`, updated from the run's record in the store; None unless that record says that the run succeeded or
-    failed."""
+    """Return `status`, updated from the run's record in the store; None unless the run has succeeded or failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store

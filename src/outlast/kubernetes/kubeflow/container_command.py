@@ -41,7 +41,7 @@ class Program:
     options: dict[str, str] | None = None
     """The torchrun options by name, such as `nnodes`; None if the command does not use torchrun."""
     directory: str = ""
-    """Directory that the shell enters first."""
+    """Directory that the shell changes to first."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     """Variables that the shell exports first."""
 
@@ -82,7 +82,7 @@ def _launched(rest: list[str]) -> Program:
 
 
 def _shell(text: str) -> Program:
-    """Return what a shell script's last command runs, if the commands before it only set variables and the directory."""
+    """Return what a shell script's last command runs, if the commands before it only set variables and change the directory."""
     if function := _FUNCTION.fullmatch(text):
         program = _shell(f"{function['before']}\n{function['start']} function.py")
         return dataclasses.replace(program, script="", code=f"{function['code'].strip()}\n")

@@ -20,7 +20,7 @@ _COPIED = {"tolerations": "tolerations", "nodeSelector": "nodeSelector", "priori
 
 @dataclasses.dataclass
 class Draft:
-    """The known fields of an ElasticJob, and a sentence for each field that is assumed or dropped."""
+    """The ElasticJob's fields so far, and a sentence for each field that is assumed or dropped."""
 
     source: str
     directory: Path
@@ -105,7 +105,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate what the container starts. Files next to the document are the job's code; all others are in the image."""
+        """Translate the container's command. Files next to the document are the job's code; all other files are in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)

@@ -65,7 +65,7 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
-    """Copy and drop fields as the table says. Yields the place of each unknown field and mistyped value, with a sentence about
+    """Copy or drop fields according to the table. Yields the place of each unknown field or mistyped value, with a sentence about
     it."""
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))

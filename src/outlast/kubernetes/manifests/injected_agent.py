@@ -10,7 +10,7 @@ from outlast.worker.launch import relocatable
 NAME = "outlast-agent"
 """Name of the init container and of the volume."""
 _SHARED = ("cpu", "memory")
-"""The worker's resources that the init container gets, too. Devices are not among them."""
+"""The worker's resources that the init container also gets, which excludes devices."""
 
 
 def program(request: Request) -> list[str]:

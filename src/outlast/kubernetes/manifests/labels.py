@@ -21,8 +21,8 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""Prefixes of labels that Kubernetes' controllers set and select by: a Job whose template has another value is rejected (422).
-https://kubernetes.io/docs/reference/labels-annotations-taints/"""
+"""Prefixes of labels that Kubernetes' controllers set and select by: the API server rejects (422) a Job whose template has
+another value. https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 """Pattern for names of arguments that may be secrets, which must not become labels."""

@@ -33,8 +33,7 @@ _DIRECTIVES = ("merge", "replace", "delete")
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -> dict[str, Any]:
-    """Return `base` merged with `patch`; neither is changed. Raises ValueError with a sentence that says which part cannot be
-    merged."""
+    """Return `base` merged with `patch`; neither is changed. Raises ValueError, which names the part that cannot be merged."""
     if _directive(patch, path) == "replace":
         return _without_directive(patch)
     result = dict(base)

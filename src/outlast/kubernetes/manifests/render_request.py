@@ -30,11 +30,11 @@ class Request:
     code: bytes = b""
     """The code archive for the ConfigMap; empty if there is none or the ConfigMap already exists."""
     fresh: bool = False
-    """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
+    """True to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
     """Image from which pods get the agent if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
-    """Whether each pod has the job file in an annotation instead of in a ConfigMap."""
+    """True if each pod has the job file in an annotation instead of in a ConfigMap."""
 
     @property
     def spec(self) -> spec.Spec:

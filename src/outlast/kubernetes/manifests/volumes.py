@@ -142,8 +142,7 @@ def pod_security() -> dict[str, Any]:
 
 
 def container_security() -> dict[str, Any]:
-    """Return a container's security context under the restricted Pod Security Standard; the container cannot write to its
-    image."""
+    """Return a container's security context under the restricted Pod Security Standard; the image is read-only."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 

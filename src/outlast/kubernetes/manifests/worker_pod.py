@@ -34,14 +34,14 @@ class Worker:
     subdomain: str = ""
     """Name of the headless Service for the pod's DNS name."""
     has_peers: bool = True
-    """Whether the job may have more workers than this one."""
+    """True if the job may have other workers."""
     stay: bool = False
-    """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
+    """True if the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""
     """ServiceAccount, if the worker uses the API server. Default: none, and no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
-    """Whether the worker avoids spot machines, whatever the job specifies."""
+    """True if the worker avoids spot machines, whatever the job specifies."""
 
 
 def template(request: Request, worker: Worker) -> Document:
@@ -109,8 +109,7 @@ def failure_policy() -> Document:
 
 
 def job_limits(fields: spec.Spec) -> Document:
-    """Return the fields of a `batch/v1` Job that suspend it, limit its failures and its duration, and delete it after its
-    end."""
+    """Return the fields of a `batch/v1` Job that suspend it, limit its failures and duration, and delete it after its end."""
     limits: Document = {
         **({"suspend": True} if fields.suspend else {}),  # never false: Kueue sets it for jobs in its queues
         "backoffLimit": fields.restarts.limit,

@@ -28,7 +28,7 @@ class Step:
     grace_s: int
     """Grace period in seconds: the pod's configured grace period, or the remaining time if that is shorter."""
     last: bool = False
-    """Whether the remaining time is shorter than the pod's configured grace period. If a PodDisruptionBudget then forbids the
+    """True if the remaining time is shorter than the pod's configured grace period. If a PodDisruptionBudget then forbids the
     eviction, the pod is deleted, since it would be lost with the machine."""
 
 

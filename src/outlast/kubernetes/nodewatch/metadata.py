@@ -26,7 +26,7 @@ class Metadata:
 
     address: str = "http://169.254.169.254"
     rebalance: bool = True
-    """Whether a rebalance recommendation is a notice."""
+    """True if a rebalance recommendation counts as a notice."""
     timeout_s: float = 1.0
     _token: str = field(default="", repr=False)
 

@@ -38,9 +38,9 @@ class Outcome:
     requeue_at: float | None
     """When to reconcile again even if nothing changes; seconds since the epoch."""
     stale_reason: str = ""
-    """A sentence about why the rest of the plan was dropped: the job changed, or an object was in the way. Else empty."""
+    """Why the rest of the plan was dropped, as a sentence: the job changed, or an object was in the way. Otherwise empty."""
     blocked_reason: str = ""
-    """A sentence about another object that occupies a new pod's name and will not go away by itself; else empty."""
+    """A sentence about another object that occupies a new pod's name and will not go away by itself; otherwise empty."""
 
 
 def carry_out(
@@ -211,11 +211,11 @@ class _Execution:
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """Another object that occupies a new pod's name."""
+    """An object that occupies a new pod's name."""
 
     sentence: str
     permanent: bool = False
-    """Whether the object will not go away by itself."""
+    """True if the object will not go away by itself."""
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:

@@ -51,7 +51,7 @@ class CachedJob:
     observed_since: float
     """When the last of the watches was connected; the current time if one is not connected."""
     refusal: str = ""
-    """A sentence about why the last attempt to create the job's pods failed; else empty."""
+    """Why the last attempt to create the job's pods failed, as a sentence; empty if it succeeded."""
     job_count: int = 1
 
 
@@ -78,7 +78,7 @@ class KindCache:
     """The resource version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
-    """Whether the watch has ever delivered everything."""
+    """True once the watch has delivered everything."""
     connected_at: float = 0.0
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Responses to our own writes, until the watch reaches their versions."""
@@ -89,11 +89,11 @@ class KindCache:
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:
-        """Note that a new watch has started listing all objects."""
+        """Record that a new watch has started listing all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
-        """Note that the watch has delivered everything up to a version, or that its connection is lost (None). Returns objects
+        """Record that the watch has delivered everything up to a version, or that its connection is lost (None). Returns objects
         that have vanished without an event."""
         if version is None:
             self.connected = False
@@ -125,7 +125,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """Remove a document that the watch reports as deleted; returns whether the deletion is news."""
+        """Remove a document that the watch reports as deleted; returns whether the deletion was unknown."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
@@ -142,7 +142,7 @@ class KindCache:
             self._index(name, last)
 
     def mark_deleted(self, name: NamespacedName, uid: str) -> None:
-        """Note that we have deleted an object and that it is gone."""
+        """Record that we have deleted an object and that it is gone."""
         if any(each is not None and each.uid == uid for each in (self.watched.get(name), self.written.get(name))):
             self.deleted_uids.add(uid)
 
@@ -175,7 +175,7 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under the jobs that it belongs to now, and no longer under its former job."""
+        """Index a document under its current jobs, and remove it from the index of its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)
@@ -205,12 +205,12 @@ class Cache:
     # called by the watches
 
     def begin_listing(self, kind: Kind) -> None:
-        """Note that a watch for this kind is starting, or restarting from scratch because it could not be resumed."""
+        """Record that a watch for this kind is starting, or restarting from scratch because it could not be resumed."""
         with self._lock:
             self._kinds[kind].begin_listing()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
-        """Note that a watch has delivered everything up to this version, or that its connection is lost (None)."""
+        """Record that a watch has delivered everything up to this version, or that its connection is lost (None)."""
         with self._lock:
             kind_cache = self._kinds[kind]
             for each in kind_cache.set_version(version, now):
@@ -275,7 +275,7 @@ class Cache:
             return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
 
     def mark_unserved(self, kind: Kind, now: float) -> None:
-        """Note that the cluster does not serve this kind: there are no documents until a watch delivers some."""
+        """Record that the cluster does not serve this kind: there are no documents until a watch delivers some."""
         with self._lock:
             kind_cache = self._kinds[kind]
             if not kind_cache.connected:

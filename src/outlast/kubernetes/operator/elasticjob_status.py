@@ -51,7 +51,7 @@ class Silent:
     generation: int = 0
     """Generation of the worker's world; 0 if there is none."""
     echo: bool = False
-    """Whether the failure is already counted."""
+    """True if the failure is already counted."""
     after_s: float = LEASE_S
     """Duration of the silence, in seconds."""
 
@@ -71,7 +71,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline, published for its agent."""
+    """A worker that must leave by a deadline, as published for the worker's agent."""
 
     worker: int
     uid: str
@@ -133,7 +133,7 @@ class Status:
     state: State | None = None
     reason: str = ""
     blocked_worker: int | None = None
-    """The worker that `reason` names because it cannot start."""
+    """The worker that cannot start and that `reason` names."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
@@ -152,7 +152,7 @@ class Status:
     restarts: int = 0
     interruptions: int = 0
     uses_etcd: bool = False
-    """Whether an operator of the previous version had the agents elect a coordinator through etcd."""
+    """True if an operator of the previous version had the agents elect a coordinator through etcd."""
     failure: Mapping[str, Any] | None = None
     """The last failure: a `failure.Failure` with the node and the log's tail."""
     started: float | None = None
@@ -161,7 +161,7 @@ class Status:
     """Time of the last resumption, when deadlines start over, as for a Kubernetes Job."""
     finished: float | None = None
     has_formed_world: bool = False
-    """Whether there has been a world since the job was started or resumed."""
+    """True if a world has formed since the job was started or resumed."""
     observed_generation: int = 0
     """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
@@ -170,7 +170,7 @@ class Status:
     """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """The operator's decisions as ledger events: the first one, and the newest ones."""
+    """The operator's decisions as ledger events: the first event, and the newest ones."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -193,7 +193,7 @@ MAX_LEDGER_EVENTS = 32
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
     """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
-    the oldest of the rest are dropped."""
+    of all others, the oldest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 

@@ -72,27 +72,27 @@ class WorkloadSlice(Identified):
 
     @property
     def is_finished(self) -> bool:
-        """Whether the Workload is finished or being deleted."""
+        """True if the Workload is finished or being deleted."""
         return bool(self.document["metadata"].get("deletionTimestamp")) or self.is_true("Finished")
 
     @property
     def is_admitted(self) -> bool:
-        """Whether the Workload is admitted, so that its pods may exist."""
+        """True if the Workload is admitted, so that its pods may exist."""
         return not self.is_finished and self.is_true("Admitted") and not self.is_true("Evicted")
 
     @property
     def is_evicted(self) -> bool:
-        """Whether the Workload is evicted but still has quota."""
+        """True if the Workload is evicted but still has quota."""
         return not self.is_finished and self.is_true("QuotaReserved") and self.is_true("Evicted")
 
     @property
     def is_pending(self) -> bool:
-        """Whether the Workload waits for quota. As long as it does, its requests can be changed."""
+        """True if the Workload waits for quota; its requests can still be changed."""
         return not self.is_finished and not self.is_true("QuotaReserved")
 
     @property
     def awaits_checks(self) -> bool:
-        """Whether the Workload has quota and waits for admission checks."""
+        """True if the Workload has quota and waits for admission checks."""
         return not self.is_finished and not self.is_admitted and not self.is_evicted and not self.is_pending
 
     @property
@@ -220,7 +220,7 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """Return the new pod, assigned to a Workload with room, or None if none has room or a flavor is missing."""
+        """Return the new pod, assigned to a Workload with free quota, or None if no Workload has any or a flavor is missing."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1

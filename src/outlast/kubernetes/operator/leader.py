@@ -113,12 +113,12 @@ class Leadership:
 
     @property
     def is_standby(self) -> bool:
-        """Whether another operator leads."""
+        """True if another operator leads."""
         return self._observation is not None
 
     @property
     def lost_leadership(self) -> bool:
-        """Whether this operator has led and must no longer act."""
+        """True if this operator has led and must no longer act."""
         return self._renewed_at is not None and not self.is_leader()
 
     def run(self, stop: threading.Event) -> None:

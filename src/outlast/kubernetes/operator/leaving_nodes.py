@@ -1,4 +1,4 @@
-"""Nodes that are about to be terminated: which notices announce this, by when, and how long a pod there may take. Pure.
+"""Nodes that are about to be terminated: the notices for this, the deadline, and how long a pod there may take. Pure.
 
 The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no access
 to nodes, on a pod. If there is no annotation, the notice's usual period counts, starting when the operator first saw the notice;
@@ -28,7 +28,7 @@ class NoticePeriod(NamedTuple):
 
     default_s: float | None
     spot_s: float | None
-    """The same on a spot node, since some notices do not distinguish an interruption from a planned change."""
+    """The time on a spot node, since some notices do not distinguish an interruption from a planned change."""
     source: str
 
 
@@ -153,4 +153,4 @@ def _reason(annotations: Mapping[str, str]) -> str:
 
 
 _MAX_REASON = 256
-"""Maximum length of an annotated reason, in characters; the rest is cut off."""
+"""Maximum length of an annotated reason, in characters; longer reasons are cut off."""

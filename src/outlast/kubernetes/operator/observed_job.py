@@ -47,8 +47,8 @@ class Limits:
     silence_s: float = LEASE_S
     """A member whose Lease has not been renewed for this long is presumed dead."""
     mass_silence_s: float = 300.0
-    """The same if most workers fall silent at once although their nodes are ready; see decision 17. It equals the time for which
-    Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill a hung agent."""
+    """The timeout if most workers fall silent at once although their nodes are ready; see decision 17. It equals the time for
+    which Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill a hung agent."""
     progress_s: float = 3.0
     """Minimum interval between status writes that only update the step. The first step of a world is written at once."""
     lost_s: float = 30.0
@@ -72,7 +72,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation to which the pod may belong."""
+        """The first generation that the pod may be part of."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -87,7 +87,7 @@ class Pod(Identified):
 
     @property
     def lingering(self) -> bool:
-        """Whether the worker has ended but the pod's phase does not show it yet: a sidecar still runs, or the sandbox is not
+        """True if the worker has ended but the pod's phase does not show it yet: a sidecar still runs, or the sandbox is not
         gone."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
@@ -98,7 +98,7 @@ class Pod(Identified):
 
     @property
     def ended(self) -> bool:
-        """Whether the worker has ended for good."""
+        """True if the worker has ended for good."""
         return pod_status.finished(self.document) or self.lingering
 
     @property
@@ -114,7 +114,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence if another controller's finalizers keep a terminated pod; otherwise empty."""
+        """A sentence about the finalizers of other controllers that keep a terminated pod; empty if there are none."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -122,7 +122,7 @@ class Pod(Identified):
 
     @property
     def alive(self) -> bool:
-        """Whether the worker trains or will train."""
+        """True if the worker trains or will train."""
         return not self.terminating and not self.ended
 
     @property
@@ -155,7 +155,7 @@ class LeaseProgress:
     lost: Mapping[str, float] | None = None
     lostSteps: int | None = None
     whole: bool = False
-    """Whether `goodput` and the losses cover the whole run, to its end."""
+    """True if `goodput` and the losses cover the whole run, to its end."""
 
     @property
     def losses(self) -> Losses:
@@ -176,7 +176,7 @@ class MemberReport:
     failure: Failure | None
     """The failure in the member's generation; see `rendezvous.messages.Report`."""
     echo: bool
-    """Whether that failure is secondary, that is, caused by another member's failure."""
+    """True if that failure is secondary: caused by another member's failure."""
     lease_s: float
     """Duration of the Lease in seconds, at most MAX_LEASE_S."""
 
@@ -220,7 +220,7 @@ class JobSnapshot(Identified):
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refusal: str = ""
-    """A sentence about why the last attempt to create the job's pods failed; else empty."""
+    """Why the last attempt to create the job's pods failed, as a sentence; empty if it succeeded."""
     plain: PlainJob | None = None
     """Set if the workers have no agent."""
 

@@ -39,7 +39,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions for one job now; empty for a job in a steady state."""
+    """The actions to take for one job now; empty for a job in a steady state."""
 
     prerequisites: tuple[Document, ...] = ()
     """Objects to create unless they exist. While one from an earlier job with this name is in the way, nothing else is done."""

@@ -79,7 +79,7 @@ def sizes(job: Document) -> tuple[int, int, int]:
 
 
 def nnodes(job: Document) -> str:
-    """Return torchrun's --nnodes, such as `1:4`."""
+    """Return the value of torchrun's --nnodes, such as `1:4`."""
     minimum, _, maximum = sizes(job)
     return f"{minimum}:{maximum}"
 

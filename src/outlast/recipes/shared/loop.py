@@ -267,7 +267,7 @@ def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Modul
 
 
 def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer: matrices have weight decay `decay`; norms and biases have `others`."""
+    """Return parameter groups for an optimizer, with weight decay `decay` for matrices, and `others` for norms and biases."""
     every = list(model.parameters())
     parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
     return [{"params": some, "weight_decay": each} for some, each in parts if some]

@@ -18,7 +18,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import shard_format
 from outlast.data.dataset_directory import unwritable
 from outlast.data.prepare import images, source_files, work_units
-from outlast.worker.prepare import cache_eviction
+from outlast.worker.prepare import data_cache_eviction
 
 _FEW = 32 << 20
 """Maximum total size in bytes of files that a single process decodes; starting several takes 2 s (measured)."""
@@ -51,7 +51,9 @@ def pack(
     about = f"{root} {sorted(settings.about().items())} {source_files.described(files)['listing']}"
     key = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()[:16]
     place = (
-        Path(to).absolute() if to is not None else cache_eviction.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
+        Path(to).absolute()
+        if to is not None
+        else data_cache_eviction.cache(os.environ).absolute() / "packed" / f"{root.name}-{key}"
     )
     began, reported = time.monotonic(), [0.0]
 

@@ -1,4 +1,4 @@
-"""Writes a recipe's result files, all or nothing: weights, and small documents with checksums."""
+"""A recipe's files: results, written all or nothing, and pretrained weights to start from."""
 
 from __future__ import annotations
 
@@ -94,25 +94,6 @@ def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
     return digest.hexdigest()
 
 
-def checkpoint(output: Path, name: str = "") -> Path:
-    """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
-
-    A name is `best` or a step, which `outlast evaluate --best` or `--step` passes in `--checkpoint`. Raises NotFound if the
-    checkpoint is missing or damaged.
-    """
-    directory = output / contract.CHECKPOINTS
-    run = checkpoints.owner(directory)
-    usable = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]
-    if name:
-        chosen = checkpoints.named(usable, name)
-        if problem := checkpoints.verify(chosen.path):
-            raise NotFound(f"{chosen.path} is damaged: {problem}; name another one with --checkpoint, or leave it out")
-        return chosen.path
-    if valid := next((c for c in reversed(usable) if checkpoints.verify(c.path) is None), None):
-        return valid.path
-    raise NotFound(f"{output} has no valid checkpoint; train first, or name the output directory of a run that has one")
-
-
 def write_json(path: Path, document: dict[str, Any]) -> None:
     """Write a document as indented JSON, all or nothing."""
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -123,11 +104,6 @@ def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any
     """Write `final.json` on rank 0, with the given values and the checksum of the weights."""
     if run.rank == 0:
         write_json(run.output / "final.json", {**values, "weights_sha256": sha256(weights)})
-
-
-def evaluation(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`, with the measured weights' name and checksum, and the given values."""
-    write_json(output() / "evaluation.json", {"weights": name, "weights_sha256": sha256(model), **values})
 
 
 def writable(file: str, name: str) -> None:

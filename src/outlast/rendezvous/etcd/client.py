@@ -90,7 +90,7 @@ class Listener:
 
 
 class Board:
-    """A member's side (see `member_client.Board`), which writes its key and reads the published state."""
+    """A member's side of the rendezvous (see `member_client.Board`): it writes the member's key and reads the published state."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd; the default is `who.run`."""

@@ -159,7 +159,7 @@ class Term:
             self._on_report_key(kv)
 
     def forgive(self) -> None:
-        """Reset deadlines, so that members with expired leases have time to return."""
+        """Reset the deadlines, so that members with expired leases have time to return."""
         self.state = replace(self.state, since=self.clock())
 
     def _id(self, kv: KeyValue | Gone) -> int:
@@ -196,7 +196,7 @@ class Term:
         self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
-        """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed it."""
+        """From a member's record, recover a world that etcd may have lost, and skip the generations that may have followed."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:

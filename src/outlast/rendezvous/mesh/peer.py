@@ -46,7 +46,7 @@ class Peer:
         self.address = ""
         self.state = watched_peers.PeerState()
         self.proven = self.met = False
-        """Whether the peer has proven its identity on the current connection, and on any connection to this address."""
+        """Two flags: the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False

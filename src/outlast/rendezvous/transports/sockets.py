@@ -260,7 +260,7 @@ class Server:
             writer.close()
 
     def send(self, to: Iterable[int], kind: str, content: object) -> None:
-        """Send a message to the given members that are connected; the others receive it after their next report."""
+        """Send a message to the connected ones of the given members; the others receive it after their next report."""
         for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 

@@ -85,7 +85,7 @@ class Places:
     """The checkpoints in the job's store; None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints, lowest step first. If the store is unreachable, says so and returns only local checkpoints."""
+        """Return all checkpoints, lowest step first. If the store is unreachable, reports that and returns local ones only."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:
@@ -135,7 +135,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return only the best candidate, only those at `step`, or all of them. Raises NotFound."""
+    """Return only the best candidate, only the candidates at `step`, or all candidates. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:

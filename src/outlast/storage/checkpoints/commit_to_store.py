@@ -20,7 +20,7 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""Name that a withdrawn checkpoint's COMMIT is given."""
+"""The name to which a withdrawn checkpoint's COMMIT is renamed."""
 
 Progress = Callable[[int], None]
 """A callback that receives the number of bytes transferred since the last call. It is called from many threads."""
@@ -117,8 +117,8 @@ class Parts:
     ) -> tuple[str, ...]:
         """Send those files of the local checkpoint at `path` that the store lacks.
 
-        Verifies the checksums of all local files; for files that are sent, during the upload. Returns the names of files that
-        neither the store nor this machine has. Raises DamagedHere.
+        Verifies the checksums of all local files; those of the files to send are verified during the upload. Returns the names of
+        files that neither the store nor this machine has. Raises DamagedHere.
         """
         from outlast.storage.sync import push_and_pull
 

@@ -78,7 +78,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """In this order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
+    """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -95,7 +95,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """Cached COMMITs of counted checkpoints. A COMMIT never changes."""
+        """A cache of counted checkpoints' COMMITs, which never change."""
 
     @functools.cached_property
     def _register(self) -> register.Register:

@@ -178,7 +178,7 @@ def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT do not count, and stay."""
+    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT are not counted, and are kept."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 

@@ -148,7 +148,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""A checkpoint is obsolete if at least this many committed ones, of its generation or later, have higher steps."""
+"""A checkpoint is obsolete if this many committed checkpoints of its generation or later, or more, have higher steps."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:

@@ -34,11 +34,11 @@ class Beat:
 
     run: str
     where: str
-    """Where training runs, in words for people; the same for all of an owner's workers."""
+    """Where training runs, as text for people; the same for all of an owner's workers."""
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if the worker that sent it has left. If the owner still trains, another of its workers sends one within BEAT_S."""
+    """True if the sending worker has left. If the owner still trains, another of its workers sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -101,7 +101,7 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Take a place's run away from its owner, for the next owner. Returns where the previous owner runs.
+    """Take a place's run away from its owner, so that another can take it over. Returns where the previous owner runs.
 
     The previous owner's processes detect that they are superseded, and stop.
     """
@@ -116,8 +116,8 @@ def release(place: Store) -> str:
 class Heartbeats:
     """A thread that sends a run's heartbeats.
 
-    The worker with `index` 0 sends them; other workers send one only if there is no recent one. Once another owner has taken
-    over, `lost` is called and the heartbeats stop.
+    The worker with `index` 0 sends them; any other worker sends one only if the store has no recent heartbeat. Once another owner
+    has taken over, `lost` is called and the heartbeats stop.
     """
 
     def __init__(

@@ -11,7 +11,7 @@ from functools import partial
 
 from outlast.base.errors import NotFound
 from outlast.job import contract, ledger
-from outlast.job.backend import LogLine
+from outlast.job.logs import LogLine
 from outlast.storage import runs, store
 from outlast.storage.runs import heartbeat
 from outlast.storage.sync import growing_files
@@ -19,7 +19,7 @@ from outlast.storage.sync import growing_files
 OWN = ".push"
 """The upload process's directory in the output: its lock, index and upload journals."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, heartbeat.ALIVE}
-"""Entries that have a protocol of their own, or that exist only in the store."""
+"""Entries that are uploaded in other ways, or that exist only in the store."""
 
 
 def skipped(path: str) -> bool:

@@ -25,7 +25,7 @@ from outlast.job import sealed_lines
 LINE = 64 << 10
 """Maximum length of a line from any peer, in bytes."""
 INDEX = 256 << 20
-"""Maximum length of a line from a rank to its own agent, in bytes: it may contain an index."""
+"""Maximum length of a line from a rank to its own agent, in bytes: such a line may contain an index."""
 TIMEOUT_S = 10.0
 """Timeout without progress, in seconds. Arbitrary: twice as long as in other modules, for machines that swap."""
 _CHUNK = 1 << 18

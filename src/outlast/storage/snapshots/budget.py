@@ -1,4 +1,4 @@
-"""How much of a worker's memory snapshots may use, and how large a state fits into it.
+"""The memory budget for a worker's snapshots, and how large a state fits into it.
 
 `outlast validate` prints both before a job runs; the agent computes them from measured values. Pure. All sizes are in bytes.
 
@@ -14,13 +14,13 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""`auto` uses 1/4 of the limit."""
+"""`auto` is 1/4 of the memory limit."""
 _FREE = 10
-"""1/10 of the limit stays free."""
+"""1/10 of the memory limit stays free."""
 
 
 class Budget(NamedTuple):
-    """How much of a worker's memory snapshots may use, and why, in one sentence."""
+    """The memory budget for a worker's snapshots, and the reason for it, as a sentence."""
 
     bytes: int
     """Size of the memory; 0 if snapshots are off."""
@@ -52,7 +52,7 @@ def requested(text: str) -> Requested:
 
 
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
-    """Return how much of a worker's memory snapshots may use.
+    """Return the memory budget for a worker's snapshots.
 
     `limit` is the memory limit of the worker's cgroup, or else the worker's share of the machine. `used` is the memory that the
     worker uses apart from snapshots, and `free` is the machine's available memory.
@@ -113,7 +113,7 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Return a sentence that says whether a state of `saved` bytes fits, if replicated (DDP) or sharded (FSDP)."""
+    """Return a sentence about whether a state of `saved` bytes fits if it is replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

@@ -79,7 +79,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork, such as a data loader's worker: they would hide the rank's end from the agent."""
+    """Close the clients in a fork, such as a data loader's worker: an open copy would hide the rank's death from the agent."""
     for client in list(_open):
         client.close()
 
@@ -234,8 +234,7 @@ class Client:
             self._request({"forget": keep})
 
     def newest(self) -> tuple[int, int] | None:
-        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, including for a
-        timeout."""
+        """Return (generation, step) of the newest checkpoint in the store, or None. Raises StoreError, also after a timeout."""
         at = self._stored({"newest": True})["newest"] if self._store else None
         return at and (int(at[0]), int(at[1]))
 

@@ -33,7 +33,7 @@ _PIECE = 4 << 30
 class File:
     """An in-memory file for one part: a header page and `size` bytes of data, all pages touched, and later a tail.
 
-    The constructor calls `alive` between pieces. Raises OSError if memory is short, and any exception from `alive`.
+    The constructor touches all pages, and calls `alive` now and then. Raises OSError if memory is short, and what `alive` raises.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:

@@ -22,7 +22,7 @@ class Held:
 
     part: Part
     address: str
-    """Address of that worker's agent."""
+    """Address of the worker's agent."""
 
 
 Holders = tuple[Held, ...]

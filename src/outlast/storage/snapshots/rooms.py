@@ -53,7 +53,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot, because no part has their size any more."""
+    """Return the rooms unused since the `previous` complete snapshot, because parts no longer have their sizes."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -102,12 +102,12 @@ _STALE_S = 20.0
 
 
 class Refused(OutlastError):
-    """A part is not accepted: it is out of date, or memory is short."""
+    """A part is not accepted, because it is out of date or memory is short."""
 
 
 @dataclasses.dataclass(eq=False)
 class Room:
-    """One file in memory."""
+    """A file in memory that can hold one part."""
 
     id: int
     size: int
@@ -156,7 +156,7 @@ class Rooms:
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
         """Record the current generation and the newest complete snapshot. Raises Refused if anything is out of date.
 
-        Parts from other workers (if not `own`) must belong to the session of this worker's ranks.
+        A part from another worker (`own` is False) must belong to the session of this worker's ranks.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")

@@ -46,7 +46,7 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 Query = Callable[[], object]
 """A query to the store. Raises StoreError, OSError."""
 _NEWEST_S = 3.0
-"""Timeout for a rank's `newest` request, in seconds: the query began earlier (`look`), and memory may hold a newer state."""
+"""Timeout for a rank's `newest` request, in seconds. The query began earlier, by `look`."""
 _FINISHERS = 8
 """Maximum number of threads that compute checksums; there is one for every four cores."""
 _SMALL = part_format.BLOCK

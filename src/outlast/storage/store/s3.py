@@ -47,7 +47,7 @@ class Access:
     def virtual(self, bucket: str) -> bool:
         """Return whether the bucket's name is part of the host name.
 
-        If the style is `auto`, names with dots are not, since wildcard TLS certificates cover only one label.
+        With the style `auto`, this is False for names with dots, since wildcard TLS certificates cover only one label.
         """
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 

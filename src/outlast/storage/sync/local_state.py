@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Return what identifies a version of the state, recorded in the log that continues it."""
+    """Return the id of a version of the state, which the log that continues that version contains."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

@@ -174,7 +174,7 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, of which the first bytes are in the buffer. Returns its crc32, or None if the connection
+        """Write the response's body, of which the first bytes are in the buffer. Returns its crc32; None if the connection
         breaks."""
         crc = 0
         while start < end:

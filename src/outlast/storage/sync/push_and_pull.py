@@ -241,7 +241,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Return the paths that are valid object names, and report the others."""
+        """Return the paths that are valid object names, and report all other paths."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -249,7 +249,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths that can be written on this machine, and report the others."""
+        """Return the paths that can be written on this machine, and report all other paths."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:

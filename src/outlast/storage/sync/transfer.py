@@ -137,7 +137,7 @@ def uploads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Uploaded], None, None]:
-    """Upload files and yield the outcome of each. If `snapshots` is set, a large file that changes meanwhile is copied first."""
+    """Upload files and yield the outcome of each. With `snapshots`, a large file that changes meanwhile is copied first."""
     enough = threading.Event()
 
     def job(path: Path, key: str) -> Uploaded:

@@ -24,7 +24,7 @@ def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
 
 
 def unordered(dataset: Any) -> str:
-    """Return why a dataset has no order in which a run could continue, and the remedy; empty if it has one."""
+    """Return why a dataset has no order from which a run could resume, with the remedy, or an empty string if it has one."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return f"the training data is {kind(dataset)} without an order to continue; give a dataset with __getitem__ and __len__"
     return ""

@@ -74,7 +74,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: equally on every rank if only `seed` is given, else by a function of (seed, rank, step)."""
+    """Seed all generators: the same on every rank if only `seed` is given, otherwise as a function of (seed, rank, step)."""
     if rank is not None:
         seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)

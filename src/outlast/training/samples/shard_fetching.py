@@ -3,7 +3,7 @@
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
-`prepare.cache_eviction` describes the rest of the cache. One process on a machine fetches a shard, while the others wait for it.
+`prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait.
 A process that needs a shard at once fetches it, and may exceed the cache's limit. Threads fetch announced shards (`announce`) and
 protect them from removal until they have been read. A waiting process signals that it is alive, since an unreachable store is
 not a hang. No other module of training imports stores, and this one is imported only for data in a store.
@@ -37,7 +37,7 @@ from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import transfer
 from outlast.worker.hangs import deadlocks
-from outlast.worker.prepare import cache_eviction, data_cache
+from outlast.worker.prepare import data_cache, data_cache_eviction
 
 log = logging.getLogger("outlast")
 T = TypeVar("T")
@@ -82,7 +82,7 @@ class Fetched:
 
     def __init__(self, url: str, window: int, patience_s: float) -> None:
         self.name, self.keeps, self._patience_s = url, window, patience_s
-        self._cache = cache_eviction.cache(os.environ).absolute()
+        self._cache = data_cache_eviction.cache(os.environ).absolute()
         self._home = self._cache / "places" / _digest(url.rstrip("/").encode())
         try:
             self._home.mkdir(parents=True, exist_ok=True)
@@ -203,14 +203,17 @@ class Fetched:
         """
         if self._failed is not None:
             raise self._failed
-        with cache_eviction.claimed(self._cache, shard.sha256, shard.bytes, data_cache.things, os.environ) as (path, missing):
+        with data_cache_eviction.claimed(self._cache, shard.sha256, shard.bytes, data_cache.things, os.environ) as (
+            path,
+            missing,
+        ):
             if path is None:
                 return None
             if missing and not now:
                 raise NoRoom(f"the cache {self._cache} is full")
             for name in reversed(list(self._ahead_held)) if missing else ():  # drop the shards needed last first
                 self._ahead_held.pop(name, None)
-                if not cache_eviction.make(self._cache, 0, data_cache.things, os.environ):
+                if not data_cache_eviction.make(self._cache, 0, data_cache.things, os.environ):
                     break
             self._download(shard.file, path, shard.bytes)
             if (actual := unpack.checksum(path)) != shard.sha256:

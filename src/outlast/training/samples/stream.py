@@ -110,7 +110,7 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Apply `change` to every tensor in a nested structure."""
+    """Return a nested structure with `change` applied to every tensor."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -212,7 +212,7 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the present `batch`.
+        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the current `batch`.
 
         The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
         """
@@ -284,7 +284,7 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Take over the order of shards in `state`: the run may have begun with another default window. Raises OutlastError."""
+        """Adopt the order of shards in `state`: the run may have begun with a different default window. Raises OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
@@ -419,7 +419,7 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, which a thread reads at most `count` items ahead. An exception in the thread is raised after the earlier
+    """Yield `items`, which a thread reads at most `count` items ahead. The thread's exception is raised after the earlier
     items."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
@@ -551,7 +551,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Record that a loop over a stream, or over another reader with the same attributes, begins."""
+    """Record the start of a loop over a stream, or over another reader with the same attributes."""
     global _loops
     _loops += 1
     reader.reading += 1

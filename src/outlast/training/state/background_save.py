@@ -150,11 +150,11 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds until the save in progress ends, from the duration of the last save; 0 if no save is in progress."""
+        """Estimated seconds until the save in progress ends, based on the last save's duration; 0 if none is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it, after the previous save has ended (`wait`). A collective.
+        """Copy `flat` and start saving it, once the previous save has ended (`wait`). A collective.
 
         Only rank 0's `metric` counts.
         """
@@ -174,7 +174,7 @@ class Saver:
         self._disks.connect()
 
     def hurry(self) -> None:
-        """Write the rest of the save in progress without pauses."""
+        """Finish writing the save in progress without pauses."""
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:

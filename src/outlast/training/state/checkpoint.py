@@ -146,7 +146,7 @@ def _modules(state: State) -> torch.nn.Module:
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer's tensors by parameter and name, and the rest: groups and values such as None."""
+    """Return an optimizer's tensors by parameter and name, and everything else: groups and values such as None."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -316,7 +316,7 @@ def generators() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[dict[str, Any]]:
-    """Restore this rank's generators at the end of the block. Yields their states."""
+    """Restore this rank's generators at the end of the block. Yields the generators' states."""
     states = generators()
     try:
         yield states

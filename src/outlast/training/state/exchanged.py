@@ -23,7 +23,7 @@ NAMES: dict[type, str] = {
     Place: "outlast.snapshots.peers.Place",
     Written: "outlast.training.saver._Written",
 }
-"""Each class, and its name in pickles since 2026-11."""
+"""Each class, with its name in pickles since 2026-11."""
 
 
 def keep_names() -> None:

@@ -21,8 +21,8 @@ _LINE = 64
 _LARGE = 256 << 10
 """Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started; arbitrary: a thread starts in 0.1 ms, and one core copies this much in
-2 ms."""
+"""Minimum number of bytes for which threads are started. Arbitrary: starting a thread takes 0.1 ms, and one core copies this much
+in 2 ms."""
 _MOST = 4
 """Maximum number of threads; more threads do not increase the bandwidth."""
 

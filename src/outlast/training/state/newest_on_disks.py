@@ -58,7 +58,7 @@ class Search:
     held: contextlib.ExitStack
     report: Report
     verified: set[_Offer] = field(default_factory=set)
-    """Checkpoints of which this rank has already found its share valid."""
+    """Checkpoints whose share this rank has already verified."""
     ways_back: list[tuple[int, int]] = field(default_factory=list)
     """The run's ways back, as recorded on any disk; see `retention.withdrawn`."""
 

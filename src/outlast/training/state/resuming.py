@@ -43,7 +43,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """One generation's way back. `directory` has the run's checkpoints."""
+    """Goes back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
 
     directory: Path
     run: str
@@ -110,7 +110,7 @@ class Restored:
     most: int = sys.maxsize
     """The latest step that counted: the step of the last way back, if no state is newer."""
     random: bool = False
-    """True if the state had this rank's random number generators; differs between ranks."""
+    """True if the state had this rank's random number generators; may differ between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Additional data from rank 0's session in the snapshot."""
 
@@ -202,7 +202,7 @@ def _restored(
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
     """Return the parts in memory and the newest checkpoint in the store that count after these ways back.
 
-    Withdraws the others from all disks.
+    Withdraws all other checkpoints on this disk.
     """
     search.ways_back[:] = ways
     if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):

@@ -59,10 +59,10 @@ class Saves:
         self._last_save = time.monotonic()
         self._stalls = self._committed_saves = 0
         self._stalled_s = self._saved_s = 0.0
-        """Seconds that training stood still for all saves, and from the start of each committed save to its commit."""
+        """Seconds for which all saves have stopped training, and seconds from the start of each committed save to its commit."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Save `state` from now on."""
+        """From now on, save `state`."""
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:
@@ -83,7 +83,7 @@ class Saves:
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
-        """Return whether a save is due by elapsed time."""
+        """Return whether a save is due, judging by the elapsed time."""
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def due(self, step: int, every: Every) -> bool:
@@ -212,7 +212,7 @@ class Saves:
                 self._saver.connect_again()
 
     def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
-        """Return the seconds left on the worker that has the fewest, and why they are too few to save the last step, or an empty
+        """Return the seconds left on the worker with the least time, and why they are too few to save the last step, or an empty
         string. A collective."""
         own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
         each = self._disks.gather(own)
@@ -224,7 +224,7 @@ class Saves:
         return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
 
     def left(self, step: int, late: str, generation: int) -> None:
-        """Record that the ranks leave their world after `step`, which was not saved if the time was too short (`late`)."""
+        """Record that the ranks leave their world after `step`. If `late`, there was too little time to save the step."""
         reason = f"saved step {step}"
         if (saved := self.committed) != step:
             why = f"is not saved: {late}" if late else "could not be saved"

@@ -52,9 +52,9 @@ class Disks:
     group: dist.ProcessGroup | None
     """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
-    """The leaders' group for the training thread; None if there is one disk."""
+    """The leaders' group for the training thread; None if there is only one disk."""
     savers: dist.ProcessGroup | None = None
-    """The leaders' group for the saving thread; None if there is one disk."""
+    """The leaders' group for the saving thread; None if there is only one disk."""
     certain: bool = True
     """True if all ranks could write; otherwise two of these disks may be the same."""
 

@@ -46,13 +46,13 @@ class Content:
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
     """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
     index: list[Item] = dataclasses.field(default_factory=list)
-    """One item per chunk."""
+    """The part's index so far: one item per chunk."""
     end: int = 0
     """Total size of the chunks in bytes."""
     share: int = 0
     """Index of this rank's share of the state that every rank has (`job.differing_ranks`)."""
     largest: int = 0
-    """Total size of the largest share in bytes: rooms fit every share."""
+    """Total size of the largest share, in bytes: a room must hold any share."""
 
     def lay_out(self) -> None:
         places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
@@ -128,7 +128,7 @@ def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
 
 
 def _signature(state: State) -> Signature:
-    """Return a value that stays equal as long as a layout of the state is valid.
+    """Return a value that stays the same as long as a layout of the state is valid.
 
     It changes with the identity, address or shape of a tensor in a module or optimizer, and with the parameters of an optimizer's
     groups.
@@ -190,9 +190,9 @@ class Capture:
         return self._stream is not None
 
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the present state's parts, each with its pickled objects. Nothing is copied yet.
+        """Return the current state's parts, each with its pickled objects. Nothing is copied yet.
 
-        `turn` is the number of snapshots so far, the same on all ranks, by which shares are dealt.
+        `turn`, the number of snapshots so far, determines which share this rank gets; it is the same on all ranks.
         """
         local_rank, local_ranks = self._local
         share = differing_ranks.share(local_rank, turn, local_ranks)

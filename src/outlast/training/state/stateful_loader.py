@@ -65,8 +65,7 @@ class Stateful:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in all epochs with the present number of ranks. Raises AttributeError if the iterable has no
-        length."""
+        """Number of optimizer steps in all epochs with the current number of ranks. Raises AttributeError if it is unknown."""
         if (each := self._each()) is None:
             raise AttributeError("the loader has no length", name="total_steps", obj=self)
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
@@ -83,7 +82,7 @@ class Stateful:
         return self.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers, the same on every rank; `loader_state` returns the rest."""
+        """Return the position as plain numbers, the same on every rank. `loader_state` returns what differs between ranks."""
         self.saves += 1
         position = {"epoch": self.epoch, "done": self._done, "step": self.step}
         return {"version": 1, "ranks": _ranks(), **position, "each": self._each()}

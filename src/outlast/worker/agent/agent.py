@@ -32,7 +32,7 @@ from outlast.job.ledger import Ledger
 from outlast.job.workerfiles import notice_file, time_left
 from outlast.job.workerfiles.log_pipe import Output
 from outlast.rendezvous.transport import Mode
-from outlast.rendezvous.transports import orders
+from outlast.rendezvous.transports import leave_orders
 from outlast.worker.agent import (
     coordination,
     kubeflow_status,
@@ -40,13 +40,13 @@ from outlast.worker.agent import (
     ranks,
     reporter,
     snapshot_memory,
-    upload_handle,
+    upload_supervisor,
     world_loop,
 )
 from outlast.worker.agent.launcher_watch import LauncherWatch
 from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.hangs import hang_limit, stacks
-from outlast.worker.launch import bytecode, package_copy, sibling, warm_handle
+from outlast.worker.launch import bytecode, package_copy, sibling, warm_supervisor
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -87,7 +87,7 @@ class Agent:
         self._looked_at = self.clock()
         self._kill_at = float("inf")
         """Time at which training is killed if it has not left by then."""
-        self._warm = warm_handle.WarmProcess(environ, warm)
+        self._warm = warm_supervisor.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
 
@@ -99,7 +99,7 @@ class Agent:
         os.set_blocking(self._wake_w, False)
         self._log = log
         self._store = environ.get(contract.Env.STORE, "")
-        self._upload = upload_handle.UploadProcess(environ)
+        self._upload = upload_supervisor.UploadProcess(environ)
         self._snapshots: Snapshots | None = None
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
@@ -109,8 +109,8 @@ class Agent:
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
         host = "" if contract.Env.ADDRESS in environ else "127.0.0.1"
-        self._orders = orders.Orders(sealed_lines.key(environ), worker=self.index, since=time.time())
-        handlers = {orders.PATH: self._ordered}
+        self._orders = leave_orders.Orders(sealed_lines.key(environ), worker=self.index, since=time.time())
+        handlers = {leave_orders.PATH: self._ordered}
         metrics = functools.partial(self.reporter.exposition, labels)
         self.reporter.probes = probes.serve(lambda: self.reporter.health, metrics, host=host, port=port, orders=handlers)
 
@@ -214,13 +214,13 @@ class Agent:
         return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
-        """Upload the rest of the output, including the last line of this worker's log."""
+        """Upload all output that is not yet in the store, including the last line of this worker's log."""
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s, run_ended=self.coordination.run_end is not None)
         except OSError as error:  # the limit on processes
             code, problem = 1, str(error)
-        if code == upload_handle.SUPERSEDED:
+        if code == upload_supervisor.SUPERSEDED:
             self._superseded(problem)
             return
         self.coordination.tell_account(self._upload.report)

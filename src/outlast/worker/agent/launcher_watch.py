@@ -20,11 +20,11 @@ UNREACHABLE_S = 1.5
 busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay, in seconds per worker index, since one new launcher is enough. The launcher's lock stops any others."""
+"""Additional delay, in seconds per worker index, since one new launcher is enough. Its lock stops any other launcher."""
 
 
 class LauncherWatch:
-    """A worker's watch on this machine's launcher, configured by its environment. Does nothing if there is no launcher."""
+    """Watches this machine's launcher for a worker, whose environment configures it. Does nothing if there is no launcher."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

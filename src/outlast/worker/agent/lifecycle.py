@@ -49,7 +49,7 @@ class Worker:
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """True if the worker's pod stays up after a final end, so that other pods can query the end of the run."""
+    """True if the worker's pod stays up after a final end, so that other pods can query how the run ended."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)

@@ -40,8 +40,7 @@ class Ranks:
                 (self._state / name.format(local_rank=local_rank)).unlink(missing_ok=True)
 
     def look(self, written: int = 0) -> list[Process]:
-        """Return the live processes, sorted by local rank. `written` is the total number of bytes that they have written to the
-        log."""
+        """Return the live processes, sorted by local rank. `written` is the number of bytes that they have written to the log."""
         processes = []
         for local_rank in range(self._count):
             record = progress_file.read(self._state, local_rank)

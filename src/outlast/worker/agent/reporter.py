@@ -18,7 +18,7 @@ from outlast.job.workerfiles.log_pipe import Output
 from outlast.job.workerfiles.progress_file import Progress
 from outlast.worker.agent.lifecycle import Phase, Worker
 from outlast.worker.agent.nvml import Gpus
-from outlast.worker.agent.upload_handle import UploadProcess
+from outlast.worker.agent.upload_supervisor import UploadProcess
 from outlast.worker.hangs import hang_limit
 
 HEARTBEAT_INTERVAL_S = 1.0

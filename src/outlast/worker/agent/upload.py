@@ -1,4 +1,4 @@
-"""The upload process, which uploads a job's output to its store during training. Started by `agent.upload_handle`.
+"""The upload process, which uploads a job's output to its store during training. Started by `agent.upload_supervisor`.
 
     python -m outlast upload              upload until the agent closes standard input
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
@@ -35,7 +35,7 @@ from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import in_store
 from outlast.storage.runs.output import OWN, skipped
 from outlast.storage.sync import growing_files, push_and_pull
-from outlast.worker.agent.upload_handle import SUPERSEDED
+from outlast.worker.agent.upload_supervisor import SUPERSEDED
 from outlast.worker.launch import os_calls, script_files
 from outlast.worker.prepare import compile_cache, workdir
 
@@ -43,10 +43,10 @@ POLL_INTERVAL_S = 1.0
 """Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
 """Minimum intervals in seconds between ledger uploads: if there is a new event, and if there are only new steps. An upload takes
-two requests, so steps cost one request a minute. A lost worker's last steps are known from the state that the other workers
-resume."""
+two requests, so steps alone cost one request a minute on average. A lost worker's last steps are known from the state that the
+other workers resume."""
 LOCK_TIMEOUT_S = 3.0
-"""Seconds that a flush waits for another process that uploads the same directory; that process then uploads the rest, too."""
+"""Seconds that a flush waits for another process that uploads the same directory, which then uploads the remaining files, too."""
 MAX_PASSES = 3
 """Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
@@ -128,7 +128,7 @@ class Uploader:
         self.ended: float | None = None
         """Time at which training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run itself has ended, rather than this worker leaving it."""
+        """True if the run itself has ended; False if this worker has only left it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:

@@ -31,11 +31,11 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import World
 from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank_failures, rank_processes, script_files, warm_request
-from outlast.worker.launch.warm_handle import WarmEnded, WarmProcess
+from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
-"""Seconds between two looks for processes that wait for a world of which this worker has not heard; arbitrary."""
+"""Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
@@ -212,7 +212,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Their records are read rarely while nothing is known of one."""
+        """Return whether all processes wait for the next world. Their records are read rarely until one is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
@@ -249,8 +249,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members are restarting this world's processes; the worker with rank 0 also records the restart in the
-        ledger."""
+        """Log that the members are restarting this world's processes; the worker with rank 0 also records it in the ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:

@@ -74,7 +74,7 @@ class RankState:
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of collectives begun in each of the script's groups; empty if they are not counted."""
     looks: int = 0
-    """Number of this rank's reports, which shows whether a state was reported again."""
+    """Number of this rank's reports so far, which shows whether a state was reported again."""
     blocks: bool = True
     """True if the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
@@ -180,7 +180,7 @@ class Watch:
             self._thread.start()
 
     def forget(self) -> None:
-        """Forget the last world, as a new process would: the process enters the next one."""
+        """Forget the last world, since this process enters the next one."""
         with self._lock:
             self.call, self.calls, self.broken = "", 0, False
             self._own_groups.clear()
@@ -232,7 +232,7 @@ class Watch:
     def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
         """Publish that the main thread is still. Ends this process if the ranks wait for each other.
 
-        Returns True if the main thread waits for a moving rank, and the place of this rank or the places of all.
+        Returns whether the main thread waits for a moving rank, and the place of this rank or of all ranks.
         """
         state = self._state(frame)
         at = listed([state.call or state.at], "in", first=self._rank)
@@ -296,8 +296,8 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our state. Returns the states of all ranks if all are still, None if some move, and an empty list if there is
-        no store.
+        """Publish our state. Returns the states of all ranks if all are still, None if any rank moves, and an empty list if there
+        is no store.
 
         A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has moved.
         """

@@ -27,7 +27,7 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""The same for child processes. The share is higher, since processes that record metrics always run."""
+"""The same share for child processes. It is higher, since processes that record metrics are always running."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -56,7 +56,7 @@ class Ended:
     why: str = ""
     """Why the process could not be started or was lost."""
     asked: bool = False
-    """True if we had asked the process to end."""
+    """True if we had sent the process a request to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,7 +81,7 @@ class Start:
     attempt: int
 
     def waits(self) -> bool:
-        """Return whether all processes have saved and wait for the next world."""
+        """Return whether all processes have saved and are waiting for the next world."""
         records = (progress_file.read(self.state, local_rank) for local_rank in range(self.processes))
         start = self.generation, self.attempt
         return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)

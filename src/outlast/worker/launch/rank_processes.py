@@ -33,9 +33,9 @@ PREFIX = "[rank {}] "
 KILL_DELAY_S = 5.0
 """Seconds from SIGTERM to SIGKILL for training that has no grace period."""
 CAUSE_S = 0.5
-"""Seconds by which the process that failed first may end after those that it made fail."""
+"""Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason given for a process whose warm process was killed. The kernel kills it as well, but nothing can report its end."""
+"""The reason given for a process whose warm process was killed. The kernel then kills it, too, but nothing can report its end."""
 END_S = 60.0
 """Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 
@@ -86,7 +86,7 @@ class Fork(threading.Thread):
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
-        """Time at which we first asked the process to end, in seconds since the epoch."""
+        """Time at which we first sent the process a request to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:
@@ -137,7 +137,7 @@ class Fork(threading.Thread):
             self._changed.notify_all()
 
     def go_on(self, environ: Mapping[str, str]) -> None:
-        """Give the waiting process its place in the next world. Raises OSError."""
+        """Give the waiting process its rank in the next world. Raises OSError."""
         always = Env.GENERATION, Env.ATTEMPT  # `next_world.read` compares them
         place = {name: value for name, value in environ.items() if name in always or self._environ.get(name) != value}
         next_world.write(Path(environ[Env.STATE]), self._local_rank, place)
@@ -177,7 +177,7 @@ class RankProcesses:
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a training process for each of `environs`. Processes that were kept go on instead, if they all can."""
+        """Start a training process for each of `environs`. If all processes that were kept can continue, they do so instead."""
         if self._ranks and not self.over():
             with contextlib.suppress(OSError):  # a full disk
                 for rank, environ in zip(self._ranks, environs, strict=True):
@@ -187,7 +187,7 @@ class RankProcesses:
         self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
 
     def keep(self) -> None:
-        """End the process of the world's store, but not those that wait for the next world."""
+        """End the process that hosts the world's store, but not those that wait for the next world."""
         if self._store and not self._store.ended:
             self._store.signal(signal.SIGKILL)
 

@@ -50,8 +50,8 @@ _UNNEEDED = re.compile(
 
 
 def command(directory: str) -> list[str]:
-    """Return the command that runs a copy's Python. Its own loader starts it, and it ignores variables such as PYTHONPATH (`-I`),
-    which belong to the image."""
+    """Return the command that runs a copy's Python. The copy's own loader starts it, and `-I` makes it ignore variables such as
+    PYTHONPATH, which belong to the image."""
     library = f"{directory}/python/lib"
     return [f"{library}/ld.so", "--library-path", library, f"{directory}/python/bin/python", "-I", "-u"]
 

@@ -72,7 +72,7 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Announce, from a rank 0 that was kept, that new processes need no files: the script has a session. Raises RuntimeError."""
+    """Announce, from a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
 

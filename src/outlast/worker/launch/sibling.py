@@ -34,7 +34,7 @@ ANSWER_S = 1.0
 """Timeout for the response, in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
-"""A variable of the warm process, as long as `LOCAL_RANK` with its value, in the place of which a training process shows it."""
+"""A placeholder in the warm process's environment, as long as `LOCAL_RANK` and its value, which overwrite it."""
 _ROOM_VALUE = "0000"
 
 
@@ -94,8 +94,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables in the `new` worker's environment that differ from our `own`, or None if it does not fit: libraries
-    have already read the other variables, and values must have equal lengths."""
+    """Return the variables in the `new` worker's environment that differ from our `own`, or None if that environment does not
+    fit: libraries have already read other variables, and values must have equal lengths."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):

@@ -32,9 +32,9 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 is_rank = False
-"""True if an agent has started this very process, which is not a child of its rank."""
+"""True if an agent started this process itself, so it is not a rank's child process."""
 kept = False
-"""True if the process has begun in an earlier world, so that its errors may not be those of a new one."""
+"""True if the process was started in an earlier world, so its errors may differ from those of a new process."""
 command: Sequence[str] = ("",)
 """The `argv` that this process runs."""
 _USAGE = 2
@@ -100,7 +100,7 @@ def _tcp_store(address: str) -> Any:
 
 
 def enter(state: Path) -> None:
-    """Record that this process has its place in a world, and forget the errors of earlier processes."""
+    """Record that this process has joined a world, and delete the error record of an earlier process."""
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     generation = int(os.environ.get(contract.Env.GENERATION, "0"))
     with contextlib.suppress(OSError):

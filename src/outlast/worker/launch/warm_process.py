@@ -281,8 +281,8 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python would, but without finalizing the interpreter: meanwhile, torch's threads
-    could end the process with SIGABRT. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process as Python would, but without finalizing the interpreter: during finalization, torch's
+    threads could end the process with SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():

@@ -137,7 +137,7 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Make the next worker check whether the code has changed. Otherwise, a run keeps its first code."""
+    """Make the next worker check whether the code has changed. Without this call, a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
@@ -221,7 +221,7 @@ def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: t
 
 
 def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
-    """Verify and unpack an archive. Returns the code's directory."""
+    """Verify and unpack an archive. Returns the directory of the code in it."""
     if checksum:
         archives.check_checksum(archive, name, checksum)
     tree = directory / "tree"

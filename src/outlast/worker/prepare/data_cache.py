@@ -10,7 +10,7 @@
 
 A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*) in
 its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
-removed once a newer version has been fetched, or if the cache needs the space (`cache_eviction`).
+removed once a newer version has been fetched, or if the cache needs the space (`data_cache_eviction`).
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ from outlast.base import file_locks, files, units
 from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.storage import store
-from outlast.worker.prepare import cache_eviction, fetch_from_store
+from outlast.worker.prepare import data_cache_eviction, fetch_from_store
 from outlast.worker.prepare.fetch_from_store import Listing, Say
 
 _ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
@@ -50,7 +50,7 @@ class _Row(NamedTuple):
 
 def writable(environ: Mapping[str, str]) -> Path:
     """Return the cache directory, creating it if it is missing. Raises OutlastError if it is not writable."""
-    directory = cache_eviction.cache(environ)
+    directory = data_cache_eviction.cache(environ)
     try:
         directory.mkdir(parents=True, exist_ok=True)
     except OSError as problem:
@@ -180,7 +180,7 @@ class Source:
 
     def _make_room(self, needed: int) -> None:
         """Evict unused entries, oldest first, to keep the cache below its limit."""
-        if missing := cache_eviction.make(self._cache, needed, things, os.environ):
+        if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
             self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
@@ -214,16 +214,16 @@ class Source:
                 _remove_locked(directory)
 
 
-def things(cache: Path) -> list[cache_eviction.Thing]:
+def things(cache: Path) -> list[data_cache_eviction.Thing]:
     """Return all of the cache's evictable entries: shards, and complete and partial versions."""
-    entries = list(cache_eviction.shards(cache))
+    entries = list(data_cache_eviction.shards(cache))
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
             listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
             size = _size(listing, listing.stat().st_mtime_ns) if listing.exists() else 0
             lock = directory / "lock"  # missing if the version has never been complete
             used = (lock if lock.exists() else directory).stat().st_mtime
-            entries.append(cache_eviction.Thing(directory, size, used, partial(_remove, directory)))
+            entries.append(data_cache_eviction.Thing(directory, size, used, partial(_remove, directory)))
     return entries
 
 

@@ -251,7 +251,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied on this machine at submission, as it is if it comes from neither a store nor a ConfigMap."""
+    """Return whether code was copied on this machine at submission: true unless it comes from a store or a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 

@@ -55,7 +55,7 @@ def note_code(directory: Path, code: Listed) -> None:
 
 
 def forget_code(directory: Path) -> None:
-    """Remove the code files from `directory`, and no others."""
+    """Remove the code files, and no other files, from `directory`."""
     for name in listed(directory):
         (directory / name).unlink(missing_ok=True)
     (directory / _FILES).unlink(missing_ok=True)

@@ -23,7 +23,7 @@ from typing import NamedTuple, NoReturn
 from outlast.base import file_locks, files
 from outlast.job import contract
 from outlast.job.contract import Env
-from outlast.worker.tracking import follower_handle
+from outlast.worker.tracking import follower_supervisor
 from outlast.worker.tracking.event_files import EventFile
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.mlflow_runs import MLflow
@@ -51,7 +51,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 POLL_S = 0.5
 """Interval, in seconds, for checking whether the parent has died."""
 ORPHANED_S = 5.0
-"""Seconds allowed for sending the rest if the parent died without a message."""
+"""Seconds allowed for sending the remaining metrics if the parent died without a message."""
 
 
 class Ending(NamedTuple):
@@ -60,7 +60,7 @@ class Ending(NamedTuple):
     status: Status | None
     """The run's final status; None if the run continues."""
     within: float
-    """Seconds allowed for sending the rest."""
+    """Seconds allowed for sending the remaining metrics."""
 
 
 class Session:
@@ -99,7 +99,7 @@ def main(argv: Sequence[str]) -> NoReturn:
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)  # training handles them, and sends its final message
     output, environ = Path(argv[0]), os.environ
-    session = Session(Ending(Status(argv[2]), follower_handle.FLUSH_S) if len(argv) > 1 else None, environ)
+    session = Session(Ending(Status(argv[2]), follower_supervisor.FLUSH_S) if len(argv) > 1 else None, environ)
     try:
         code = locked(output, session, environ)
     except OSError as error:
@@ -114,7 +114,7 @@ def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
     directory = output / contract.TRACKING
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
-    with (directory / follower_handle.LOCK).open("a") as lock:
+    with (directory / follower_supervisor.LOCK).open("a") as lock:
         while not file_locks.acquire(lock.fileno()):
             ending = session.ending(POLL_S)
             if ending and time.monotonic() - begun > ending.within:
@@ -127,8 +127,8 @@ def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
 
 def follow(output: Path, directory: Path, session: Session, environ: Mapping[str, str]) -> int:
     """Feed all trackers until the session ends."""
-    (directory / follower_handle.ENDED).unlink(missing_ok=True)
-    (directory / follower_handle.PROBLEM).unlink(missing_ok=True)
+    (directory / follower_supervisor.ENDED).unlink(missing_ok=True)
+    (directory / follower_supervisor.PROBLEM).unlink(missing_ok=True)
     run = Run.of(output, environ.get(Env.RUN) or identity(output), environ)
     lock = threading.Lock()
 
@@ -151,7 +151,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
     for problem in problems:
         say(problem)
     if ending.status and not problems:
-        files.replace(directory / follower_handle.ENDED, ending.status)
+        files.replace(directory / follower_supervisor.ENDED, ending.status)
     return 0
 
 
@@ -191,9 +191,9 @@ def report(directory: Path, problems: Sequence[str]) -> None:
     """Write the problems to a file that the session reads for the status."""
     with contextlib.suppress(OSError):  # a full disk; the log has them, too
         if text := "; ".join(filter(None, problems)):
-            files.replace(directory / follower_handle.PROBLEM, text)
+            files.replace(directory / follower_supervisor.PROBLEM, text)
         else:
-            (directory / follower_handle.PROBLEM).unlink(missing_ok=True)
+            (directory / follower_supervisor.PROBLEM).unlink(missing_ok=True)
 
 
 def say(sentence: str) -> None:

@@ -64,7 +64,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send the rest at once, with `status` as the run's end. The thread ends once everything has arrived."""
+        """Send the remaining values at once, with `status` as the run's end. The thread ends once everything has arrived."""
         self._status = status
         self._ending.set()
 

@@ -20,8 +20,8 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md#w
 
 
 def min_available(workers: spec.Workers) -> int:
-    """Return how many workers evictions must leave: `workers.min`, except that one worker may always be evicted, since otherwise
-    draining its node would never end. A job that needs all its workers saves its state and waits for the replacement."""
+    """Return how many workers must remain after evictions: `workers.min`, except that one worker may always be evicted, since
+    otherwise draining its node would never end. A job that needs all its workers saves and waits for a new one."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 

@@ -36,7 +36,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """A Workload's priority. The value is needed as well as the name, since Kueue does not look it up."""
+    """A Workload's priority: the class's name and its value, which Kueue does not look up."""
 
     value: int
     name: str = ""

@@ -36,8 +36,8 @@ ON_DEMAND = "on-demand"
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """Return the scheduling part of a PodSpec. `has_peers` says whether the job has other pods, and `on_demand` whether the pod
-    avoids spot machines."""
+    """Return the scheduling part of a PodSpec. With `has_peers`, the job has other pods; with `on_demand`, the pod avoids spot
+    machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})

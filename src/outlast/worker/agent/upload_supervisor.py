@@ -1,4 +1,4 @@
-"""The agent's handle on the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
+"""The agent's supervisor of the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages in `metrics` count from its arrival."""
+        """Store a report. The ages in `metrics` are counted from the report's arrival."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report
@@ -136,8 +136,7 @@ class UploadProcess:
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set since
-        then."""
+        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)

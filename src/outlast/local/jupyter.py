@@ -148,7 +148,7 @@ def forget(private: Path) -> None:
 def place(directory: Path) -> bool:
     """Create the work directory, and copy the first notebook there unless it exists. Returns whether the notebook was copied.
     Raises OutlastError if the directory cannot be written."""
-    text = resources.files("outlast.local.notebooks").joinpath(FIRST).read_bytes()
+    text = resources.files("outlast.local").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
         with contextlib.suppress(FileExistsError), (directory / FIRST).open("xb") as file:

@@ -7,7 +7,7 @@
     notebooks.report("gpt")     # its figures as a dict
 
 As in `outlast status`, only jobs in the notebook's directory are visible. In a terminal, the panel is a line of text.
-`notebooks.jupyter` starts JupyterLab for `outlast notebook`, and `first.ipynb` is the first notebook.
+`local.jupyter` starts JupyterLab for `outlast notebook`.
 """
 
 # mypy: allow-untyped-calls

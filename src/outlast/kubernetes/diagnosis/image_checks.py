@@ -172,8 +172,7 @@ def command() -> Check:
 
 
 def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Warn if the kernel kills all processes of this cgroup (v2) at once, which is the kubelet's default since Kubernetes
-    1.28."""
+    """Warn if the kernel kills all processes of this cgroup (v2) at once, the kubelet's default since Kubernetes 1.28."""
     with contextlib.suppress(OSError), open(path) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "

@@ -1,4 +1,4 @@
-"""The agent's handle on its warm process: starts it, waits until it can fork, restarts it if it ends, and kills it."""
+"""The agent's supervisor of its warm process: starts it, waits until it can fork, restarts it if it ends, and kills it."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ class WarmEnded(Exception):
 
 
 class WarmProcess:
-    """A worker's warm process, a child of its agent. The agent's threads share the handle."""
+    """A worker's warm process, a child of its agent. The agent's threads share this object."""
 
     def __init__(self, environ: dict[str, str], process: subprocess.Popen[bytes] | sibling.Forked | None = None) -> None:
         """`environ` is the worker's environment, read at each start."""

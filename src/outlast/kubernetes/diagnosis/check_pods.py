@@ -1,6 +1,6 @@
 """Checks from inside pods: the image, DNS, the network between pods, and a store.
 
-One or two small pods with a worker's restrictions run `diagnosis.inspection`. The pods are always deleted. If this process is
+One or two small pods with a worker's restrictions run `diagnosis.image_checks`. The pods are always deleted. If this process is
 killed before that, they end after their time limit.
 """
 
@@ -21,9 +21,9 @@ from outlast.job import accelerators, contract
 from outlast.job.accelerators import Accelerator
 from outlast.kubernetes import diagnosis
 from outlast.kubernetes.api import kinds, pod_status, within
-from outlast.kubernetes.diagnosis import gather_evidence, inspection, sample_pod
+from outlast.kubernetes.diagnosis import gather_evidence, image_checks, sample_pod
 from outlast.kubernetes.diagnosis.finding import Finding, Outcome, warned
-from outlast.kubernetes.diagnosis.inspection import MARK
+from outlast.kubernetes.diagnosis.image_checks import MARK
 from outlast.kubernetes.diagnosis.nodes import TOLERATED, usable
 from outlast.kubernetes.manifests.render_request import Document
 
@@ -47,7 +47,7 @@ _MEMORY = "2Gi"
 DEVICES = [
     *{row.device: f"{row.device}:{row.package}:{row.files}" for row in reversed(accelerators.TABLE) if row.device}.values()
 ]
-"""Accelerators, in the format of `inspection.torch`."""
+"""Accelerators, in the format of `image_checks.torch`."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +57,7 @@ class Options:
     secrets: Sequence[str] = ()
     """Names of Secrets for access to the store. Their entries become environment variables in the pods."""
     network: bool = True
-    """Whether two pods test the network between them."""
+    """True if two pods test the network between them."""
     timeout_s: float = 300.0
 
 
@@ -111,7 +111,7 @@ def pod(
     accelerator: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """Return a worker's pod with the inspection in place of the agent. With `peer`, the pod tests the connection to the other
+    """Return a worker's pod with the checks in place of the agent. With `peer`, the pod tests the connection to the other
     pod, and each of the two pods uses one `accelerator`. The first pod listens on `address`."""
     pod_ = sample_pod.worker(options.image, options.secrets)
     pod_["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
@@ -150,7 +150,7 @@ def calls(
 def source() -> str:
     """Return the source of the program that a pod runs. The pod receives the source, so that images without Outlast or with
     another version can be checked. The source contains no `$(...)`, which Kubernetes would expand."""
-    return resources.files("outlast.kubernetes.diagnosis").joinpath("inspection.py").read_text()
+    return resources.files("outlast.kubernetes.diagnosis").joinpath("image_checks.py").read_text()
 
 
 def parse_findings(lines: Sequence[str]) -> list[Finding]:
@@ -158,7 +158,7 @@ def parse_findings(lines: Sequence[str]) -> list[Finding]:
     return [finding_for(json.loads(line.removeprefix(MARK))) for line in lines if line.startswith(MARK)]
 
 
-def finding_for(check: inspection.Check) -> Finding:
+def finding_for(check: image_checks.Check) -> Finding:
     name, outcome, what, remedy = check
     return Finding(name, what, remedy, outcome=cast(Outcome, outcome))
 

@@ -11,15 +11,15 @@ from hypothesis import strategies as st
 
 from outlast.base import probes
 from outlast.job import sealed_lines
-from outlast.rendezvous.transports import orders
-from outlast.rendezvous.transports.orders import Answer, Orders
+from outlast.rendezvous.transports import leave_orders
+from outlast.rendezvous.transports.leave_orders import Answer, Orders
 
 KEY, NOW = b"the key of the run", 1_700_000_000.0
 BODY = json.dumps({"deadline": "2023-11-14T22:15:20Z", "reason": "AWS takes the machine back"}).encode()
 
 
 def an_order(body: bytes = BODY, *, key: bytes = KEY, worker: int = 3, now: float = NOW) -> tuple[dict[str, str], bytes]:
-    return orders.signed(key, worker=worker, body=body, now=now), body
+    return leave_orders.signed(key, worker=worker, body=body, now=now), body
 
 
 def judged(headers: dict[str, str], body: bytes, *, now: float = NOW) -> Answer:
@@ -44,9 +44,9 @@ def test_an_order_that_is_signed_is_accepted_once() -> None:
         (an_order(key=sealed_lines.derived(KEY, "mesh")), 401),
         (an_order(worker=2), 401),
         ((an_order()[0], BODY + b" "), 401),
-        (({**an_order()[0], orders.TIME: f"{NOW + 1:.3f}"}, BODY), 401),
+        (({**an_order()[0], leave_orders.TIME: f"{NOW + 1:.3f}"}, BODY), 401),
         (({}, BODY), 401),
-        (({orders.SIGNATURE: "\xe9" * 64, orders.TIME: "1"}, BODY), 401),
+        (({leave_orders.SIGNATURE: "\xe9" * 64, leave_orders.TIME: "1"}, BODY), 401),
         (an_order(now=NOW - 61), 409),
         (an_order(now=NOW + 61), 409),
         (an_order(now=float("nan")), 409),
@@ -103,12 +103,12 @@ def test_orders_come_over_the_agents_port() -> None:
         answer = taken.judge(headers, body, NOW)  # type: ignore[arg-type] # is a mapping
         return answer.status, answer.text
 
-    address = probes.serve(probes.Health, orders={orders.PATH: order})
-    assert post(address, orders.PATH, *an_order()) == (202, "the worker saves and leaves\n")
-    assert post(address, orders.PATH, *an_order())[0] == 409
-    assert post(address, orders.PATH, {}, BODY)[0] == 401
+    address = probes.serve(probes.Health, orders={leave_orders.PATH: order})
+    assert post(address, leave_orders.PATH, *an_order()) == (202, "the worker saves and leaves\n")
+    assert post(address, leave_orders.PATH, *an_order())[0] == 409
+    assert post(address, leave_orders.PATH, {}, BODY)[0] == 401
     assert post(address, "/healthz", *an_order())[0] == 404
-    assert post(address, orders.PATH, {}, None) == (411, "Content-Length is missing\n")
-    assert post(address, orders.PATH, {"Content-Length": "9" * 5000}, None)[0] == 413
-    assert post(address, orders.PATH, {"Content-Length": str(probes.LONGEST_BODY + 1)}, None)[0] == 413
-    assert post(probes.serve(probes.Health), orders.PATH, *an_order())[0] == 404, "the operator takes none"
+    assert post(address, leave_orders.PATH, {}, None) == (411, "Content-Length is missing\n")
+    assert post(address, leave_orders.PATH, {"Content-Length": "9" * 5000}, None)[0] == 413
+    assert post(address, leave_orders.PATH, {"Content-Length": str(probes.LONGEST_BODY + 1)}, None)[0] == 413
+    assert post(probes.serve(probes.Health), leave_orders.PATH, *an_order())[0] == 404, "the operator takes none"

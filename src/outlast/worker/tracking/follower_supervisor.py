@@ -1,4 +1,4 @@
-"""The follower's interface for other processes: rank 0's session starts a follower, reads its problems and waits for it to end.
+"""The supervisor of the follower: rank 0's session starts a follower, reads its problems and waits for it to end.
 
 Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
 """
@@ -25,7 +25,7 @@ log = logging.getLogger("outlast")
 FLUSH_S = 10.0
 """Seconds to wait for trackers at the end of a run."""
 LEAVE_S = 2.0
-"""Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the rest."""
+"""Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
 """Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""
@@ -52,7 +52,7 @@ class Follower:
         return self._problem if self._problem != last else None
 
     def finish(self, status: Status | None, *, goes_on: bool = False) -> str:
-        """Make the follower send the remaining metrics within a limited time. Returns a sentence about missing ones, or ""."""
+        """Make the follower send the remaining metrics within a limited time. Returns a sentence about missing metrics, or ""."""
         within = LEAVE_S if goes_on else FLUSH_S
         at_most = LEAVE_S + 1.0 if goes_on else FLUSH_S + IMPORTS_S
         assert self._process.stdin is not None

@@ -1,0 +1,37 @@
+"""Evaluation of a trained model: which checkpoint is measured, and `evaluation.json`."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+from torch import nn
+
+from outlast.base.errors import NotFound
+from outlast.job import contract
+from outlast.recipes.shared import results
+from outlast.storage import checkpoints
+
+
+def checkpoint(output: Path, name: str = "") -> Path:
+    """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
+
+    A name is `best` or a step, which `outlast evaluate --best` or `--step` passes in `--checkpoint`. Raises NotFound if the
+    checkpoint is missing or damaged.
+    """
+    directory = output / contract.CHECKPOINTS
+    run = checkpoints.owner(directory)
+    usable = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]
+    if name:
+        chosen = checkpoints.named(usable, name)
+        if problem := checkpoints.verify(chosen.path):
+            raise NotFound(f"{chosen.path} is damaged: {problem}; name another one with --checkpoint, or leave it out")
+        return chosen.path
+    if valid := next((c for c in reversed(usable) if checkpoints.verify(c.path) is None), None):
+        return valid.path
+    raise NotFound(f"{output} has no valid checkpoint; train first, or name the output directory of a run that has one")
+
+
+def write(name: str, model: nn.Module, **values: Any) -> None:
+    """Write `evaluation.json`, with the measured weights' name and checksum, and the given values."""
+    results.write_json(results.output() / "evaluation.json", {"weights": name, "weights_sha256": results.sha256(model), **values})
