@@ -232,19 +232,10 @@ class State:
                 return self
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
-    def gone(self, id: int) -> Self:
-        """Return the state after a worker disconnected. A worker that was DONE in this world remains in the state."""
-        member = self.members.get(id)
-        if member is None:
-            return self
-        if (
-            member.standing is MemberState.DONE
-            and self.world
-            and id in self.world.members
-            and member.generation >= self.world.generation
-        ):
-            return self
-        return replace(self, members={other: m for other, m in self.members.items() if other != id})
+    def gone(self, *ids: int) -> Self:
+        """Return the state after workers disconnected. A worker that was DONE in this world remains in the state."""
+        gone = self.members.keys() & set(ids) - {m.id for m in self.inside if m.standing is MemberState.DONE}
+        return replace(self, members={id: m for id, m in self.members.items() if id not in gone}) if gone else self
 
     def after(self, decision: Decision) -> Self:
         """Return the state after a decision."""
