@@ -10,6 +10,7 @@ import pytest
 
 from outlast.job import contract
 from outlast.job.contract import End
+from outlast.job.failure import Failure
 from outlast.job.status import Ending, State
 from outlast.rendezvous import restart_budget, root_cause, who_trains
 from outlast.rendezvous.coordinator import CoordinatorState, Effect, Event, Record, Send, Settings, Tick, step
@@ -74,6 +75,7 @@ class Coordinating:
 
 
 LOST = "lost worker 2: workers 0 and 1 do not hear it"
+ECHO = {"rank": 0, "code": 1, "reason": "connection reset", "echo": True, "time": 0.0}
 
 
 def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_successor_joins_later() -> None:
@@ -103,8 +105,7 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
 
 def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> None:
     run = Coordinating()
-    echo = {"rank": 0, "code": 1, "reason": "connection reset", "echo": True, "time": 0.0}
-    run.report(0, "waiting", 1, failed=True, failure=echo)
+    run.report(0, "waiting", 1, failed=True, failure=ECHO)
     assert run.tick() == []
     run.report(1, "training", 1, unheard=(2,), refused=(2,))
     run.tick()
@@ -271,6 +272,46 @@ def test_a_script_that_refuses_the_size_of_its_world_gets_another_one_for_nothin
     run.report(1, "waiting", 2)
     run.settle()
     assert run.state.closed is not None, "2 workers can share the batch: the cause is another one"
+
+
+def test_echoes_are_not_waited_out_when_a_member_of_their_world_is_gone() -> None:
+    run = Coordinating()
+    run.report(0, "waiting", 1, failed=True, failure=ECHO)
+    assert run.tick() == []
+    run.take(Gone(2))
+    run.tick()
+    assert run.state.called is not None
+    assert run.state.called.reason == "lost worker 2"
+
+
+@pytest.mark.parametrize("counts_ends", [False, True])
+def test_the_end_of_a_worker_counts_once_whether_it_is_noticed_or_only_its_echoes_are(counts_ends: bool) -> None:
+    run = Coordinating()
+    run.settings = dataclasses.replace(run.settings, counts_ends=counts_ends)
+    run.take(Gone(2))
+    for id in (0, 1):
+        run.report(id, "waiting", 1, failed=True, failure=ECHO)
+    run.settle()
+    assert (counted(run), run.state.counted) == ([] if counts_ends else [ECHO["reason"]], (1, 0))
+    if counts_ends:
+        died = Failure(worker=2, code=137, reason="worker 2 was killed", generation=1)
+        failure, *rest = run.take(root_cause.Known(died, None, 5))
+        assert isinstance(failure, Record)
+        assert (failure.failure, failure.reason, rest) == (died, "worker 2 was killed; restart 1 of 9", [])
+        assert run.state.history == (restart_budget.Record(run.now, 5, None),)
+    assert run.state.restarts == 1
+
+
+def test_echoes_count_nothing_while_the_member_that_the_next_world_leaves_out_may_report_the_cause() -> None:
+    run = Coordinating()
+    run.settings = dataclasses.replace(run.settings, counts_ends=True, debounce=root_cause.OPERATOR)
+    for id in (0, 1):
+        run.report(id, "waiting", 1, failed=True, failure=ECHO)
+    run.now += root_cause.OPERATOR.cause
+    run.tick()
+    run.now += run.settings.timeouts.answer
+    run.look()
+    assert (run.newest().members, counted(run), run.state.counted, run.state.pending) == ((0, 1), [], (0, 0), ())
 
 
 def test_effects_are_in_the_order_in_which_they_are_performed() -> None:

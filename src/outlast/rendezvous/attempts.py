@@ -27,7 +27,7 @@ import enum
 import math
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 from outlast.base.typed_json import decode
 from outlast.job import contract
@@ -73,6 +73,13 @@ class Past:
     def sentence(self) -> str:
         """The beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
+
+
+class Repaired(NamedTuple):
+    """A repaired failure, `ago_s` seconds after its repair."""
+
+    past: Past
+    ago_s: float
 
 
 @dataclass(frozen=True)
@@ -165,13 +172,13 @@ def previous_start(generation: int, attempt: int) -> tuple[int, int]:
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
-def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[tuple[Past, float]]:
+def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
     """Return the reported repairs up to `generation` that have not been counted yet, in the order in which to count them.
 
     Each comes with its age in seconds relative to the newest repair, since the coordinator may have been away for days. `counted`
     is the generation and attempt of the last failure that was counted. Invalid entries are omitted.
     """
-    repairs: dict[tuple[int, int], tuple[Past, float]] = {}
+    repairs: dict[tuple[int, int], Repaired] = {}
     for report in reports:
         valid: list[Past] = []
         for each in report:
@@ -180,7 +187,7 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
         for past in valid:
             if counted < past.start and past.generation <= generation:
                 ago_s = max(other.at for other in valid) - past.at  # smaller in the report of a member without the newest
-                repairs[past.start] = past, max(ago_s, repairs.get(past.start, (past, ago_s))[1])
+                repairs[past.start] = Repaired(past, max(ago_s, repairs.get(past.start, (past, ago_s))[1]))
     return [each for _, each in sorted(repairs.items())]
 
 

@@ -1,9 +1,10 @@
 """Coordinates one run: processes its members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
 
 A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
-agent (`rendezvous.worker0`), or an elected member (`rendezvous.etcd.election`). The owner hands each event to `step`, and
-performs the effects in order. `who_trains.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator
-may die at any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
+agent (`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a
+job's status in each pass (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, and performs the
+effects in order. `who_trains.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator may die at
+any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
 """
 
 from __future__ import annotations
@@ -42,6 +43,10 @@ class Settings:
     """True if unresponsive members are made to exit, since workers that exit are restarted."""
     gives_up: bool = True
     """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
+    debounce: root_cause.Debounce = root_cause.COORDINATOR
+    counts_ends: bool = False
+    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' echoes of such an
+    end then count nothing."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -63,8 +68,9 @@ class Tick:
     cause: Known | None = None
 
 
-Event = messages.Report | messages.Gone | Pending | Tick | Ending
-"""A member's report or loss, a failure that the owner has noticed, a time to decide, or an ending that the owner requests."""
+Event = messages.Report | messages.Gone | Pending | Known | attempts.Repaired | Tick | Ending
+"""A member's report or loss, a failure that the owner has noticed (`Known` if it is a root cause, to be counted at once), a
+failure that the members have repaired, a time to decide, or an ending that the owner requests."""
 
 
 # Effects
@@ -98,8 +104,9 @@ class Send:
     message: messages.Called | World | messages.Closed
 
 
-Effect = Record | World | Send | Fence | Ending | Wait
-"""A `World` begins, an `Ending` must be carried out, and a `Wait` says why there is no decision."""
+Effect = Record | World | Send | Fence | Ending | Wait | who_trains.Closed
+"""A `World` begins, an `Ending` must be carried out, a `Wait` says why there is no decision, and `Closed` that no workers are
+wanted."""
 
 
 class EventSink(Protocol):
@@ -202,6 +209,21 @@ class CoordinatorState(who_trains.State):
         end = self.ending
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
+    def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
+        """Return the reported failures that are yet to be judged, each given with its `messages.Report.again`: the world may have
+        moved on without a restarted worker.
+
+        An echo is part of the call that the counted failure of its generation has caused, even if it comes from a later attempt:
+        some members may already have begun one, which breaks without the rest. Any other failure counts by itself, such as a
+        crash during a call to grow. A member that left has failed only if others have.
+        """
+        of = self.world.generation if self.world else None
+        called_for = self.counted[0] if self.called and self.called.cause is Cause.FAILED else None
+        new = [each for each, again in reported if of is not None and (again or each.failure.generation == of)]
+        new = [each for each in new if not (each.echo and each.failure.generation == called_for)]
+        new = [each for each in new if self.counted < each.failure.start]
+        return new if any(not (each.echo and each.failure.left) for each in (*self.pending, *new)) else []
+
     def persisted(self, now: float) -> PersistedState:
         """Return the state for a successor."""
         failures = tuple((now - at, committed, step) for at, committed, step in self.history)
@@ -228,9 +250,13 @@ def step(settings: Settings, state: CoordinatorState, event: Event, now: float) 
             run.lose(id)
         case Pending():
             run.add_failure(event)
+        case Known():
+            run.count(event, now)
+        case attempts.Repaired():
+            run.count_repaired(event)
         case Tick():
-            run.decide(event)
-            run.judge_if_settled(event.cause)
+            if not run.awaits_cause() and run.decide(event):
+                run.judge_if_settled(event.cause)
         case Ending():
             run.end(event)
     return run.state, run.effects
@@ -257,16 +283,12 @@ class _Step:
         failed: Pending | None = None
         if report.failed and report.failure:
             failed = root_cause.reported(report.failure, report.id, (report.generation, report.attempt), self.now)
-        self.count_repaired(report)
+        self.count_all_repaired(report)
         why = failed.failure.reason if failed and not failed.echo else ""
         self.state = state = self.state.reported(report.member(report.id, since=self.now, received=self.now, why=why))
+        for each in state.uncounted([(failed, report.again)] if failed else ()):
+            self.add_failure(each)
         current = state.world
-        of_now = current and (report.generation == current.generation or report.again)  # it may have moved on without this worker
-        is_new = failed and of_now and state.counted < failed.failure.start
-        if failed and failed.echo and failed.failure.left and not state.pending:
-            failed = None  # it stopped because of a call, which had another cause
-        if failed and is_new and not root_cause.is_part_of_call(failed.echo, state.called, state.counted, report.generation):
-            self.add_failure(failed)
         # The member may have missed messages that were sent before it connected.
         if state.called is not None:
             self.effects.append(Send(to, "called", self.message(state.called)))
@@ -294,16 +316,23 @@ class _Step:
 
     # Decisions
 
-    def decide(self, tick: Tick) -> None:
-        """Make the next decision, unless it is too early."""
-        state, now = self.state, self.now
-        early = root_cause.held_until(state.pending, state.pending_since, now, root_cause.COORDINATOR) is not None
-        if early and not who_trains.lost(state, now).out:
-            return
+    def awaits_cause(self) -> bool:
+        """Return whether it is too early to decide, since the cause of the pending echoes may be reported soon."""
+        state, debounce = self.state, self.settings.debounce
+        return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
+
+    def explained(self) -> bool:
+        """Return whether a member of the world is gone, lost or leaving, so that the others' failures may only echo its end."""
+        world, inside = self.state.world, self.state.inside
+        here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
+        return world is not None and not (here.issuperset(world.members) and not who_trains.lost(self.state, self.now).out)
+
+    def decide(self, tick: Tick) -> bool:
+        """Make the next decision. Returns False if no workers are wanted any more."""
         sizes, expected = self.settings.sizes, tick.expected
         most = sizes[-1] if expected is None else min(len(expected), sizes[-1])
         desired = who_trains.Desired(most if tick.replicas is None else tick.replicas, sizes, expected)
-        decision = who_trains.decide(state, desired, self.settings.timeouts, now)
+        decision = who_trains.decide(self.state, desired, self.settings.timeouts, self.now)
         match decision:
             case who_trains.Call():
                 self.call(decision)
@@ -311,8 +340,9 @@ class _Step:
                 self.form(decision, tick.cause)
             case who_trains.Closed(reason, True):
                 self.end(Ending(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED))
-            case who_trains.Wait():
+            case who_trains.Wait() | who_trains.Closed():
                 self.effects.append(decision)
+        return not isinstance(decision, who_trains.Closed)
 
     def call(self, call: Call) -> None:
         before, verdict = self.state, who_trains.lost(self.state, self.now)
@@ -340,7 +370,7 @@ class _Step:
         self.effects += [Send((id,), "closed", closed), Fence(id, reason)]
 
     def form(self, new: World, cause: Known | None) -> None:
-        self.judge(cause)
+        self.judge(cause, new)
         if self.state.ending is not None:
             return
         # All its members have reported, so a member that is absent from now on is lost.
@@ -357,35 +387,45 @@ class _Step:
 
     def judge_if_settled(self, cause: Known | None) -> None:
         """Judge pending failures once the debounce time has passed, even if no new world can form yet."""
-        state, debounce = self.state, root_cause.COORDINATOR
+        state, debounce = self.state, self.settings.debounce
         trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
-        if root_cause.settled_at(state.pending, state.pending_since, self.now, debounce, unanswered=trains) is None:
+        wait_s = debounce.answer if trains and root_cause.only_echoes(state.pending) else debounce.settle
+        if who_trains.until(state.pending_since, wait_s, self.now) is None:
             self.judge(cause)
 
-    def judge(self, known: Known | None) -> None:
-        """Judge the pending failures, which may end the run."""
-        pending = self.state.pending
+    def judge(self, known: Known | None, new: World | None = None) -> None:
+        """Judge the pending failures, which may end the run. `new` is the world that follows."""
+        pending, last = self.state.pending, self.state.world
         if not pending:
             return
         cause = root_cause.cause(pending)
+        left_out = new is not None and last is not None and not set(last.members) <= set(new.members)
+        secondary = cause.echo and self.settings.counts_ends and (left_out or self.explained())
+        self.state = replace(self.state, pending=())
+        if not (secondary and left_out):  # a member that is left out may report the cause late
+            self.state = replace(self.state, counted=max(self.state.counted, cause.failure.start))
+        if secondary:
+            return
         if known is None:
             report = self.state.reports.get(cause.failure.worker)
             known = self.known(cause, report.failure if report else None)
-        self.state = replace(self.state, pending=(), counted=max(self.state.counted, cause.failure.start))
         self.count(known, self.now, pending)
 
-    def count_repaired(self, report: messages.Report) -> None:
+    def count_all_repaired(self, report: messages.Report) -> None:
         """Count failures that the members have repaired, and end the run once its budget is used up."""
         if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)
-        for past, ago_s in attempts.uncounted([report.past], self.state.counted, report.generation):
-            if self.state.closed is not None:
-                return
-            failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
-            pending = tuple(each for each in self.state.pending if each.failure.start != past.start)  # also reported as a failure
-            self.state = replace(self.state, counted=past.start, pending=pending)
-            self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
+        for repaired in attempts.uncounted([report.past], self.state.counted, report.generation):
+            if self.state.closed is None:
+                self.count_repaired(repaired)
+
+    def count_repaired(self, repaired: attempts.Repaired) -> None:
+        past, ago_s = repaired
+        failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
+        pending = tuple(each for each in self.state.pending if each.failure.start != past.start)  # also reported as a failure
+        self.state = replace(self.state, counted=past.start, pending=pending)
+        self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
 
     def known(self, failed: Pending, report: Mapping[str, Any] | None) -> Known:
         committed = max(self.state.committed, root_cause.committed(report) or 0)

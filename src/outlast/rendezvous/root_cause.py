@@ -17,7 +17,7 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.rendezvous import restart_budget
-from outlast.rendezvous.who_trains import Call, Cause, World, until
+from outlast.rendezvous.who_trains import World, until
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
 """The fields that a `Failure` takes from `messages.Report.failure`."""
@@ -101,26 +101,9 @@ def only_echoes(pending: Collection[Pending]) -> bool:
     return bool(pending) and all(each.echo for each in pending)
 
 
-def is_part_of_call(echo: bool, called: Call | None, counted: tuple[int, int], generation: int) -> bool:
-    """Return whether a failure only echoes the failure behind the pending call.
-
-    It may come from a later attempt than the counted failure: some members may already have begun one, which breaks without the
-    rest. Any other failure counts by itself, such as a crash during a call to grow.
-    """
-    return echo and called is not None and called.cause is Cause.FAILED and counted[0] == generation
-
-
 def held_until(pending: Collection[Pending], since: float, now: float, debounce: Debounce) -> float | None:
     """Return the time until which calls are delayed so that the root cause can be reported; None if no delay is needed."""
     return until(since, debounce.cause, now) if only_echoes(pending) else None
-
-
-def settled_at(
-    pending: Collection[Pending], since: float, now: float, debounce: Debounce, *, unanswered: bool = False
-) -> float | None:
-    """Return the time at which to judge failures, the first of which arrived at `since`; None to judge now. `unanswered` is True
-    if a member that may be the cause still reports that it is training."""
-    return until(since, debounce.answer if unanswered and only_echoes(pending) else debounce.settle, now)
 
 
 def judge(

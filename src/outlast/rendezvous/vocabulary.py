@@ -234,16 +234,14 @@ class State:
                 return self
         return replace(self, members={**self.members, member.id: member}, held=max(self.held, member.held))
 
-    def gone(self, id: int) -> Self:
-        """Return the state after a worker disconnected. A worker that was DONE in this world remains in the state."""
-        member = self.members.get(id)
-        if member is None:
+    def gone(self, *ids: int) -> Self:
+        """Return the state after workers disconnected. A worker that was DONE in this world remains in the state."""
+        joined = {member.id: member for member in self.inside}
+        gone = self.members.keys() & set(ids) - {id for id, m in joined.items() if m.standing is MemberState.DONE}
+        if not gone:
             return self
-        joined = self.world and id in self.world.members and member.generation >= self.world.generation
-        if joined and member.standing is MemberState.DONE:
-            return self
-        members = {other: m for other, m in self.members.items() if other != id}
-        return replace(self, members=members, departed=self.departed | {id} if joined else self.departed)
+        members = {id: m for id, m in self.members.items() if id not in gone}
+        return replace(self, members=members, departed=self.departed | (gone & joined.keys()))
 
     def after(self, decision: Decision) -> Self:
         """Return the state after a decision."""

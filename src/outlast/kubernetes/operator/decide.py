@@ -3,8 +3,8 @@
     plan = decide(snapshot)
 
 Each rule is named after a situation and writes a sentence, which becomes the status, the Event and the log line. If several rules
-write one in a pass, users see the first; all rules may add to the plan. `rendezvous.who_trains.decide` decides which workers
-train together, and `rendezvous.root_cause` whether a failure leads to a restart, both as on one machine.
+write one in a pass, users see the first; all rules may add to the plan. `rendezvous.coordinator.step` decides which workers train
+together and whether a failure leads to a restart, as on one machine.
 
 Invariants: apart from terminating pods, there are never more pods than desired, and never two with the same index; no failure is
 counted twice; nothing is deleted before the status says why. For a job in a steady state, the plan is empty.

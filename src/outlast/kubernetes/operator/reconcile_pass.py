@@ -108,10 +108,6 @@ class ReconcilePass:
         return late if held or 2 * len(late) > len(expected) else []
 
     @property
-    def timeouts(self) -> who_trains.Timeouts:
-        return dataclasses.replace(who_trains.Timeouts(), leave=self.spec.interruption.grace.total_seconds())
-
-    @property
     def policy(self) -> restart_budget.Policy:
         return restart_budget.Policy(self.spec.restarts.limit, self.spec.restarts.window)
 
@@ -226,7 +222,7 @@ class ReconcilePass:
             size_range, grace_s, checkpoint_url = (0, 0), 0.0, ""
         else:
             workers = self.spec.workers
-            size_range, grace_s = (workers.min, workers.max), self.timeouts.leave
+            size_range, grace_s = (workers.min, workers.max), self.spec.interruption.grace.total_seconds()
             checkpoint_url = desired.checkpoints_url(self.snapshot.job)
         members = self.status.world.members if self.status.world and self.status.called is None else ()
         alive = {pod.index for pod in self.alive}

@@ -75,11 +75,6 @@ def cut_off_workers(rec: ReconcilePass) -> None:
             rec.delete(pod, f"worker {pod.index} was lost: its peers could not reach it", grace_s=0)
 
 
-def excluded(rec: ReconcilePass) -> dict[int, Loss]:
-    """Return the workers excluded from worlds, as `rendezvous.who_trains` represents them."""
-    return {each.worker: Loss(each.at, each.times, held=each.held) for each in rec.status.lost}
-
-
 def leaving_nodes(rec: ReconcilePass) -> None:
     """Let workers save and exit in time if their node is about to be terminated, or if they must leave for another reason. The
     deadline is published before the pod is deleted, and shortens a deletion that others have requested."""

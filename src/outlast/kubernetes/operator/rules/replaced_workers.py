@@ -15,7 +15,7 @@ from outlast.kubernetes.operator.elasticjob_status import Silent
 from outlast.kubernetes.operator.observed_job import Pod
 from outlast.kubernetes.operator.plan import Event
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
-from outlast.kubernetes.operator.rules import counted_failures
+from outlast.kubernetes.operator.rules import coordination, counted_failures
 from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEUE_RECHECK_S
 from outlast.rendezvous.who_trains import MemberState
 
@@ -39,18 +39,17 @@ def ended_workers(rec: ReconcilePass) -> None:
         counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
         if pod.uid not in rec.handled_uids and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
-                rec.update(failure=counted_failures.failure_document(rec, counted_failures.pod_failure(rec, pod, end), pod.node))
+                rec.update(failure=coordination.failure_document(rec, counted_failures.pod_failure(rec, pod, end)))
                 reason = f"worker {pod.index} reports that the run has exhausted its restarts"
                 return rec.finish(State.FAILED, reason, contract.Exit.GIVEN_UP, End.LIMIT)
             if counted:
                 failure, generation = counted_failures.pod_failure(rec, pod, end), rec.generation_of(pod)
                 if rec.is_counted(generation):
-                    rec.update(failure=counted_failures.failure_document(rec, failure, pod.node))
+                    rec.update(failure=coordination.failure_document(rec, failure))
                 else:
-                    counted_failures.count(rec, failure, raised_step=failure.step, node=pod.node)
+                    counted_failures.count(rec, failure, generation)
                     if rec.skip_rest:
                         return
-                    counted_failures.cover_others(rec, generation)
                 rec.handled_uids[pod.uid] = None
             else:
                 if rec.desired:
@@ -95,11 +94,11 @@ def silent_workers(rec: ReconcilePass) -> None:
             generation=each.generation,
             attempt=rec.newest_start(each.generation)[1],
             time=each.since,
+            node=each.node,
         )
-        counted_failures.count(rec, failure, raised_step=None, node=each.node)
+        counted_failures.count(rec, failure, each.generation)
         if rec.skip_rest:
             return
-        counted_failures.cover_others(rec, each.generation)
     new = []
     for pod in rec.alive:
         report = rec.snapshot.reports.get(pod.index)
