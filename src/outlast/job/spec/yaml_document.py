@@ -18,6 +18,8 @@ from outlast.base.errors import InvalidJob
 
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
+_REPEATS = 10_000
+"""Maximum number of values that aliases repeat. Aliases of aliases multiply: nine lines can make 10^9 values."""
 
 Place = tuple[str | int, ...]
 """A value's path: keys and list indices from the top, such as `("spec", "args", 0)`."""
@@ -65,7 +67,12 @@ def read(
             raise wrong(None, f"the file is empty; a {kind} file starts with `{start}`")
         document = Document(data=None, lines={})
         walk = _Walk(yaml.SafeLoader(""), document, verbatim)
-        return Document(walk.value(nodes[0], ()), document.lines, document.problems)
+        try:
+            data = walk.value(nodes[0], ())
+        except _Repeated as repeated:
+            sentence = f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for"
+            raise wrong(repeated.line, sentence) from None
+        return Document(data, document.lines, document.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
         what = " ".join(filter(None, (error.problem, error.context)))
@@ -79,13 +86,26 @@ def read(
         raise wrong(None, "the document is nested too deeply, or an alias in it refers to itself") from error
 
 
+class _Repeated(Exception):
+    def __init__(self, line: int) -> None:
+        self.line = line
+
+
 @dataclass
 class _Walk:
     loader: yaml.SafeLoader
     document: Document
     verbatim: Callable[[Place], bool]
+    seen: set[int] = field(default_factory=set)
+    """Ids of visited nodes. A second visit means that the node is an alias, or below an alias."""
+    repeats: int = 0
 
     def value(self, node: yaml.Node, place: Place) -> Any:
+        if id(node) in self.seen:
+            self.repeats += 1
+            if self.repeats > _REPEATS:
+                raise _Repeated(node.start_mark.line + 1)
+        self.seen.add(id(node))
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, place)
