@@ -163,7 +163,8 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory that holds only the Trainer's own state, from which it reads its position; empty at the first start."""
+        """Directory that holds only the Trainer's own state, from which it reads its position; empty if the run starts at the
+        beginning."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         """The random generators' states before the current evaluation."""
@@ -231,7 +232,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step, whose state was saved before that."""
+        """Log, evaluate and save for the resumed step, whose state was saved before these actions."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():

@@ -71,9 +71,9 @@ _CHANGING = (
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the Trainer arguments that match this start's processes: devices, num_nodes and strategy.
+    """Return the Trainer arguments that match the current world: devices, num_nodes and strategy.
 
-    They come from the environment, since each start may have a different number of workers. Without workers, the result is
+    They come from the environment, since each world may have a different number of workers. Without workers, the result is
     empty."""
     if "WORLD_SIZE" not in os.environ:
         return {}
@@ -150,7 +150,8 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Like `_problem`, but for callbacks, since a module may add some in `fit`."""
+    """Return why a callback prevents exact resumption, or an empty string. Called separately from `_problem`, since a module may
+    add callbacks in `fit`."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 

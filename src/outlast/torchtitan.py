@@ -95,10 +95,10 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Training continues from Outlast's newest state. The first start imports torchtitan's checkpoint, according to torchtitan's
-    options (`initial_load_path`, `load_step`, an existing `folder`); later starts do not read it. Torchtitan's checkpoints are
-    still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError before the first step if
-    training cannot continue exactly.
+    Training continues from Outlast's newest state. A run that has no state yet imports torchtitan's checkpoint, according to
+    torchtitan's options (`initial_load_path`, `load_step`, an existing `folder`); a run that continues does not read it.
+    Torchtitan's checkpoints are still written every `interval` steps and at the end, unless `load_only` is set. Raises
+    OutlastError before the first step if training cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)

@@ -47,7 +47,7 @@ class NotRestored(OutlastError):
 
 
 class NotSaved(OutlastError):
-    """The last step could not be saved. This counts as a failure: the next start continues from memory and tries again."""
+    """The last step could not be saved. This counts as a failure: the restarted processes continue from memory and try again."""
 
 
 class WrongBits(OutlastError):

@@ -34,8 +34,8 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """Return (limit, used) in bytes for each limited cgroup among ours and its parents. Cached files count as free, even if
-        in active use: the kernel reclaims them before it kills a process (as in MemAvailable)."""
+        """Return (limit, used) in bytes for each limited cgroup among this process's cgroup and its parents. Cached files count
+        as free, even if in active use: the kernel reclaims them before it kills a process (as in MemAvailable)."""
         groups = []
         for directory, limit, used, *cached in self._places():
             try:

@@ -107,7 +107,7 @@ class Download:
         """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._beginnings = 0
-        """Number of starts from the first byte."""
+        """How often the download has begun at the first byte."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()

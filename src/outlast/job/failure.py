@@ -32,7 +32,7 @@ class Failure:
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """Which start of that generation's processes failed: 0 for the first, n for the nth restart by the members themselves."""
+    """Which attempt of that generation failed: 0 before any restart by the members themselves, n after the nth."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
@@ -49,7 +49,8 @@ class Failure:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt, which identify the start that failed. Failures are counted in this order, one per start."""
+        """The generation and attempt in which the processes failed. Failures are counted in ascending order of this pair, at most
+        one per pair."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:

@@ -17,7 +17,7 @@ Window = Sequence[tuple[float, float]]
 WINDOWS = 3
 """How many consecutive windows a rank must be above the limit to count as slow. Bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum excess over the other ranks, as a share. It is below 0.2 because a rank slowed by a fifth may measure less."""
+"""Minimum excess over the other ranks, as a fraction. It is below 0.2 because a rank slowed by a fifth may measure less."""
 LEAST_S = 1e-3
 """Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
@@ -31,9 +31,9 @@ def measured(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with its excess: the share by which its own time exceeds the others' median, such as 0.25.
+    """Return the slow ranks, each with its excess: the fraction by which its own time exceeds the others' median, such as 0.25.
 
-    `windows` are the latest ones. `named` is the previous result: a rank in it stays named, with the same share, while it is
+    `windows` are the latest ones. `named` is the previous result: a rank in it stays named, with that excess, while it is
     above the limit in one of the windows. `work` is the amount of work per step for each rank, in any unit; a rank with more work
     than the others may take proportionally longer.
     """
@@ -53,7 +53,8 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the share by which a rank's own time exceeds the others', and that share's standard error."""
+    """Return the fraction by which a rank's own time exceeds the other ranks' median, scaled up if this rank has more work, and
+    that fraction's standard error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -72,7 +73,8 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank whose own time exceeds the others' by this share or, if the share is 0, no longer does."""
+    """Return a sentence about a rank whose own time exceeds the others' by the fraction `share` or, if `share` is 0, no longer
+    does."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

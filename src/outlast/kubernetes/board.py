@@ -96,8 +96,8 @@ class Board:
         """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member is in no world up to that generation, even if a world lists
-        its id."""
+        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
+        lists its id."""
         self._resource_version = ""
         """Our Lease's version after our last write."""
         self._report: Report | None = None

@@ -305,7 +305,8 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the cause of the pending failures. An echo without a step is given the run's step."""
+        """Return what is known about the cause of the pending failures. A failure that is only a consequence and has no step is
+        given the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)

@@ -223,7 +223,7 @@ class Training(loop.Recipe):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training, summed over all of the run's starts."""
+        """Seconds for which the run has trained, including the time before restarts."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:

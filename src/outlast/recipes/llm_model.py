@@ -137,7 +137,8 @@ def _quiet() -> Iterator[None]:
 
 
 def recompute(model: Any) -> None:
-    """Recompute activations in the backward pass instead of keeping them. Raises OutlastError if the model cannot."""
+    """Make the model recompute activations in the backward pass instead of keeping them. Raises OutlastError if it does not
+    support this."""
     try:
         with _quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})

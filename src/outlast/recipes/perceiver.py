@@ -290,7 +290,7 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 class Speed:
     """A moving average of clips per second, over the last ten log lines.
 
-    The first line after a start does not count, because it includes compilation.
+    A process's first line does not count, because it includes compilation.
     """
 
     def __init__(self) -> None:

@@ -168,7 +168,7 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """Return an upper bound for the start (generation, attempt) before this one; no generation has a billion attempts."""
+    """Return an upper bound for the (generation, attempt) before this one; no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 

@@ -45,8 +45,8 @@ class Settings:
     """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
-    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' echoes of such an
-    end then count nothing."""
+    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Failures of other members that only
+    follow from such an end then do not count."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -322,7 +322,8 @@ class _Step:
         return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
 
     def explained(self) -> bool:
-        """Return whether a member of the world is gone, lost or leaving, so that the others' failures may only echo its end."""
+        """Return whether a member of the world is gone, lost or leaving: the others' failures may then only be consequences of
+        its end."""
         world, inside = self.state.world, self.state.inside
         here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
         return world is not None and not (here.issuperset(world.members) and not who_trains.lost(self.state, self.now).out)

@@ -39,11 +39,12 @@ class Report:
     """`host:port` where the member would host the world's store."""
     failed: bool = False
     failure: Mapping[str, Any] | None = None
-    """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, step, committed}`.
+    """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, hung, left, early, step,
+    committed}`.
 
-    `cause` is a `contract.FailureCause`, `log_tail` has the last lines of the rank's log; both are optional. `echo` marks an
-    error that only echoes the death of another rank. `left` is true if processes had already exited with 0. `step` and
-    `committed` are the last step and the newest saved step; None for a plain script.
+    `cause` is a `contract.FailureCause`, and `log_tail` has the last lines of the rank's log. `echo` is true if the error is only
+    a consequence of another rank's end. For `hung`, `left` and `early` see `failure.Failure`. `step` and `committed` are the last
+    step and the newest saved step; None for a plain script. Fields may be missing.
     """
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""

@@ -53,7 +53,7 @@ class View:
 
     @property
     def speaks(self) -> bool:
-        """True if the member has shown since the break that it is alive."""
+        """True if the member has shown a sign of life since a pair broke: it reports silent peers, or it answers."""
         return bool(self.unheard) or self.answers
 
 
@@ -66,7 +66,7 @@ class Verdict:
     gone: tuple[int, ...] = ()
     """Members whose processes have ended."""
     by: tuple[int, ...] = ()
-    """Remaining members that do not hear the lost members; empty if only the lost members reported the break."""
+    """Remaining members that do not hear the members to remove; empty if only the latter reported silent peers."""
     ask: tuple[int, ...] = ()
     """The majority that a minority does not hear, if any: all members must be called, to find out which of them answer."""
     look_again: float | None = None
@@ -90,7 +90,7 @@ class Loss:
     """True if the member is kept out of worlds; False once a world has needed it anyway."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """Return the next loss of the same member."""
+        """Return this member's next loss."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
@@ -182,7 +182,8 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """Return the side that stays, the deadline while that is undecided, and the members to call first."""
+    """Return the side that stays (empty while undecided), when to decide if this is undecided, and the members to call first, if
+    any."""
     if len(sides) < 2:
         return set(rest), None, ()
     speaks = [any(views[id].speaks for id in side) for side in sides]

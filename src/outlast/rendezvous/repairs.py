@@ -45,7 +45,7 @@ class Repairs:
 
     @property
     def attempt(self) -> int:
-        """The current world's attempt; 0 for its first start."""
+        """The current world's attempt, counted from 0."""
         return self._participant.attempt if self._participant else 0
 
     @property

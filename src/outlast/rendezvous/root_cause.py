@@ -36,7 +36,7 @@ class Pending(NamedTuple):
     """A failure that has not been judged yet."""
 
     echo: bool
-    """True if the failure only echoes another one."""
+    """True if the failure is only a consequence of another one."""
     failure: Failure
 
 
@@ -56,7 +56,7 @@ COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
 """Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
-"""Times for pods without an agent: the kubelet of the root cause may report seconds after an echo's."""
+"""Times for pods without an agent: another kubelet may report the root cause seconds after a consequence."""
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
@@ -118,8 +118,8 @@ def judge(
 ) -> tuple[Failure, restart_budget.Restart | restart_budget.Stop]:
     """Return the failure, marked as counted or not, and the verdict on the job.
 
-    `pending` are all failures in the `current` world. Unless that world `fits` (`who_trains.fits`), its script may have refused
-    its size, and the next world has another size.
+    `pending` are all failures in the `current` world. `fits` is False if that world's size is no longer allowed
+    (`who_trains.fits`): its script may have refused the size, and the next world has another one.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())

@@ -52,7 +52,7 @@ class Member:
     failed: bool = False
     """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
-    """Description of the failure; empty if the failure is unknown or only echoes another worker's failure."""
+    """Description of the failure; empty if it is unknown or only a consequence of another worker's failure."""
     unheard: tuple[int, ...] = ()
     """Watched members of the same world that have stopped responding to the worker."""
     refused: tuple[int, ...] = ()

@@ -191,7 +191,8 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Another coordinator was active, or ours has lost its state: continue after every generation that members report."""
+    """If another coordinator was active, or this one has lost its state, continue with a generation newer than any that members
+    report."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -218,7 +219,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """A minority cannot hear a silent majority: call all members to find out which of them answer."""
+    """If a minority cannot hear a silent majority, call all members to find out which of them answer."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")
@@ -240,7 +241,8 @@ def workers_left_unasked(s: _Situation) -> Decision | None:
 
 
 def world_not_joined(s: _Situation) -> Decision | None:
-    """A worker was restarted unnoticed, or never received its world; the other members cannot step without it."""
+    """If a worker does not join its world in time, call all members: it was restarted unnoticed, or never received the world, and
+    the others cannot step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
@@ -258,7 +260,7 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """Some members had finished before the call, and the other members cannot finish without them: all repeat the last steps."""
+    """If some members had finished before the call, and the others cannot finish without them, all repeat the last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None

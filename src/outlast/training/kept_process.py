@@ -130,7 +130,7 @@ class Keeper:
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
     def meet(self, calls: Calls, call: str, position: int, numbers: Sequence[float]) -> list[float]:
-        """`Calls.meet`. A collective."""
+        """Like `Calls.meet`; also records the call. A collective."""
         if self.refusal is None:
             self._calls.append(call)
         if call.startswith(_RESUME):
@@ -138,7 +138,7 @@ class Keeper:
         return calls.meet(call, position, numbers)
 
     def wrap(self, model: torch.nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
-        """`ddp.wrap`. A collective."""
+        """Like `ddp.wrap`; also records the model. A collective."""
         before = _counted()
         net = ddp.wrap(model, device, **options)
         self._own += _difference(before)

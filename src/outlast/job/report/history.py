@@ -147,7 +147,7 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return what the workers did, as workers by period: start, end, and a bucket's name or `starting`.
+    """Return the workers in each period: start, end, and what these workers did (a bucket's name or `starting`).
 
     Members of the world do what the job does. A worker that is gone has no period.
     """

@@ -37,7 +37,8 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Add time without training progress."""
+        """Add `us` to the part of the loss to which `phase` belongs. Checkpoints, and time without a running worker, do not
+        count."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -91,7 +92,7 @@ class Incident:
     replayed: int = 0
     """Number of steps whose results were lost."""
     attempt: int = 0
-    """Which start of that world's processes the incident ended: above 0 if the members had already repaired the world."""
+    """Which attempt of that world the incident ended: above 0 if the members had already restarted its processes."""
     lost: Lost | None = None
     """Training time lost to the incident; it no longer changes once `recovery_s` is known. None if training never stopped, or if
     the script reports no steps."""

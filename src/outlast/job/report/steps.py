@@ -1,4 +1,5 @@
-"""Buckets of time, and steps, which own spans of time until the bucket is known. Used by `report.timeline`."""
+"""The buckets into which time is divided, and the steps to which time is assigned until its bucket is known. Used by
+`report.timeline`."""
 
 from __future__ import annotations
 
@@ -66,7 +67,7 @@ class Step:
     kept_us: int = -1
     """The part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0
-    """How many spans the step owns."""
+    """Number of spans assigned to the step."""
 
     def join(self, other: Step) -> bool:
         """Merge the following step into this one if both are alike, and return whether they were merged."""

@@ -190,7 +190,7 @@ class Timeline:
         return not late and (self._members is None or worker is None or worker in self._members)
 
     def _roll_back(self, step: int) -> None:
-        """Record the loss of all results after this step."""
+        """Record that the results of all steps after `step` are lost."""
         before, again_us = self.steps_kept, 0
         while self.kept and self.kept[-1].number > step:
             last = self.kept[-1]

@@ -103,9 +103,9 @@ UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning if a restarted script trains from the beginning: `now`, the first step of its new process, is then near
-    the run's first step, although the run had `reached` a later one. Empty if the script continues, or if this is uncertain.
-    `before` is the checkpoint that the script had saved."""
+    """Return a warning if a restarted script seems to train from the beginning: `now`, its first step after the restart, is near
+    `first`, the run's first step, although the run had got as far as `reached`. Empty if the script continues, or if this is
+    uncertain. `before` is the checkpoint that the script had saved."""
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:

@@ -20,7 +20,7 @@ def write(state: Path, local_rank: int, environ: Mapping[str, str]) -> None:
 
 
 def read(state: Path, local_rank: int, after: tuple[int, int]) -> dict[str, str]:
-    """Return the variables for a start later than this (generation, attempt); empty if there are none."""
+    """Return the variables of the place, if its generation and attempt are later than `after`; otherwise empty."""
     environ: dict[str, str] = files.mapping(state / NEXT.format(local_rank=local_rank))
     return environ if environ and start(environ) > after else {}
 

@@ -33,7 +33,7 @@ class Progress:
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
-    """Size of that checkpoint, if known."""
+    """Size in bytes of the checkpoint at step `committed`; 0 if unknown."""
     snapshot: int = 0
     """Step of the newest complete snapshot in memory; 0 if there is none."""
     every: int = 0
@@ -54,7 +54,7 @@ class Progress:
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
-    """If the rank is slow, the share by which its own time exceeds the other ranks'; otherwise 0."""
+    """If the rank is slow, the fraction by which its own time exceeds the other ranks'; otherwise 0."""
     differs: int = 0
     """Step of the first snapshot in which the rank's state was found to differ from the other ranks' (`job.differing_ranks`); 0
     if there is none."""

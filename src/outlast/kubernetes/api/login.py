@@ -125,8 +125,8 @@ def _read_refusal(answer: httpx2.Response) -> None:
 
 
 def _for_lightkube(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt a kubeconfig's login programs to lightkube. lightkube sets no KUBERNETES_EXEC_INFO, and rejects version v1 of the
-    programs' output, although v1 equals v1beta1."""
+    """Adapt a kubeconfig's credential plugins (`exec`) to lightkube, which sets no KUBERNETES_EXEC_INFO, and rejects version v1
+    of the plugins' output, although its format is that of v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:
         program = entry["user"].get("exec")

@@ -49,7 +49,7 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""A namespace must not be deleted if it contains objects of these kinds that are not ours."""
+"""A namespace must not be deleted if it contains objects of these kinds that are not Outlast's."""
 
 
 @dataclass(frozen=True)
@@ -206,8 +206,8 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """Return all ElasticJobs whose definitions are ours, as `namespace/name`. Raises Forbidden: a user who may not list jobs may
-    not delete them."""
+    """Return all ElasticJobs whose definitions are Outlast's, as `namespace/name`. Raises Forbidden: a user who may not list jobs
+    may not delete them."""
     elastic_jobs: list[Document] = []
     for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -283,7 +283,7 @@ def _is_installed(document: Document) -> bool:
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    """Return why a namespace must not be deleted, or an empty string if everything in it is ours."""
+    """Return why a namespace must not be deleted, or an empty string if everything in it is Outlast's."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []

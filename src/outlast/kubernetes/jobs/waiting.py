@@ -75,8 +75,8 @@ class Waiter:
     may_cancel: bool = False
     """True if we may cancel the job with this name, because we have submitted it or only we use the name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not be handled before we have recorded that the
-    job is ours."""
+    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not be handled before we have recorded that we
+    may cancel the job."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""

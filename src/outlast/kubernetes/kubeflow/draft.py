@@ -133,8 +133,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range, otherwise `replicas`, or fewer if
-        `elastic`."""
+        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range; otherwise `replicas`, with a minimum of 1 if
+        `elastic` is set."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

@@ -37,7 +37,7 @@ class CountedFailure:
     node: str
     """The failed worker's node; empty if unknown."""
     cause: str = ""
-    """Its `contract.FailureCause`."""
+    """The failure's `contract.FailureCause`."""
 
 
 @dataclass(frozen=True)
@@ -140,7 +140,7 @@ class Status:
     result: Result | None = None
     """Set once no further world will form."""
     counted: tuple[int, int] = (0, 0)
-    """The newest process start, as (generation, attempt), whose failure is already counted."""
+    """The newest (generation, attempt) whose failure is already counted."""
     handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end is already counted; the pods may still exist."""
     restarted: Mapping[str, int] = field(default_factory=dict)

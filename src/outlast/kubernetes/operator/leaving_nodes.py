@@ -61,7 +61,7 @@ CONDITIONS: Mapping[str, NoticePeriod] = {
 """Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
 leaving."""
 TAINTED_AT = "tainted"
-"""Key for when, by the operator's clock, a watch first delivered a node with one of these notices."""
+"""Key for the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
 RESERVED_S = 2.0
 """Time reserved for a deletion to reach the kubelet and for the pod to end, in seconds."""
 

@@ -32,8 +32,8 @@ from outlast.rendezvous.who_trains import Member
 Document = Mapping[str, Any]
 
 RECEIVED_AT = "heard"
-"""Key for when, by the operator's clock, a watch delivered a Lease's renewal, or a node became unready. Other machines' clocks
-are not compared with ours."""
+"""Key for the time, by the operator's clock, at which a watch delivered a Lease's renewal, or a node became unready. Other
+machines' clocks are not compared with the operator's."""
 NNODES = f"{contract.GROUP}/nnodes"
 """Annotation on a pod without an agent, with its torchrun's --nnodes."""
 MAX_LEASE_S = 600.0
@@ -214,7 +214,7 @@ class JobSnapshot(Identified):
     reports: Mapping[int, MemberReport]
     now: float
     observed_since: float
-    """When the last of the watches was connected: silence before then may be due to us."""
+    """When the last of the watches was connected: silence before then may be due to the operator itself."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()

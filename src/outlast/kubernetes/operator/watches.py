@@ -207,8 +207,8 @@ class Watches:
             log.error("%s %s cannot be cached: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """Return the document stamped with a time by our clock: a Lease with the current time, an unready node with when it
-        became unready, and a node that is about to be terminated with when we first saw the notice."""
+        """Return the document stamped with a time by our clock: for a Lease the current time, for an unready node the time at
+        which it became unready, and for a node about to be terminated the time at which we first saw the notice."""
         if kind == LEASE:
             return {**document, RECEIVED_AT: self._clock()}
         if kind != NODE:

@@ -43,7 +43,8 @@ from outlast.training.state import checkpoint
 
 
 def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step. Raises OutlastError for `Recipe.problem`."""
+    """Train from the newest checkpoint, or from the beginning, to the last step. Raises OutlastError at the end if the recipe has
+    set `problem`."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if getattr(s, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -208,7 +209,7 @@ class Log:
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds of training since this start, without measurements."""
+        """Seconds for which this process has trained, not counting measurements."""
         return self._counted_s + time.monotonic() - self._since
 
     def line(self, text: str) -> None:

@@ -111,7 +111,7 @@ class Record(_Value):
     world: World | None = None
     """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
-    """Tokens of that world's members, in the same order."""
+    """Tokens of the members of `world`, in rank order."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +124,7 @@ class Leader(_Value):
     id: int | None = None
     """The coordinator's member id; None until it has one."""
     word: str = ""
-    """Nonce of this election."""
+    """A nonce, new for each election."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -139,7 +139,7 @@ class Published(PersistedState, _Value):
     """Incarnation of the previous run with this name, which has ended and whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in the same order as its members, since an index may pass to another process."""
+    """Tokens of the world's processes, in rank order, since an index may pass to another process."""
     leave_s: float = 0.0
     """A planned call's duration, in seconds from when a member receives the call."""
     why: str = ""

@@ -386,7 +386,7 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> on_disk.Checkpoint | None:
-    """Return a valid local checkpoint at the same step, from the same generation or a later one, or None."""
+    """Return a valid local checkpoint at the step of `stored`, from its generation or a later one, or None."""
     own = (c for c in on_disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if on_disk.verify(c.path) is None), None)

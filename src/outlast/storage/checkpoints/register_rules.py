@@ -211,7 +211,7 @@ class Names:
     latest: Latest | None
     """The commits of the highest generation that owns the run; None before the first."""
     proposed: tuple[Place, ...] = ()
-    """The same generation's proposals, committed or not."""
+    """Proposals by the generation of `latest`, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
@@ -268,5 +268,6 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid at time `now`, given when `readers` last renewed theirs, by the store's clock."""
+    """Return whether any lease is valid at time `now`. `readers` are the times at which the readers last renewed their leases, by
+    the store's clock."""
     return any(now - since < LEASE_S for since in readers)

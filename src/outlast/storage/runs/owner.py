@@ -1,8 +1,8 @@
 """A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
 
 A new run first claims the place, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done, the new
-run's record has `aside` set, and the run writes nothing else to the place. If the run is killed during the move, its next start
-continues it. See docs/decisions/0007-commits-in-a-store.md.
+run's record has `aside` set, and the run writes nothing else to the place. If the run is killed during the move, it
+continues the move when it resumes. See docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations

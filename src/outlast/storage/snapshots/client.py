@@ -164,7 +164,7 @@ class Client:
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give rooms (by default, all) back to the agent, which keeps the complete snapshot and frees the rest."""
+        """Give lent memory (by default, all of it) back to the agent, which keeps the snapshot `complete` and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]

@@ -1,4 +1,4 @@
-"""Maps obstore's and botocore's exceptions to ours, with a remedy. Called only by `store`.
+"""Maps obstore's and botocore's exceptions to StoreErrors, with remedies. Called only by `store`.
 
 Both libraries keep the store's response only as text, which we parse; tests/storage/test_store_faults.py has real responses.
 """
@@ -69,7 +69,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Map an exception from a library to one of ours. `verb` is read, list, write, delete, copy or open."""
+    """Map an exception from a library to a StoreError. `verb` is read, list, write, delete, copy or open."""
     status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")

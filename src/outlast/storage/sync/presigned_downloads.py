@@ -44,8 +44,8 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the request needs the store's client. If `whole` is set, these must be all the object's bytes. Raises
-        OSError.
+        Returns None if the bytes must be read through the store's client. If `whole` is set, the range must cover the entire
+        object. Raises OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None

@@ -186,7 +186,8 @@ class Shards:
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce the shards to be read from `position` on: by `windows`, over all shards if `shuffled`, or in sequence."""
+        """Announce the shards to be read from `position` on: by `windows`, over all shards if `shuffled` is set, or in
+        sequence."""
         count = len(self._shards)
         if windows:
             at = windows.window(position, epoch)

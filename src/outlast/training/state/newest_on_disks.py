@@ -60,7 +60,7 @@ class Search:
     verified: set[_Offer] = field(default_factory=set)
     """Checkpoints whose share this rank has already verified."""
     ways_back: list[tuple[int, int]] = field(default_factory=list)
-    """The run's ways back, as recorded on any disk; see `retention.withdrawn`."""
+    """(generation, step) for each time that the run went back, as recorded on any disk; see `retention.withdrawn`."""
 
 
 class Offered:

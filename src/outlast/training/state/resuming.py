@@ -54,8 +54,8 @@ class WayBack:
         """Go back to step `agreed`, because of the differences `found` at `step`. A collective.
 
         Raises WrongBits on the ranks that differ. On the others the collective breaks, as when a rank crashes. Raises
-        OutlastError on all ranks if earlier ways back have led no further. Returns if it is unclear which ranks differ, or
-        if no disk can be written.
+        OutlastError on all ranks if going back has led no further before. Returns if it is unclear which ranks differ, or if
+        no disk can be written.
         """
         blamed = differing_ranks.blamed(found)
         if not blamed:
@@ -81,7 +81,8 @@ class WayBack:
 
 
 def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:
-    """Withdraw the states on this disk that do not count after these ways back. Returns the problem, or an empty string."""
+    """Withdraw the states on this disk that no longer count after the run went back (`checkpoints.ways_back`). Returns the
+    problem, or an empty string."""
     try:
         checkpoints.withdraw(directory, run, ways_back)
     except OSError as error:
@@ -108,7 +109,7 @@ class Restored:
     bytes: int = 0
     seconds: float = 0.0
     most: int = sys.maxsize
-    """The latest step that counted: the step of the last way back, if no state is newer."""
+    """The latest step that counted: the step to which the run last went back, if no state is newer."""
     random: bool = False
     """True if the state had this rank's random number generators; may differ between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -200,7 +201,7 @@ def _restored(
 
 
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
-    """Return the parts in memory and the newest checkpoint in the store that count after these ways back.
+    """Return the parts in memory and the newest checkpoint in the store that count, given when the run went back (`ways`).
 
     Withdraws all other checkpoints on this disk.
     """

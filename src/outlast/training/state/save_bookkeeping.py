@@ -53,7 +53,7 @@ class Saves:
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """Like `_moved`, for `log`, which some ranks may not call."""
+        """The last step passed to `log`, which some ranks may not call, and the streams' position at that call."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
@@ -224,7 +224,8 @@ class Saves:
         return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
 
     def left(self, step: int, late: str, generation: int) -> None:
-        """Record that the ranks leave their world after `step`. If `late`, there was too little time to save the step."""
+        """Record that the ranks leave their world after `step`. `late` is the reason why there was too little time to save it;
+        empty if there was enough."""
         reason = f"saved step {step}"
         if (saved := self.committed) != step:
             why = f"is not saved: {late}" if late else "could not be saved"

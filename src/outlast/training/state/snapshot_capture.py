@@ -40,7 +40,7 @@ Signature = tuple[object, ...]
 
 @dataclasses.dataclass
 class Content:
-    """A part without a room: chunks of tensors in a fixed order, followed by bytes."""
+    """The contents of a part, without its memory: chunks of tensors in a fixed order, followed by bytes."""
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
@@ -172,7 +172,7 @@ class Capture:
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
         self._layouts: dict[int, Layout] = {}
-        """Layouts of the same state, by share."""
+        """Layouts of the current state, by the index of the share."""
         self._views: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}
         """The tensors in a room, one per chunk, by kind, room and share."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}

@@ -112,7 +112,7 @@ def open_(
 ) -> Snapshots:
     """Return this rank's snapshots. All ranks agree on the holders of replicas. A collective.
 
-    `directory` has the run's checkpoints, which a way back withdraws.
+    `directory` has the run's checkpoints, some of which are withdrawn if the run goes back.
     """
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
@@ -156,12 +156,12 @@ class Snapshots:
         self._step = self._taken = self._turn = 0
         """The steps of the last boundary and of the last snapshot, and the number of snapshots; 0 before the first."""
         self._share = 0
-        """Index of our share in the last snapshot."""
+        """Index of this rank's share in the last snapshot."""
         self._passed, self._pass = 0, 1
         """Number of snapshots that differ since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by the index of our share. Together, the shares are all the state that
-        every rank has."""
+        """Step of the last snapshot without a difference, by the index of this rank's share. Together, the shares are all the
+        state that every rank has."""
         self._resumed = 0
         """The step that all ranks have resumed from, with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
@@ -284,7 +284,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor of our share in the last snapshot; empty if the agent cannot provide them."""
+        """Return a checksum of each tensor of this rank's share in the last snapshot; empty if the agent cannot provide them."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:

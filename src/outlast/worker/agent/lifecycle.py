@@ -171,7 +171,8 @@ class Flush:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """Effect: end the agent. If `stay`, it ends only once its pod is deleted, with code 0, since the real end is recorded."""
+    """Effect: end the agent. If `stay` is set, it ends only once its pod is deleted, with code 0, since the real end is
+    recorded."""
 
     code: int
     reason: str

@@ -110,7 +110,7 @@ class Uploader:
         self._uploaded: set[tuple[int, int]] = set()
         """Step and generation of each checkpoint that needs no upload, because it is in the store or damaged."""
         self._ways_back: list[tuple[int, int]] = []
-        """The `checkpoints.ways_back` whose checkpoints have been withdrawn from the store."""
+        """The result of `checkpoints.ways_back` after which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)

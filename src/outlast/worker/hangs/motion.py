@@ -27,7 +27,8 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""The same share for child processes. It is higher, since processes that record metrics are always running."""
+"""Share of a core above which child processes count as working; more than BUSY, since processes that record metrics are always
+running."""
 
 
 @dataclasses.dataclass(frozen=True)

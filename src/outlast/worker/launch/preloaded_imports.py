@@ -112,7 +112,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try. They exclude the script's own code, which may change before the next start."""
+    """Return the modules to try. They exclude the script's own code, which may change before the next restart."""
     names = [
         name
         for name, origin in imported.modules.items()

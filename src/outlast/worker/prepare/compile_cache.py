@@ -51,7 +51,8 @@ VARIABLES = {
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""The same at the end of training or the warm-up, when a compiler that was just killed leaves a newer file. Arbitrary."""
+"""Like SETTLED_S, but at the end of training or the warm-up, when only a compiler that was just killed leaves a newer file.
+Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)

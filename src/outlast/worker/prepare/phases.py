@@ -166,7 +166,7 @@ class Preparation:
 
     def environment(self) -> None:
         """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
-        image's (if it lacks Outlast), or ours."""
+        image's (if it lacks Outlast), or this process's."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)

@@ -210,7 +210,8 @@ class _Venv:
             shell.run([*self._pip(python, shell), "install", "--no-input", "--progress-bar=off", *options], self.name)
 
     def _pip(self, python: str, shell: Shell) -> list[str]:
-        """Return the pip command for another Python: the base's pip, or ensurepip's."""
+        """Return the command that runs pip for the interpreter `python`: the base Python's pip, if it has one; otherwise the pip
+        that this call installs with ensurepip."""
         if self.base.pip:
             return [self.base.executable, "-m", "pip", "--python", python]
         shell.run([python, "-m", "ensurepip"], self.name)

@@ -288,8 +288,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has a later generation, or always if `newer`. Outside the working directory, only
-    missing files are fetched. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation or `newer` is set. Outside the working directory, only missing
+    files are fetched. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)

@@ -15,7 +15,7 @@ from typing import NamedTuple
 from outlast.base import files
 
 Position = dict[str, int]
-"""The last step sent for each name."""
+"""For each metric, the last step that the tracker has received."""
 BLOCK = 1 << 20
 
 

@@ -67,7 +67,7 @@ class Sink(Protocol):
     pause_s: float
 
     def open(self) -> Position:
-        """Find or create the run in the tracker. Returns the tracker's last step for each name."""
+        """Find or create the run in the tracker. Returns, for each metric, the last step that the tracker has received."""
 
     def rename(self, name: str) -> str:
         """Return the name under which the tracker stores a value."""

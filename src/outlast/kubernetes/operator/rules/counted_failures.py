@@ -58,7 +58,7 @@ def count(rec: ReconcilePass, failure: Failure, generation: int) -> None:
 
 def cover_others(rec: ReconcilePass, generation: int) -> None:
     """Treat all further failures of a world as covered by the counted one. A failure outside any world (generation 0) covers all
-    workers that are in no world, until they join one."""
+    workers that belong to no world, until they join one."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
     rec.update(counted=max(rec.status.counted, rec.newest_start(generation)), silent=tuple(silent))
     if not generation:

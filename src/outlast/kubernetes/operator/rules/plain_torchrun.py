@@ -163,7 +163,7 @@ def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
 
 
 def _cannot_be_joined(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether new workers cannot join a worker because it was started by another controller, or with a different --nnodes
+    """Return whether new workers cannot join a worker, because another controller started it, or because its --nnodes differs
     from theirs."""
     nnodes = _nnodes(pod)
     return not pod.ended and (nnodes != _plain_job(rec).nnodes if nnodes else _has_free_indices(rec))

@@ -129,7 +129,7 @@ def mass_silence(rec: ReconcilePass) -> None:
 
 
 def surplus_workers(rec: ReconcilePass) -> None:
-    """Delete pods beyond the desired number, once they are in no world."""
+    """Delete pods beyond the desired number, once no world includes them."""
     status = rec.status
     leaving = frozenset(status.called.leaving if status.called is not None and status.world is not None else ())
     for pod in _by_rank(rec)[rec.desired :]:

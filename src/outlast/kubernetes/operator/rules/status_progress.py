@@ -93,8 +93,8 @@ def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
 
 
 def _rate(last: elasticjob_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Return the steps per second since the last mark, and the mark to measure from next. The rate is None until a world has two
-    marks."""
+    """Return the rate in steps per second since the last mark, which is a step and its time, and the mark to measure from next.
+    The rate is None until a world has two marks."""
     if mark is None or last.mark is None:
         return None, mark
     seconds = mark[1] - last.mark[1]
