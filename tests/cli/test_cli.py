@@ -26,7 +26,7 @@ import fake
 import local_checkpoints
 from machines import PROGRAMS
 from outlast.base.errors import NotFound, OutlastError, Unanswered
-from outlast.cli import commands, live_panel, run_view, tables_and_pages
+from outlast.cli import commands, live_panel, run_view, status_page, tables
 from outlast.cli.train import overrides
 from outlast.job import contract
 from outlast.job import faults as chaos
@@ -407,7 +407,7 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
             traceback="a\nb",
         ),
     )
-    assert tables_and_pages.page(status, 1100.0).replace(tables_and_pages.moment(1000.0), "THEN").splitlines() == [
+    assert status_page.page(status, 1100.0).replace(tables.moment(1000.0), "THEN").splitlines() == [
         "job: Running: world of 2",
         "",
         "run         run-1",
@@ -437,30 +437,30 @@ def test_the_page_of_a_job_shows_everything_that_is_known() -> None:
 
 def test_a_checkpoint_whose_size_nobody_has_told_shows_none() -> None:
     earlier = CheckpointStatus(step=30, path="/x", time=1090.0)
-    assert tables_and_pages.newest_checkpoint(a_status(checkpoint=earlier), 1100.0) == "step 30, 10s ago"
+    assert status_page.newest_checkpoint(a_status(checkpoint=earlier), 1100.0) == "step 30, 10s ago"
 
 
 def test_a_failure_without_a_traceback_shows_the_tail_of_its_log() -> None:
     failed = Failure(worker=0, code=3, reason="rank 0 on worker 0 exited with code 3", log_tail="no such file\nbye\n")
     assert (
-        tables_and_pages.failure(failed)
+        status_page.failure(failed)
         == "rank 0 on worker 0 exited with code 3 (exit code 3)\n    its log ends with:\n    no such file\n    bye"
     )
-    long = tables_and_pages.failure(replace(failed, log_tail="x" * 500))
+    long = status_page.failure(replace(failed, log_tail="x" * 500))
     assert max(map(len, long.splitlines())) == 4 + 300
 
 
 def test_only_what_changed_is_said() -> None:
     old = a_status(warnings=["a"])
-    assert tables_and_pages.changes(None, old) == ["Running: world of 2", "warning: a"]
-    assert tables_and_pages.changes(old, a_status(warnings=["a"], step=41)) == []
+    assert status_page.changes(None, old) == ["Running: world of 2", "warning: a"]
+    assert status_page.changes(old, a_status(warnings=["a"], step=41)) == []
     waits = "waiting for worker 1, then it starts"
     counting = [
         a_status(reason=f"waiting for worker 1 ({n} s left), then it starts", waits=waits, warnings=["a"]) for n in (9, 8)
     ]
-    assert tables_and_pages.changes(counting[0], counting[1]) == []
-    assert tables_and_pages.changes(old, a_status(reason="", warnings=["a"])) == []
-    assert tables_and_pages.changes(old, a_status(reason="", state=State.RESTARTING, warnings=["a", "b"])) == [
+    assert status_page.changes(counting[0], counting[1]) == []
+    assert status_page.changes(old, a_status(reason="", warnings=["a"])) == []
+    assert status_page.changes(old, a_status(reason="", state=State.RESTARTING, warnings=["a", "b"])) == [
         "Restarting",
         "warning: b",
     ]
@@ -709,7 +709,7 @@ def test_the_version_names_what_a_bug_report_needs(backend: fake.FakeBackend, ou
 
 def test_a_job_that_does_not_train_has_no_rate_and_a_script_without_steps_has_none() -> None:
     ranks = [RankStatus(rank=0, local_rank=0), RankStatus(rank=1, local_rank=1, step=7)]
-    page = tables_and_pages.page(a_status(state=State.SUSPENDED, workers=[WorkerStatus(index=0, pid=5, ranks=ranks)]), 1600.0)
+    page = status_page.page(a_status(state=State.SUSPENDED, workers=[WorkerStatus(index=0, pid=5, ranks=ranks)]), 1600.0)
     assert "step        40/100\n" in page
     assert "5    0 1:7 " in page
 
@@ -734,9 +734,9 @@ def test_a_log_that_there_is_not_is_named_with_those_that_there_are(tmp_path: Pa
 
 
 def test_a_name_is_found_or_the_nearest_suggested() -> None:
-    assert tables_and_pages.one_of("job", None, ["a"], none="none") == "a"
+    assert tables.one_of("job", None, ["a"], none="none") == "a"
     with pytest.raises(NotFound, match=r"^none$"):
-        tables_and_pages.one_of("job", "a", [], none="none")
+        tables.one_of("job", "a", [], none="none")
 
 
 def test_the_exit_code_says_how_a_run_ended() -> None:

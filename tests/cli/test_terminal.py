@@ -18,7 +18,7 @@ from rich.text import Text
 import fake
 from outlast import cli
 from outlast.base.errors import OutlastError
-from outlast.cli import commands, live_panel, run_view, tables_and_pages, terminal
+from outlast.cli import commands, live_panel, run_view, status_page, tables, terminal
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.job.logs import LogLine
@@ -208,8 +208,8 @@ def test_colours_are_where_they_are_wanted(
 
 
 def test_a_cell_and_a_field_stay_on_their_line() -> None:
-    assert tables_and_pages.table(("NAME", "REASON"), [("a\nb  Running", EVIL)]).splitlines()[1:] == [f"a\\nb  Running  {SHOWN}"]
-    assert tables_and_pages.fields({"reason": "a\nexit code  0"}) == "reason  a\\nexit code  0"
+    assert tables.table(("NAME", "REASON"), [("a\nb  Running", EVIL)]).splitlines()[1:] == [f"a\\nb  Running  {SHOWN}"]
+    assert tables.fields({"reason": "a\nexit code  0"}) == "reason  a\\nexit code  0"
 
 
 def test_ctrl_c_moves_nothing_that_is_drawn() -> None:
@@ -259,15 +259,15 @@ def test_a_goodput_without_reported_steps_is_an_upper_bound_and_steps_of_an_epoc
     status = JobStatus(
         name="job", run="r", state=State.RUNNING, goodput=0.844, told="log", step=20, epoch=3, epoch_steps=32, rate=2.0
     )
-    assert (tables_and_pages.goodput(status), tables_and_pages.steps(status), status.eta_s) == (
+    assert (status_page.goodput(status), status_page.steps(status), status.eta_s) == (
         "at most 84.4 %",
         "epoch 3, 20/32",
         None,
     )
     unnamed = status.model_copy(update={"epoch": -1})
-    assert tables_and_pages.steps(unnamed) == "in an epoch, 20/32"
+    assert status_page.steps(unnamed) == "in an epoch, 20/32"
     exact = status.model_copy(update={"told": "script", "epoch": None, "steps": 100})
-    assert (tables_and_pages.goodput(exact), tables_and_pages.steps(exact), exact.eta_s) == ("84.4 %", "20/100", 40.0)
+    assert (status_page.goodput(exact), status_page.steps(exact), exact.eta_s) == ("84.4 %", "20/100", 40.0)
     ended = [*run_view.summary(status.model_copy(update={"state": State.SUCCEEDED, "warnings": ["it began again"]}), 60.0)]
     assert ended[0].startswith("epoch 3, 20/32 in 1m00s, ")
     assert ended[-1] == "warning: it began again"

@@ -19,7 +19,7 @@ import situations
 from fake_cluster import FakeCluster
 from outlast import cli
 from outlast.base.errors import Forbidden, NotFound
-from outlast.cli import tables_and_pages
+from outlast.cli import status_page
 from outlast.job import contract
 from outlast.job.contract import End, FailureCause
 from outlast.job.failure import Failure
@@ -644,7 +644,7 @@ def test_a_job_whose_last_step_could_not_be_saved_is_finished_and_not_well() -> 
     status = a_status(State.SUCCEEDED, step=64, told="session", checkpoint=newest, warnings=[warning])
     unsaved = f"step 64 is not saved: {warning}; the newest checkpoint is that of step 10"
     assert local_job.causes(status, [], NOW) == [Finding("unsaved", f"it is finished, but {unsaved}")]
-    assert tables_and_pages.state(status) == f"Succeeded, but {unsaved}"
+    assert status_page.state(status) == f"Succeeded, but {unsaved}"
     for well in ({"step": 10}, {"told": "log"}, {"checkpoint": None, "warnings": []}, {"state": State.RUNNING}):
         assert status.model_copy(update=well).unsaved == ""
     written = {"state": "Succeeded", "step": 64, "checkpoint": {"step": 10, "path": "s3://b", "time": NOW}}

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from outlast.cli import run_view, tables_and_pages
+from outlast.cli import run_view, status_page
 from outlast.job.status import JobStatus, State
 from outlast.storage import store
 from servers import Place
@@ -45,7 +45,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
     assert (status.steps, status.saved.name, status.checkpoint) == (100_000, "work/checkpoint.pt", None)
     assert status.step % 20 == 0
     assert {rank.rank: rank.step for worker in status.workers for rank in worker.ranks} == {0: status.step, 1: None}
-    page = tables_and_pages.page(status, time.time())
+    page = status_page.page(status, time.time())
     assert re.search(r"\nstep +[\d,]+/100,?000, .* steps/s, .* left \(read from the log\)\n", page)
     assert re.search(r"\ncheckpoint +newest file that looks like a checkpoint: work/checkpoint.pt, .* ago\n", page)
     assert run_view.leaving(status) == "the script gets SIGTERM and interruption.grace to save and exit"

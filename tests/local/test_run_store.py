@@ -16,7 +16,7 @@ import pytest
 from faults import Proxy
 from outlast import cli
 from outlast.base.errors import OutlastError
-from outlast.cli import tables_and_pages
+from outlast.cli import status_page
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 from outlast.storage import checkpoints, store
@@ -164,7 +164,7 @@ def test_a_store_that_goes_away_costs_nothing_and_gets_everything_later(
     failing = re.search(r"^outlast_sync_failing_seconds\{.*\} ([\d.]+)$", metrics, re.MULTILINE)
     assert failing
     assert float(failing[1]) > 0
-    assert "fails since" in tables_and_pages.in_store(away.store, time.time())
+    assert "fails since" in status_page.in_store(away.store, time.time())
     step = away.step
     machine.wait(name, lambda s: s.step > step + 5)
     rclone_proxy.up()

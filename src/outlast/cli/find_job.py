@@ -18,7 +18,7 @@ from typer.core import TyperCommand
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import completion, tables_and_pages, terminal
+from outlast.cli import completion, tables, terminal
 
 if TYPE_CHECKING:
     from outlast.client import Run
@@ -163,7 +163,7 @@ def job(place: Backend, name: str | None) -> str:
     if there is None and name is None and len(statuses) > 1 and (found := pick(statuses)):
         name, reason = found
         terminal.say(f"{name}: {reason}; outlast list shows all")
-    return tables_and_pages.one_of("job", name, [status.name for status in statuses], none="" if statuses else no_job(place))
+    return tables.one_of("job", name, [status.name for status in statuses], none="" if statuses else no_job(place))
 
 
 def no_job(place: Backend) -> str:

@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.base import backoff, units
-from outlast.cli import tables_and_pages, terminal
+from outlast.cli import status_page, tables, terminal
 from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -74,7 +74,7 @@ def panel(status: JobStatus, now: float) -> Panel:
     """Render a job's state in a few lines."""
     colour = _STATES[status.state]
     rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
-    done: list[RenderableType] = [Text(f"step {tables_and_pages.steps(status)}", "bold")]
+    done: list[RenderableType] = [Text(f"step {status_page.steps(status)}", "bold")]
     if status.steps:
         done.append(ProgressBar(status.steps, status.step, width=24, complete_style=colour, finished_style=colour))
         done.append(f"{min(1.0, status.step / status.steps):.0%}")
@@ -88,21 +88,21 @@ def panel(status: JobStatus, now: float) -> Panel:
     grid.add_row(*done)
     rows.append(grid)
     facts = [
-        f"world {tables_and_pages.world(status)}",
+        f"world {status_page.world(status)}",
         f"generation {status.generation}",
-        tables_and_pages.count(status.restarts, "restart"),
-        tables_and_pages.count(status.interruptions, "interruption"),
+        tables.count(status.restarts, "restart"),
+        tables.count(status.interruptions, "interruption"),
     ]
     rows.append(_facts(facts))
-    if logged := tables_and_pages.metrics(status):
+    if logged := status_page.metrics(status):
         rows.append(_facts([logged]))
-    saved = tables_and_pages.newest_checkpoint(status, now)
+    saved = status_page.newest_checkpoint(status, now)
     facts = [
-        f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {tables_and_pages.no_checkpoint(status)}",
-        f"{units.human_seconds(tables_and_pages.lasted(status, now))} since the start",
+        f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {status_page.no_checkpoint(status)}",
+        f"{units.human_seconds(status_page.lasted(status, now))} since the start",
     ]
     if status.goodput is not None:
-        facts.append(f"goodput {tables_and_pages.goodput(status)}")
+        facts.append(f"goodput {status_page.goodput(status)}")
     rows.append(_facts(facts))
     if status.failure is not None:
         rows.append(Text(f"last failure: {status.failure.reason}", "red", no_wrap=True, overflow="ellipsis"))
@@ -124,7 +124,7 @@ def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
             live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)
 
         while True:
-            live.update(Text(tables_and_pages.page(status, time.time())), refresh=True)
+            live.update(Text(status_page.page(status, time.time())), refresh=True)
             if not status.state.active:
                 return
             time.sleep(every_s)

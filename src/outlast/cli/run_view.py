@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import tables_and_pages, terminal
+from outlast.cli import status_page, tables, terminal
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 
@@ -98,7 +98,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
     status: JobStatus | None = None
     while True:
         new = place.status(name)
-        for sentence in (changes := tables_and_pages.changes(status, new)):
+        for sentence in (changes := status_page.changes(status, new)):
             shown.say(sentence)
         if changes:
             shown.lines(list(folded.rest()))
@@ -119,7 +119,7 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
             obeyed += 1
             if obeyed > 1:
                 killed = _kill(place, name)
-                for sentence in tables_and_pages.changes(status, killed):
+                for sentence in status_page.changes(status, killed):
                     shown.say(sentence)
                 return killed, KILLED
             shown.say(f"{leaving(status)}; press Ctrl-C again to kill it")
@@ -148,17 +148,17 @@ def exit_code(status: JobStatus) -> int:
 
 def summary(status: JobStatus, now: float) -> Iterator[str]:
     """Yield the summary of an ended run: duration, output, reason for a failure, the command to resume the run, warnings."""
-    took = units.human_seconds(tables_and_pages.lasted(status, now))
+    took = units.human_seconds(status_page.lasted(status, now))
     did = [
-        f"{tables_and_pages.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
-        tables_and_pages.count(status.restarts, "restart"),
-        tables_and_pages.count(status.interruptions, "interruption"),
+        f"{status_page.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
+        tables.count(status.restarts, "restart"),
+        tables.count(status.interruptions, "interruption"),
     ]
     if status.goodput is not None:
-        did.append(f"goodput {tables_and_pages.goodput(status)}")
+        did.append(f"goodput {status_page.goodput(status)}")
     yield f"{', '.join(did)}; output in {status.output}"
     if status.failure is not None and status.state is State.FAILED:
-        yield from tables_and_pages.failure(status.failure).splitlines()
+        yield from status_page.failure(status.failure).splitlines()
     if status.state is not State.SUCCEEDED:
         again = f"`{status.again}`, or in the background with `outlast resume {status.name}`"
         yield f"go on{status.from_step} with {again}"
@@ -167,7 +167,7 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
 
 def leaving(status: JobStatus) -> str:
     """Describe how training responds to a request to stop."""
-    if tables_and_pages.session(status):
+    if status_page.session(status):
         return "saving and stopping"
     return "the script gets SIGTERM and interruption.grace to save and exit" if status.told else "the training is asked to stop"
 

@@ -9,9 +9,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import ClusterError, NoCluster, OutlastError
-from outlast.cli import tables_and_pages, terminal
+from outlast.cli import tables, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.tables import Output, OutputOption
 
 if TYPE_CHECKING:
     from outlast.kubernetes.api import Cluster
@@ -59,9 +59,7 @@ def doctor(
                     print(diagnosis.line(check), flush=True)
     if output is not Output.TABLE:
         keys = ("where", "name", "outcome", "said", "remedy")
-        tables_and_pages.data(
-            [dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in findings], output
-        )
+        tables.data([dict(zip(keys, (where, e.name, e.outcome, e.what, e.remedy), strict=True)) for where, e in findings], output)
     if any(check.failed for _, check in findings):
         raise typer.Exit(1)
 

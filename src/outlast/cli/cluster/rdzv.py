@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Annotated, Any
 import typer
 
 from outlast.base.errors import NotFound
-from outlast.cli import tables_and_pages
+from outlast.cli import tables
 from outlast.cli.groups import Commands
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.tables import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -56,7 +56,7 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
     with contextlib.closing(gateway.Etcd(gateway.address(endpoint))) as client:
         runs = _look(client, run)
         if output is not Output.TABLE:
-            tables_and_pages.data([facts(each) for each in runs], output)
+            tables.data([facts(each) for each in runs], output)
         else:
             print(page(runs) or f"{client.address} has no run below {client.address.prefix}", flush=True)
 
@@ -69,7 +69,7 @@ def page(runs: Sequence[Run]) -> str:
     for run in runs:
         generation, size = (run.world.generation, len(run.world.members)) if run.world else (None, None)
         rows.append([run.name, len(run.members), generation, size, _decides(run), why(run)])
-    return tables_and_pages.table(["RUN", "MEMBERS", "GENERATION", "WORLD", "DECIDES", "WHY"], rows) if rows else ""
+    return tables.table(["RUN", "MEMBERS", "GENERATION", "WORLD", "DECIDES", "WHY"], rows) if rows else ""
 
 
 def why(run: Run) -> str:
@@ -147,8 +147,8 @@ def _whole(run: Run) -> str:
         ]
         for each in run.members
     ]
-    members = tables_and_pages.table(["MEMBER", "STANDING", "GENERATION", "ADDRESS", "LEASE", "FAILED"], rows)
-    return f"{tables_and_pages.fields(top)}\n\n{members if rows else 'no members'}"
+    members = tables.table(["MEMBER", "STANDING", "GENERATION", "ADDRESS", "LEASE", "FAILED"], rows)
+    return f"{tables.fields(top)}\n\n{members if rows else 'no members'}"
 
 
 def _world(run: Run) -> str:

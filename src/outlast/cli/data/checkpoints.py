@@ -14,10 +14,10 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import find_job, tables_and_pages, terminal, transfer_progress
+from outlast.cli import find_job, tables, terminal, transfer_progress
 from outlast.cli.find_job import BestOption, ContextOption, NameArgument, NamespaceOption, StepOption, YesOption
 from outlast.cli.groups import Commands
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.tables import Output, OutputOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -82,7 +82,7 @@ def list_(
     every = _saved(job)
     ranks = job.ranks(every)
     if output is not Output.TABLE:
-        tables_and_pages.data([saved.plain(job, ranks) for saved in every], output)
+        tables.data([saved.plain(job, ranks) for saved in every], output)
         return
     if not every:
         return _say_none()
@@ -96,7 +96,7 @@ def list_(
         where = "; ".join(filter(None, (saved.where if saved.where == "both" or not saved.problem else "", saved.problem)))
         good = (saved.metric and f"{saved.metric.value:.6g}", ranks.get(saved.step)) if columns else ()
         rows.append((saved.step, age, size, *good, facts["generation"], facts["world_size"], facts["run"], where))
-    print(tables_and_pages.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
+    print(tables.table(("STEP", "AGE", "SIZE", *columns, "GENERATION", "RANKS", "RUN", "WHERE"), rows))
 
 
 @app.command("show")
@@ -129,21 +129,21 @@ def show_(
     newest = both_places.chosen(found, step, best=best)[-1]
     plain = newest.plain(job, job.ranks(found))
     if output is not Output.TABLE:
-        tables_and_pages.data({**plain, "files": newest.sizes()}, output)
+        tables.data({**plain, "files": newest.sizes()}, output)
         return
     fields = {
         "step": plain["step"],
         "directory": plain["path"],
         "in the store": plain["url"],
-        "saved": tables_and_pages.moment(plain["time"]) if plain["time"] else None,
+        "saved": tables.moment(plain["time"]) if plain["time"] else None,
         "size": units.human_bytes(plain["bytes"]) if plain["bytes"] is not None else None,
         plain["by"] or "metric": f"{plain['metric']:.6g}" if plain["metric"] is not None else None,
         "run": plain["run"],
         "world": f"{plain['world_size']} ranks, generation {plain['generation']}" if plain["world_size"] else None,
         "problem": plain["problem"],
     }
-    print(f"{tables_and_pages.fields(fields)}\n")
-    print(tables_and_pages.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
+    print(f"{tables.fields(fields)}\n")
+    print(tables.table(("FILE", "SIZE"), ((file, units.human_bytes(size)) for file, size in newest.sizes().items())))
 
 
 @app.command()
@@ -197,7 +197,7 @@ def verify(
                 gone = problem is not None and checkpoint.place not in [c.place for c in job.there.list_()]
                 tell(checkpoint.step, "store", problem, checkpoint.bytes, gone=gone)
     if output is not Output.TABLE:
-        tables_and_pages.data(results, output)
+        tables.data(results, output)
     if not all(result["whole"] for result in results):
         raise typer.Exit(1)
 

@@ -12,7 +12,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, find_job, tables_and_pages, terminal, transfer_progress
+from outlast.cli import completion, find_job, tables, terminal, transfer_progress
 from outlast.cli.data import prepare
 from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.cli.groups import Commands
@@ -77,11 +77,11 @@ def get(
     if name is None:
         known = [named_datasets.named(each) for each in named_datasets.NAMES]
         rows = [(each.name, units.human_bytes(each.size) if each.size else None, each.about) for each in known]
-        print(tables_and_pages.table(("NAME", "DOWNLOAD", "WHAT"), rows))
+        print(tables.table(("NAME", "DOWNLOAD", "WHAT"), rows))
         return
     dataset = _dataset(name)
     if on is not None:
-        tables_and_pages.one_of("place to do it", on, ("kubernetes",), none="")
+        tables.one_of("place to do it", on, ("kubernetes",), none="")
         if given:
             raise OutlastError(
                 "--from is a file of this machine, which pods do not see; put it onto the claim, or leave out --on"
@@ -102,7 +102,7 @@ def get(
             found, written = obtain.get(dataset, _directory(dataset, to), how)
     verb, size = (
         "got" if written else "already there:",
-        f"{tables_and_pages.count(found.files, 'file')}, {units.human_bytes(found.size)}",
+        f"{tables.count(found.files, 'file')}, {units.human_bytes(found.size)}",
     )
     print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
     if written and dataset.remotes and not found.checked:
@@ -126,7 +126,7 @@ def _dataset(name: str) -> Dataset:
 
     if named_datasets.is_url(name):
         return named_datasets.of_url(name)
-    tables_and_pages.one_of("dataset", name, named_datasets.NAMES, none="")
+    tables.one_of("dataset", name, named_datasets.NAMES, none="")
     return named_datasets.named(name)
 
 
@@ -164,7 +164,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = obtain.get(dataset, home / "tree", how)
     there.put(place.COMING, dataset.name.encode())  # marks an incomplete dataset until the marker exists
-    terminal.say(f"sending {tables_and_pages.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
+    terminal.say(f"sending {tables.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
     with transfer_progress.shown("sent") as tell:
         report = push_and_pull.push(
             home / "tree",

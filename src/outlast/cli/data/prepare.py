@@ -25,7 +25,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import Missing, OutlastError
-from outlast.cli import tables_and_pages, terminal, transfer_progress
+from outlast.cli import tables, terminal, transfer_progress
 from outlast.cli.groups import Commands
 
 if TYPE_CHECKING:
@@ -346,7 +346,7 @@ def summary(made: Manifest) -> str:
     if made.kind == "text":
         parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
         documents = sum(part.samples for part in made.parts.values())
-        return f"{parts} of {tables_and_pages.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
+        return f"{parts} of {tables.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
     return ", ".join(f"{name} {part.samples:,} samples" for name, part in made.parts.items())
 
 
@@ -358,7 +358,7 @@ def _verified(manifest: Manifest, place: Files, name: str) -> None:
         raise shard_format.BadDataset(f"{name}: {'; '.join(problems)}; get or prepare the dataset again")
     files = sum(len(part.shards) for part in manifest.parts.values())
     size = sum(shard.bytes for part in manifest.parts.values() for shard in part.shards)
-    print(f"verified {tables_and_pages.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
+    print(f"verified {tables.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
 
 
 class _Stored:

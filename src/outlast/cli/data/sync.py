@@ -16,8 +16,8 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError, StoreError
-from outlast.cli import tables_and_pages, transfer_progress
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli import tables, transfer_progress
+from outlast.cli.tables import Output, OutputOption
 
 if TYPE_CHECKING:
     from outlast.storage.store import Store
@@ -81,7 +81,7 @@ def sync(
         print(summary(report, verb, time.monotonic() - began, dry_run=dry_run))
         _complain(report)
     else:
-        tables_and_pages.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
+        tables.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
     if report.failed:
         raise typer.Exit(1)
 

@@ -22,8 +22,8 @@ from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import find_job, tables_and_pages, terminal
-from outlast.cli.tables_and_pages import ListOutput
+from outlast.cli import find_job, status_page, tables, terminal
+from outlast.cli.tables import ListOutput
 from outlast.job import contract
 from outlast.job.backend import Backend
 from outlast.job.report import page, panel
@@ -86,10 +86,10 @@ class Pages:
         rows, now = list[dict[str, object]](), time.time()
         for status in reversed(self._place.list()):
             link = {"text": status.name, "link": f"job/{quote(status.name, safe='')}/"}
-            rows.append({**tables_and_pages.row(status, now, ListOutput.TABLE), "NAME": link})
+            rows.append({**status_page.row(status, now, ListOutput.TABLE), "NAME": link})
         section: dict[str, object] = {"title": "Jobs", "open": True}
         if rows:
-            section["table"] = tables_and_pages.count(len(rows), "job"), map(str.lower, rows[0]), [row.values() for row in rows]
+            section["table"] = tables.count(len(rows), "job"), map(str.lower, rows[0]), [row.values() for row in rows]
         else:
             section["note"] = find_job.no_job(self._place)
         return page.live(title="outlast", sections=[section], part=part)

@@ -11,9 +11,9 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, find_job, tables_and_pages, terminal
+from outlast.cli import completion, find_job, tables, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
-from outlast.cli.tables_and_pages import Output
+from outlast.cli.tables import Output
 from outlast.job import contract
 
 if TYPE_CHECKING:
@@ -90,7 +90,7 @@ def report(
     if output is not Format.TABLE:
         sizes = comparison.sizes(job.events)
         document = {"name": job.name, "run": job.run, "workers": list(sizes), **printed.as_json(account)}
-        tables_and_pages.data(document, Output(output))
+        tables.data(document, Output(output))
     elif terminal.colours(sys.stdout):
         console = terminal.console()
         console.print(printed.rich(account, job.name, console.width))
@@ -112,9 +112,9 @@ def _compare(
     if output is Format.HTML:
         sys.stdout.write(page.comparison(rows, [job.metrics() for job in jobs]))
     elif output is Format.TABLE:
-        print(tables_and_pages.table(comparison.HEADINGS, map(comparison.cells, rows)))
+        print(tables.table(comparison.HEADINGS, map(comparison.cells, rows)))
     else:
-        tables_and_pages.data([comparison.as_json(row) for row in rows], Output(output))
+        tables.data([comparison.as_json(row) for row in rows], Output(output))
     if plot is not None:
         plots.write(plot, rows)
         terminal.say(f"drawn to {plot}")

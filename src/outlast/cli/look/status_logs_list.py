@@ -12,9 +12,9 @@ import typer
 
 from outlast.base import backoff
 from outlast.base.errors import OutlastError
-from outlast.cli import find_job, tables_and_pages, terminal
+from outlast.cli import find_job, status_page, tables, terminal
 from outlast.cli.find_job import ContextOption, EverywhereOption, NameArgument, NamespaceOption, SelectorOption
-from outlast.cli.tables_and_pages import ListOutput, ListOutputOption, Output, OutputOption
+from outlast.cli.tables import ListOutput, ListOutputOption, Output, OutputOption
 from outlast.job import logs as job_logs
 
 if TYPE_CHECKING:
@@ -54,9 +54,9 @@ def list_(
     if watch:
         _watch_list(place, statuses, output, namespaced=everywhere)
     elif output in _DOCUMENTS:
-        tables_and_pages.data([status.model_dump(mode="json") for status in statuses], output)
+        tables.data([status.model_dump(mode="json") for status in statuses], output)
     elif statuses:
-        print(tables_and_pages.jobs(statuses, time.time(), output, namespaced=everywhere))
+        print(status_page.jobs(statuses, time.time(), output, namespaced=everywhere))
 
 
 def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutput, *, namespaced: bool) -> NoReturn:
@@ -65,7 +65,7 @@ def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutpu
     def shown(status: JobStatus) -> dict[str, object]:
         if output in _DOCUMENTS:
             return status.model_dump(mode="json")
-        return tables_and_pages.row(status, status.submitted, output, namespaced=namespaced)  # a new age is not a change
+        return status_page.row(status, status.submitted, output, namespaced=namespaced)  # a new age is not a change
 
     known: dict[tuple[str, str], tuple[JobStatus, dict[str, object]]] = {}
     begun = False
@@ -76,10 +76,10 @@ def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutpu
         changed = [*new.values(), *gone]
         if output in _DOCUMENTS:
             for status in changed:
-                tables_and_pages.data(status.model_dump(mode="json"), output, changed=True)
+                tables.data(status.model_dump(mode="json"), output, changed=True)
         elif changed:
             others = [status for key, (status, _) in present.items() if key not in new]  # for the column widths
-            lines = tables_and_pages.jobs([*others, *changed], time.time(), output, namespaced=namespaced).splitlines()
+            lines = status_page.jobs([*others, *changed], time.time(), output, namespaced=namespaced).splitlines()
             print("\n".join(lines[-len(changed) :] if begun else lines), flush=True)
             begun = True
         known = present
@@ -108,9 +108,9 @@ def status(
     if watch:
         _watch(run, output)
     elif output is Output.TABLE:
-        print(tables_and_pages.page(run.status, time.time()))
+        print(status_page.page(run.status, time.time()))
     else:
-        tables_and_pages.data(run.status.model_dump(mode="json"), output)
+        tables.data(run.status.model_dump(mode="json"), output)
 
 
 def _watch(run: Run, output: Output) -> None:
@@ -124,10 +124,10 @@ def _watch(run: Run, output: Output) -> None:
     new = run.status
     while True:
         if output is Output.TABLE:
-            for sentence in tables_and_pages.changes(old, new):
+            for sentence in status_page.changes(old, new):
                 print(sentence, flush=True)
         elif old != new:
-            tables_and_pages.data(new.model_dump(mode="json"), output, changed=True)
+            tables.data(new.model_dump(mode="json"), output, changed=True)
         if not new.state.active:
             return
         old = new

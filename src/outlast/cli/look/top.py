@@ -12,9 +12,9 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import Forbidden, NotServed, Unanswered
-from outlast.cli import find_job, tables_and_pages, terminal
+from outlast.cli import find_job, tables, terminal
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.tables import Output, OutputOption
 from outlast.job import accelerators, contract
 
 if TYPE_CHECKING:
@@ -46,11 +46,11 @@ def top(
     there = find_job.in_cluster(run.place)
     found = _on_this_machine(run.status) if there is None else _in_pods(there, run.name)
     if output is not Output.TABLE:
-        tables_and_pages.data(found, output)
+        tables.data(found, output)
         return
     for title in ("workers", "nodes"):
         if rows := found[title]:
-            print(tables_and_pages.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
+            print(tables.table([key.upper() for key in rows[0]], [[*map(_cell, row.values())] for row in rows]))
             print()
     if not found["workers"]:
         print(f"{run.name} has no workers now", file=sys.stderr)

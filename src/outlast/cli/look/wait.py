@@ -7,7 +7,7 @@ from typing import Annotated, Any
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import find_job, tables_and_pages
+from outlast.cli import find_job, status_page
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
 
 
@@ -45,4 +45,4 @@ def wait(
         options["timeout"] = find_job.duration("--timeout", timeout).total_seconds()
     run = find_job.run(ctx, name, namespace, context)
     status = run.wait(**options)
-    print(f"{run.name}: {tables_and_pages.state(status)}, step {status.step}")
+    print(f"{run.name}: {status_page.state(status)}, step {status.step}")

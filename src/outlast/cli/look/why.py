@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import typer
 
-from outlast.cli import find_job, tables_and_pages
+from outlast.cli import find_job, tables
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
-from outlast.cli.tables_and_pages import Output, OutputOption
+from outlast.cli.tables import Output, OutputOption
 
 
 def why(
@@ -32,4 +32,4 @@ def why(
         print(found)
         return
     rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.failed} for e in found.causes]
-    tables_and_pages.data({"causes": rows, "unseen": found.unseen}, output)
+    tables.data({"causes": rows, "unseen": found.unseen}, output)

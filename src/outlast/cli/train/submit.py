@@ -165,7 +165,7 @@ def _diff(old: Document, new: Document) -> Iterator[str]:
 
 def follow_(place: KubernetesBackend, name: str, options: str) -> int:
     """Show the logs until the job ends. Returns the exit code."""
-    from outlast.cli import run_view, tables_and_pages
+    from outlast.cli import run_view, status_page
 
     try:
         try:
@@ -181,7 +181,7 @@ def follow_(place: KubernetesBackend, name: str, options: str) -> int:
     except KeyboardInterrupt:
         terminal.say(f"{name} goes on; follow it again with: outlast logs -f {name}{options}")
         return 0
-    terminal.say(f"{name}: {tables_and_pages.state(status)}")
+    terminal.say(f"{name}: {status_page.state(status)}")
     return run_view.exit_code(status)
 
 

@@ -1,21 +1,17 @@
-"""The command line's output: tables, a job's page, JSON and YAML.
+"""How a job's status is shown: as the page of `outlast status`, and as a row of `outlast list`.
 
-Text is aligned without a library, so that `outlast list` is instant. The live view is in `live_panel`.
+The live view is in `live_panel`.
 """
 
 from __future__ import annotations
 
-import enum
-import json
 import time
-from collections.abc import Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Annotated, Any
-
-import typer
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from outlast.base import units
-from outlast.base.errors import NotFound
-from outlast.cli import terminal
+from outlast.cli import tables, terminal
+from outlast.cli.tables import ListOutput
 from outlast.job.workerfiles import guessed_progress
 
 if TYPE_CHECKING:
@@ -29,76 +25,10 @@ _FIRST_STEP_S = 20.0
 """Seconds during which a run that reports no step is shown at step 0; arbitrary."""
 
 
-class Output(enum.StrEnum):
-    """Formats for `-o`."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-
-
-class ListOutput(enum.StrEnum):
-    """Formats for `-o` when jobs are listed."""
-
-    TABLE = "table"
-    WIDE = "wide"
-    NAME = "name"
-    JSON = "json"
-    YAML = "yaml"
-
-
-OutputOption = Annotated[Output, typer.Option("-o", "--output", help="Output format.")]
-ListOutputOption = Annotated[
-    ListOutput, typer.Option("-o", "--output", help="Output format; wide: more columns, name: only the names.")
-]
-
-
-def data(value: Any, output: Output | ListOutput, *, changed: bool = False) -> None:
-    """Print plain data as JSON or YAML. With `changed`, it is one of many documents: a line of JSON, or YAML after `---`."""
-    if output == "json":
-        print(json.dumps(value, indent=None if changed else 2), flush=changed)
-    else:
-        import yaml
-
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, explicit_start=changed)
-        if text != terminal.safe(text):
-            text = yaml.safe_dump(value, sort_keys=False, explicit_start=changed)  # `\u202E` is YAML's
-        print(text, end="", flush=changed)
-
-
-def table(headings: Sequence[str], rows: Iterable[Sequence[object]]) -> str:
-    """Format a table with columns as wide as needed, and `-` for None."""
-    lines = [list(headings), *(["-" if cell is None else terminal.one_line(str(cell)) for cell in row] for row in rows)]
-    widths = [max(len(line[column]) for line in lines) for column in range(len(headings))]
-    return "\n".join("  ".join(cell.ljust(width) for cell, width in zip(line, widths, strict=True)).rstrip() for line in lines)
-
-
-def fields(pairs: Mapping[str, object]) -> str:
-    """Format names and values, one pair per line, without values that are None or empty."""
-    width = max(map(len, pairs), default=0)
-    given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
-    return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
-
-
-def percent(share: float | None) -> str | None:
-    """Format a share as `94.1 %`."""
-    return None if share is None else units.percent(share)
-
-
 def goodput(status: JobStatus) -> str | None:
     """Format the goodput as `94.1 %`, or as `at most 94.1 %` for a script whose repeated steps cannot be recognised."""
     exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
-    return percent(status.goodput) if exact or not status.goodput else f"at most {percent(status.goodput)}"
-
-
-def count(number: int, noun: str) -> str:
-    """Format a number with a noun: `1 restart`, `2 restarts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
-def moment(when: float) -> str:
-    """Format a time as a local date and time."""
-    return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))
+    return tables.percent(status.goodput) if exact or not status.goodput else f"at most {tables.percent(status.goodput)}"
 
 
 def lasted(status: JobStatus, now: float) -> float:
@@ -183,14 +113,14 @@ def in_store(store: StoreStatus, now: float) -> str:
     parts += [f"now {store.doing}"] if store.doing else []
     parts += [f"{units.human_bytes(store.backlog)} of checkpoints to upload"] if store.backlog else []
     if store.since:
-        parts.append(f"fails since {moment(store.since)} ({units.human_seconds(now - store.since)}): {store.error}")
+        parts.append(f"fails since {tables.moment(store.since)} ({units.human_seconds(now - store.since)}): {store.error}")
     return f"{store.url}: {', '.join(parts)}"
 
 
 def lost(total: LostStatus) -> str:
     """Format the lost time: `4.1s of training by 3 failures, 1.4s each`."""
     each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
-    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {count(total.failures, 'failure')}{each}"
+    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {tables.count(total.failures, 'failure')}{each}"
 
 
 def _most(total: LostStatus) -> str:
@@ -227,14 +157,14 @@ def page(status: JobStatus, now: float) -> str:
     parts = [
         f"{status.name}: {state(status)}",
         "",
-        fields(
+        tables.fields(
             {
                 "run": status.run,
                 **({} if status.told == "data" else _training(status, now)),
-                "restarts": f"{status.restarts}, and {count(status.interruptions, 'interruption')}, not counted",
+                "restarts": f"{status.restarts}, and {tables.count(status.interruptions, 'interruption')}, not counted",
                 "goodput": goodput(status),
                 "lost": lost(status.lost) if status.lost else None,
-                "submitted": f"{moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
+                "submitted": f"{tables.moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",
                 "exit code": status.exit_code,
                 "output": status.output,
                 "store": in_store(status.store, now) if status.store and _has_uploads(status.store, status) else None,
@@ -243,11 +173,11 @@ def page(status: JobStatus, now: float) -> str:
     ]
     if any(worker.pod for worker in status.workers):
         cells = [(w.index, w.state, w.pod, w.node or None, w.step, w.restarts, w.reason or None) for w in status.workers]
-        parts += ["", table(("WORKER", "STATE", "POD", "NODE", "STEP", "RESTARTS", "REASON"), cells)]
+        parts += ["", tables.table(("WORKER", "STATE", "POD", "NODE", "STEP", "RESTARTS", "REASON"), cells)]
     elif status.workers:
         rows = [(w.index, w.state, w.pid, " ".join(map(_rank, w.ranks)), w.restarts, w.probes) for w in status.workers]
         known = any(rank.step is not None for worker in status.workers for rank in worker.ranks)
-        parts += ["", table(("WORKER", "STATE", "PID", "RANK:STEP" if known else "RANK", "RESTARTS", "PROBES"), rows)]
+        parts += ["", tables.table(("WORKER", "STATE", "PID", "RANK:STEP" if known else "RANK", "RESTARTS", "PROBES"), rows)]
     if status.warnings:
         parts += ["", "Warnings", *(f"  {terminal.one_line(warning)}" for warning in status.warnings)]
     if status.failure:
@@ -287,7 +217,7 @@ def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool =
 def jobs(statuses: Sequence[JobStatus], now: float, output: ListOutput = ListOutput.TABLE, *, namespaced: bool = False) -> str:
     """Format a table with one line per job; the format `name` has no headings."""
     rows = [row(status, now, output, namespaced=namespaced) for status in statuses]
-    lines = table(list(rows[0]), ([*each.values()] for each in rows)).splitlines()
+    lines = tables.table(list(rows[0]), ([*each.values()] for each in rows)).splitlines()
     return "\n".join(lines[1:] if output is ListOutput.NAME else lines)
 
 
@@ -301,21 +231,3 @@ def changes(old: JobStatus | None, new: JobStatus) -> list[str]:
     sentences = [] if same else [state(new)]
     known = old.warnings if old is not None else []
     return sentences + [f"warning: {warning}" for warning in new.warnings if warning not in known]
-
-
-def one_of(what: str, given: str | None, choices: Sequence[str], *, none: str) -> str:
-    """Return `given` if it is in `choices`, or the only choice if `given` is None. Raises NotFound with the closest match."""
-    if given is not None and given in choices:
-        return given
-    if not choices:
-        raise NotFound(none)
-    names = ", ".join(choices)
-    if given is None:
-        if len(choices) == 1:
-            return choices[0]
-        raise NotFound(f"which {what}? there are {names}")
-    import difflib
-
-    near = difflib.get_close_matches(given, choices, n=1)
-    hint = f"did you mean {near[0]}? " if near else ""
-    raise NotFound(f"no {what} {given}; {hint}there {'is' if len(choices) == 1 else 'are'} {names}")
