@@ -428,6 +428,24 @@ def test_attempts_use_up_the_budget_as_well() -> None:
     assert "restarts.limit (2 within 1h without a new checkpoint) is used up" in cluster.status["reason"]
 
 
+def test_a_repaired_process_that_knew_of_no_checkpoint_is_judged_by_those_of_the_run() -> None:
+    cluster = training(restarts={"limit": 3})
+    for _ in range(3):
+        cluster.fail(1, code=137)
+        cluster.run(8)
+        cluster.until(trains(2))
+    cluster.run(120)
+    assert cluster.committed > cluster.status["failures"][-1]["committedStep"], (
+        "it has advanced, so that three restarts are refunded"
+    )
+    cluster.repair(1)
+    for agent in cluster.agents.values():
+        agent.past[-1]["failure"] |= {"committed": None, "step": None}
+    cluster.run(3)
+    assert cluster.status["state"] == "Running", cluster.status["reason"]
+    assert [each["committedStep"] for each in cluster.status["failures"]][-1] == cluster.committed
+
+
 def failed_three_times_at_step_7(**failure: object) -> Cluster:
     """A job that has ended by that; `failure` is what its agents report otherwise."""
     cluster = training()

@@ -172,6 +172,14 @@ def test_attempts_without_progress_end(code: int, cause: str, most: int) -> None
     assert party.attempt == most
 
 
+def test_a_repaired_failure_has_the_newest_checkpoint_that_any_member_knows_of() -> None:
+    net = Net(2)
+    net.crash(4, a_failure(4, committed=None))  # it died as it started
+    net.stop(3, a_failure(3, echo=True, committed=5))
+    net.settle()
+    assert all(party.go and (party.go.worker, party.go.failure["committed"]) == (4, 5) for party in net.parties.values())
+
+
 @pytest.mark.parametrize("limit", [0, 1, 3])
 def test_members_make_no_attempt_that_the_budget_does_not_allow(limit: int) -> None:
     net = Net(2, limit)

@@ -362,9 +362,11 @@ class Participant:
         self._committed, self._unsaved = max(self._committed, committed), unsaved + 1
         cause = root_cause.cause(pending).failure
         self._step, self._tries = (reached, 1) if progress else (self._step, self._tries + 1)
-        failed = self._ready[cause.worker].failure
+        failed = self._ready[cause.worker].failure or {}
+        if committed:  # a process that died as it started did not know of its run's checkpoints
+            failed = {**failed, "committed": committed}
         address = self._ready[self.id].address
-        self.go = Go(self.generation, self.attempt + 1, address, cause.worker, failed or {})
+        self.go = Go(self.generation, self.attempt + 1, address, cause.worker, failed)
         self.stage = Stage.GOES
         return [(id, self.go) for id in self.members if id != self.id]
 

@@ -343,7 +343,7 @@ class _Step:
                 self.end(Ending(State.SUCCEEDED, reason, contract.Exit.DONE, End.SUCCEEDED))
             case who_trains.Wait() | who_trains.Closed():
                 self.effects.append(decision)
-        return not isinstance(decision, who_trains.Closed)
+        return tick.replicas != 0 and not isinstance(decision, who_trains.Closed)
 
     def call(self, call: Call) -> None:
         before, verdict = self.state, who_trains.lost(self.state, self.now)

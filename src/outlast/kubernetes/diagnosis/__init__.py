@@ -4,9 +4,9 @@
     causes(snapshot, now) -> [Finding]               why the job does not train; pure
     local_job.causes(status, events, now)            the same for a job on this machine
 
-    gather_evidence.namespace(cluster) -> Snapshot   reads the documents in a namespace for jobs cluster.checks(snapshot) ->
-    [Finding]            whether jobs would train there; pure machine.checks(), check_pods.checks(...)    the same for this
-    machine, and from inside temporary pods
+    gather_evidence.namespace(cluster) -> Snapshot   reads the documents in a namespace for jobs
+    cluster.checks(snapshot) -> [Finding]            whether jobs would train there; pure
+    machine.checks(), check_pods.checks(...)         the same for this machine, and from inside temporary pods
 
 A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
 that keep pods from being created, scheduled or started, and finally causes that stop training. messages.yaml explains Kubernetes'

@@ -11,6 +11,7 @@ from outlast.kubernetes.operator.elasticjob_status import CountedFailure
 from outlast.kubernetes.operator.plan import Document
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import coordinator, root_cause
+from outlast.rendezvous.attempts import Repaired
 from outlast.rendezvous.coordinator import CoordinatorState, Effect, Record
 from outlast.rendezvous.partition import Loss
 from outlast.rendezvous.root_cause import Pending
@@ -42,6 +43,9 @@ def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
     called = status.called
     if called is not None:  # a lost watch or a clock change must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
+    committed = max((record.committed_step for record in status.history), default=0)
+    if isinstance(event, Repaired) and not root_cause.committed(event.past.failure):
+        committed = rec.committed  # a process that died as it started did not know of its run's checkpoints
     held = max([rec.committed, *(report.progress.snapshot for report in reports.values())])
     state = CoordinatorState(
         {id: report.member for id, report in reports.items()},
@@ -50,7 +54,7 @@ def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
         lost={each.worker: Loss(each.at, each.times, held=each.held) for each in status.lost},
         held=min(held, rec.step),
         counted=status.counted,
-        committed=max((record.committed_step for record in status.history), default=0),
+        committed=committed,
         history=status.history,
         restarts=status.restarts,
     ).gone(*gone)
