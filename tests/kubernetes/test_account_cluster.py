@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Namespace
-from operated import hurried, status, submit_exact, trains, until
+from operated import KILL_RANKS, hurried, status, submit_exact, trains, until
 from outlast.job.report import goodput
 from outlast.job.report.steps import Bucket
 from outlast.kubernetes import api
@@ -71,7 +71,6 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
         after = status(namespace, "job")["step"] + 50
         until(namespace, "job", lambda found: found["step"] > after)
 
-    each = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
     settled(2)
     again(2, "delete", "pod", "job-worker-0", "--grace-period=0", "--force")
     again(2, "exec", "job-worker-1", "--", "sh", "-c", "kill -9 -1")
@@ -84,7 +83,7 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     repaired(1, "touch /tmp/swell", "rank 1 on worker 1 was killed: out of memory")
     again(3, "exec", "job-worker-2", "--", "sh", "-c", "kill -STOP -1")
     again(2, "scale", "ej/job", "--replicas=2")
-    repaired(0, each, "rank 0 on worker 0 was killed by SIGKILL")
+    repaired(0, KILL_RANKS, "rank 0 on worker 0 was killed by SIGKILL")
     hurried(namespace, "job")
     ended = until(namespace, "job", lambda found: found.get("goodput"))
 

@@ -10,11 +10,10 @@ import os
 import pytest
 
 from namespaces import Namespace
-from operated import begun, status, trains, until
+from operated import KILL_RANKS, begun, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
 ARGS = ["--epochs=500"]
-RANKS = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
 
 
 @pytest.fixture
@@ -30,10 +29,10 @@ def test_a_job_in_an_image_with_torch_alone_is_struck_five_times_and_has_the_und
     workers = {"replicas": 2, "min": 2}
     begun(namespace, "any", workers, image=image, args=ARGS)
     for index, harm in (
-        (1, ["exec", "any-worker-1", "--", "sh", "-c", RANKS]),
+        (1, ["exec", "any-worker-1", "--", "sh", "-c", KILL_RANKS]),
         (1, ["delete", "pod", "any-worker-1", "--grace-period=0", "--force"]),
         (0, ["exec", "any-worker-0", "--", "sh", "-c", "kill -9 -1"]),
-        (0, ["exec", "any-worker-0", "--", "sh", "-c", RANKS]),
+        (0, ["exec", "any-worker-0", "--", "sh", "-c", KILL_RANKS]),
         (0, ["delete", "pod", "any-worker-0", "--wait=false"]),
     ):
         before = status(namespace, "any")["step"]

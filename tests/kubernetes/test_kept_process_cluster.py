@@ -5,17 +5,16 @@ As for test_operator_cluster.py.
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from namespaces import Namespace
-from operated import ELASTIC, hurried, status, submit_exact, trains, until
+from operated import ELASTIC, for_ranks, hurried, status, submit_exact, trains, until, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-RANKS = "for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && echo ${p#/proc/}; done; true"
+RANKS = for_ranks("echo ${p#/proc/}")
 
 
 def resized(namespace: Namespace, directory: Path, name: str, *args: str) -> Iterator[list[str]]:
@@ -36,14 +35,10 @@ def resized(namespace: Namespace, directory: Path, name: str, *args: str) -> Ite
     assert hurried(namespace, name)["state"] == "Succeeded", status(namespace, name)
 
 
-def weights(namespace: Namespace, name: str) -> str:
-    return re.findall(r"weights (\w{64})", namespace.logs(name))[-1]
-
-
 def test_pods_that_stay_keep_their_processes_and_change_no_bit(namespace: Namespace, tmp_path: Path) -> None:
     replaced = list(resized(namespace, tmp_path, "replaced"))
     assert not {*replaced[0]} & {*replaced[1]}, "without the choice a change replaces all processes"
     first, second, third = resized(namespace, tmp_path, "kept", "--keep")
     assert (second, third) == (first, first[:1])
-    assert weights(namespace, "kept") == weights(namespace, "replaced")
+    assert weights(namespace.logs("kept")) == weights(namespace.logs("replaced"))
     assert status(namespace, "kept")["restarts"] == 0

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from namespaces import Namespace
-from operated import OUTLAST, status, trains, until
+from operated import KILL_RANKS, OUTLAST, status, trains, until, weights
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
@@ -41,10 +41,6 @@ SCRIPTS: dict[str, tuple[Callable[[], str], int]] = {
     "lightning": ((ROOT / "examples" / "lightning_fit.py").read_text, 150),
 }
 """The script and its argument, which makes it run for minutes. Their weights are the same on one rank and on two."""
-
-
-def weights(logs: str) -> str:
-    return str(re.findall(r"weights (\w{64})", logs)[-1])
 
 
 @pytest.fixture
@@ -91,8 +87,7 @@ def test_a_script_in_pods_that_is_struck_five_times_and_resized_has_the_undistur
         until(namespace, name, lambda found: trains(workers)(found) and (found.get("step") or 0) > after, 400)
 
     def a_rank_dies(worker: int) -> None:
-        harm = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
-        namespace.kubectl("exec", f"{name}-worker-{worker}", "--", "sh", "-c", harm, fails=True)
+        namespace.kubectl("exec", f"{name}-worker-{worker}", "--", "sh", "-c", KILL_RANKS, fails=True)
 
     goes_on()
     for strike in (

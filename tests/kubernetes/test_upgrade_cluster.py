@@ -13,10 +13,10 @@ import os
 import pytest
 
 from namespaces import Namespace
-from operated import begun, status, trains, until
+from operated import begun, for_ranks, status, trains, until
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
-KILL_RANKS = "for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && kill -9 ${p#/proc/} && echo killed; done"
+KILL_RANKS = for_ranks("kill -9 ${p#/proc/} && echo killed")  # the version before does not show LOCAL_RANK
 
 
 def test_a_job_of_the_version_before_goes_on_pod_by_pod(namespace: Namespace, undisturbed_pods: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import subprocess
 import sys
 import time
@@ -18,7 +19,19 @@ from namespaces import Document, Namespace
 from outlast.job import contract
 
 ELASTIC = "elasticjobs.outlast.dev"
+KILL_RANKS = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
+"""Kills the training processes of a pod, for `sh -c` in it."""
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
+
+
+def for_ranks(action: str) -> str:
+    """Return a command for `sh -c` in a pod that does this for each training process `$p`, found by its title."""
+    return f"for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && {action}; done; true"
+
+
+def weights(logs: str) -> str:
+    """Return the hash of the weights that a script has printed."""
+    return str(re.findall(r"weights (\w{64})", logs)[-1])
 
 
 def submit_exact(namespace: Namespace, directory: Path, name: str, *args: str, **fields: object) -> None:

@@ -326,7 +326,7 @@ class _Step:
         its end."""
         world, inside = self.state.world, self.state.inside
         here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
-        return world is not None and not (here.issuperset(world.members) and not who_trains.lost(self.state, self.now).out)
+        return world is not None and (not here.issuperset(world.members) or bool(who_trains.lost(self.state, self.now).out))
 
     def decide(self, tick: Tick) -> bool:
         """Make the next decision. Returns False if no workers are wanted any more."""

@@ -45,7 +45,7 @@ _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resu
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows about its script before the first batch and before waiting. The defaults allow it to continue."""
+    """A session's facts about its script, before the first batch and before waiting. The defaults let the process continue."""
 
     agent: bool = True
     """True if an agent gives this process its place in the next world."""

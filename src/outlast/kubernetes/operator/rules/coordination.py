@@ -43,9 +43,10 @@ def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
     called = status.called
     if called is not None:  # a lost watch or a clock change must not shorten the time to save
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
-    committed = max((record.committed_step for record in status.history), default=0)
-    if isinstance(event, Repaired) and not root_cause.committed(event.past.failure):
-        committed = rec.committed  # a process that died as it started did not know of its run's checkpoints
+    committed = rec.committed
+    if isinstance(event, Repaired) and root_cause.committed(event.past.failure):
+        # It names the newest step at that time. A process that died as it started knows of none.
+        committed = max((record.committed_step for record in status.history), default=0)
     held = max([rec.committed, *(report.progress.snapshot for report in reports.values())])
     state = CoordinatorState(
         {id: report.member for id, report in reports.items()},
@@ -62,7 +63,7 @@ def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
         return state
     pending = tuple(state.uncounted(_reported(rec)))
     since = min((each.failure.time for each in pending), default=rec.now)
-    return dataclasses.replace(state, pending=pending, pending_since=since, committed=rec.committed)
+    return dataclasses.replace(state, pending=pending, pending_since=since)
 
 
 def _reported(rec: ReconcilePass) -> list[tuple[Pending, bool]]:
@@ -105,10 +106,11 @@ def _failed(rec: ReconcilePass, state: CoordinatorState, record: Record, failure
     rec.update(failure=document, counted_failures=tuple(known.get(each.record, each) for each in new))
     if record.state is None:
         return  # the job ends
-    if "repaired" in facts:
-        return rec.set_state(record.state, record.reason, "WorkerFailed", event=True, warning=True)
-    rec.prerequisites = desired.prerequisites(rec.snapshot)  # if some were deleted, workers could not report or meet
-    rec.set_state(State.RESTARTING, record.reason, "WorkerFailed", event=True, warning=True)
+    repaired = "repaired" in facts
+    if not repaired:
+        rec.prerequisites = desired.prerequisites(rec.snapshot)  # if some were deleted, workers could not report or meet
+    state_now = record.state if repaired else State.RESTARTING
+    rec.set_state(state_now, record.reason, "WorkerFailed", event=True, warning=True)
 
 
 def failure_document(rec: ReconcilePass, failure: Failure) -> Document:
