@@ -29,6 +29,7 @@ from typing import Any
 
 from resilience import account
 from resilience.account import Event, Line
+from resilience.trace import SAMPLES
 
 HERE = Path(__file__).parent
 WORKERS = 3
@@ -65,6 +66,7 @@ class Cluster:
             "every": 0,
             "timeout_s": 0,
             "millions": options.millions,
+            "samples": SAMPLES,
         }
         fields = {
             "image": self._image,
