@@ -1,9 +1,10 @@
 """The lines of the page about the first job in a cluster run there, one after another.
 
-KUBECONFIG=... OUTLAST_TEST_IMAGE=outlast:test OUTLAST_TEST_STORE=s3://bucket/tests AWS_ENDPOINT_URL=...
+KUBECONFIG=... OUTLAST_TEST_TORCH_IMAGE=torch:1 OUTLAST_TEST_STORE=s3://bucket/tests AWS_ENDPOINT_URL=...
 pytest -m cluster tests/kubernetes/test_first_job_cluster.py
 
-The cluster has the operator. The store is one that pods reach; its AWS_* variables are theirs, too.
+The cluster has the operator. The image has PyTorch and no Outlast; the default is OUTLAST_TEST_IMAGE. The store is one that pods
+reach; its AWS_* variables are theirs, too.
 """
 
 from __future__ import annotations
@@ -35,9 +36,8 @@ def test_each_line_of_the_page_runs_and_nothing_is_left(tmp_path: Path) -> None:
         pytest.skip("OUTLAST_TEST_STORE is not set")
     name, output = f"first-{uuid.uuid4().hex[:6]}", f"{STORE}/{uuid.uuid4().hex[:8]}"
     (job,) = blocks("yaml")
-    job = job.replace("registry.example.com/me/outlast:1", os.environ["OUTLAST_TEST_IMAGE"]).replace(
-        "s3://my-bucket/runs", output
-    )
+    image = os.environ.get("OUTLAST_TEST_TORCH_IMAGE") or os.environ["OUTLAST_TEST_IMAGE"]
+    job = re.sub(r"(?m)^  image: .*", f"  image: {image}", job).replace("s3://my-bucket/runs", output)
     (tmp_path / "job.yaml").write_text(job)
     shutil.copy(ROOT / "examples" / "exact.py", tmp_path)
     keys = " ".join(f"--from-literal={key}={value}" for key, value in os.environ.items() if key.startswith("AWS_"))

@@ -29,6 +29,7 @@ from outlast.job import contract, spec
 from outlast.kubernetes import diagnosis, manifests
 from outlast.kubernetes.diagnosis import Finding
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_time
+from outlast.kubernetes.manifests import render_request
 
 HERE = Path(__file__).parent / "recorded"
 FINDINGS = HERE / "findings.yaml"
@@ -248,7 +249,9 @@ def begin(name: str, namespace: str) -> None:
     )
     if it.there:
         kubectl("apply", "-n", namespace, "-f", "-", documents=list(it.there))
-    kubectl("apply", "-n", namespace, "-f", "-", documents=manifests.render(job(name), it.topology, namespace=namespace))
+    documents = json.dumps(manifests.render(job(name), it.topology, namespace=namespace))
+    documents = documents.replace(render_request.OPERATOR_IMAGE, IMAGE)  # from which pods copy Outlast if their image lacks it
+    kubectl("apply", "-n", namespace, "-f", "-", documents=json.loads(documents))
 
 
 def visible(name: str, namespace: str) -> bool:
