@@ -3,8 +3,8 @@
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
 operator nor an etcd (`c10d://host:port`).
 
-Workers report, and one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, or after
-`SILENCE_S` of silence.
+Workers report, and one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, and in
+pods after `SILENCE_S` of silence; the launcher kills an agent that does nothing.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
