@@ -178,7 +178,9 @@ def test_a_pod_is_lost_and_weights_and_evaluation_are_those_of_an_undisturbed_ru
         server.wait(lambda: backend.status(name).state.final, lambda: server.logs(name), PATIENCE_S)
         assert backend.status(name).state is State.SUCCEEDED, server.logs(name)
     server.ended(kind(documents, "Job"), "Complete")
-    assert "fetching the checkpoint of step" in server.logs(name), "the new pod came to a training that was not over"
+    ledger = f"/buckets/bucket/runs/{name}/ledger"
+    events = server.kubectl("exec", "s3", "--", "grep", "-rh", '"kind": "restored"', ledger)
+    assert any(json.loads(event)["step"] > 0 for event in events.splitlines()), "the new pod came to a training that was over"
 
     assert machine.end("calm", timeout_s=PATIENCE_S).state is State.SUCCEEDED
     assert machine.backend.evaluate("calm", []) == 0
