@@ -98,9 +98,7 @@ def test_it_completes_what_a_cluster_has(complete: Complete, team: apiserver.Api
     assert complete("render -n team") == complete("operator -n team") == ["team-b"]
 
 
-def test_kubectl_completes_the_plug_in_by_its_convention(
-    team: apiserver.ApiServer, local: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_kubectl_completes_the_plug_in_by_its_convention(team: apiserver.ApiServer, local: None, monkeypatch, capfd) -> None:
     def offers(*words: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["kubectl_complete-outlast", *words])
         with mock.patch.dict(os.environ):
@@ -143,9 +141,7 @@ def test_every_name_of_a_job_a_namespace_and_a_context_is_completed() -> None:
     assert lacking == []
 
 
-def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(
-    complete: Complete, team: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(complete: Complete, team: apiserver.ApiServer, monkeypatch):
     monkeypatch.setattr(apiserver.ApiServer, "answer", lambda *_: time.sleep(5))
     monkeypatch.setattr(completion, "_TIMEOUT_S", 0.2)
     complete("status -n")  # modules are imported
@@ -155,9 +151,7 @@ def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(
 
 
 @pytest.mark.parametrize("kubeconfig", ["not: [yaml", "contexts: 5", None])
-def test_a_damaged_kubeconfig_offers_nothing_and_says_nothing(
-    kubeconfig: str | None, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_kubeconfig_offers_nothing_and_says_nothing(kubeconfig: str | None, complete: Complete, tmp_path, monkeypatch):
     path = tmp_path / "broken"
     if kubeconfig is not None:
         path.write_text(kubeconfig)

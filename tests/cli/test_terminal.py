@@ -81,9 +81,7 @@ def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend | None
     ],
     ids=" ".join,
 )
-def test_no_command_passes_on_what_others_wrote(
-    evil: fake.FakeBackend, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_command_passes_on_what_others_wrote(evil: fake.FakeBackend, words: list[str], capsys, monkeypatch) -> None:
     said = printed(capsys, evil, *words)
     assert said.strip()
     assert not CONTROL.search(said)
@@ -187,14 +185,7 @@ def test_the_panel_on_a_terminal_shows_what_is_safe(evil: fake.FakeBackend) -> N
         ({"TERM": "dumb"}, True, False),
     ],
 )
-def test_colours_are_where_they_are_wanted(
-    environment: dict[str, str],
-    tty: bool,
-    coloured: bool,
-    evil: fake.FakeBackend,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_colours_are_where_they_are_wanted(environment: dict[str, str], tty: bool, coloured: bool, evil, capsys, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")

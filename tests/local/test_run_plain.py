@@ -66,9 +66,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
 
 
 @pytest.mark.slow
-def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(
-    machine, machine_in, tmp_path: Path, rclone: Place
-) -> None:
+def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(machine, machine_in, tmp_path: Path, rclone: Place):
     url = rclone.url
     args = ("--steps=2000", "--pause=0.02", "--save-every=20")
     job = machine.job(args=args, output=url, sync={"every": "1s"}, **SCRIPT)

@@ -60,9 +60,7 @@ def pushed(step: int) -> Callable[[JobStatus], bool]:
 
 @pytest.mark.slow
 @one_server("moto")
-def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_read_there(
-    machine, s3: Place, capsys: pytest.CaptureFixture[str]
-):
+def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_read_there(machine, s3: Place, capsys) -> None:
     status = machine.run(machine.job(args=ARGS[:-1], output=f"{s3.url}/runs/"))
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
     output = machine.backend.output("job")
