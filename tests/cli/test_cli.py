@@ -356,10 +356,7 @@ def test_a_reader_that_goes_away_is_no_error(tmp_path: Path) -> None:
         "cli.main(['logs'], backend=b)\n"
     )
     process = subprocess.Popen(
-        [sys.executable, "-c", program, str(tmp_path)],
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        cwd=PROGRAMS.parent,
+        [sys.executable, "-c", program, str(tmp_path)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, cwd=PROGRAMS.parent
     )
     assert process.stdout is not None
     assert process.stderr is not None

@@ -69,21 +69,12 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         yield api
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("status t", ["train", "test"]),
-        ("checkpoints list tr", ["train"]),
-        ("report train te", ["test"]),
-        ("tensorboard te", ["test"]),
-        ("scale ", ["train", "test"]),
-        ("chaos t", ["term", "train", "test"]),
-        ("chaos ", [*faults.ACTIONS, "train", "test"]),
-        ("data get ", list(named_datasets.NAMES)),
-        ("submit --as i", ["indexed-job"]),
-        ("status nothing", []),
-    ],
-)
+@pytest.mark.parametrize(("words", "offered"), [
+    ("status t", ["train", "test"]), ("checkpoints list tr", ["train"]), ("report train te", ["test"]),
+    ("tensorboard te", ["test"]), ("scale ", ["train", "test"]), ("chaos t", ["term", "train", "test"]),
+    ("chaos ", [*faults.ACTIONS, "train", "test"]), ("data get ", list(named_datasets.NAMES)),
+    ("submit --as i", ["indexed-job"]), ("status nothing", []),
+])  # fmt: skip
 def test_the_shell_completes_jobs_of_this_machine_and_fixed_names(
     words: str, offered: list[str], complete: Complete, local: None
 ) -> None:

@@ -120,16 +120,10 @@ def test_a_word_that_yaml_reads_otherwise_is_quoted(word: str) -> None:
     assert yaml.safe_load(script._quoted(word)) == word
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("train.py", "train"),
-        ("My_Train v2.py", "my-train-v2"),
-        ("01_pre.py", "job-01-pre"),
-        ("é.py", "job"),
-        ("x" * 80 + ".py", "x" * 51),
-    ],
-)
+@pytest.mark.parametrize(("file", "name"), [
+    ("train.py", "train"), ("My_Train v2.py", "my-train-v2"), ("01_pre.py", "job-01-pre"), ("é.py", "job"),
+    ("x" * 80 + ".py", "x" * 51),
+])  # fmt: skip
 def test_a_job_is_named_after_its_script(file: str, name: str) -> None:
     Path(file).write_text("")
     assert script.title(file) == name

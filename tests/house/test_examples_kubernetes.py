@@ -33,12 +33,7 @@ def test_an_example_is_right_and_named_like_its_file(file: Path) -> None:
     assert next(line.split()[1] for name, line in COMMANDS if name == file.stem) == f"examples/kubernetes/{file.name}"
 
 
-MACHINES = {
-    "g5.2xlarge": (8, 32, 1),
-    "g6.2xlarge": (8, 32, 1),
-    "p4d.24xlarge": (96, 1152, 8),
-    "p5.48xlarge": (192, 2048, 8),
-}
+MACHINES = {"g5.2xlarge": (8, 32, 1), "g6.2xlarge": (8, 32, 1), "p4d.24xlarge": (96, 1152, 8), "p5.48xlarge": (192, 2048, 8)}
 """Type of machine -> vCPUs, GiB, devices: https://aws.amazon.com/ec2/instance-types/"""
 
 

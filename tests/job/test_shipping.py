@@ -369,10 +369,7 @@ def test_an_archive_is_shipped_as_it_is(tmp_path: Path) -> None:
         assert parcel.code == content
     assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tgz#sha256={checksum}"
     assert parcel.sentence.startswith(f"code: my.tgz, {len(content)} B -> ConfigMap train-code-")
-    with (
-        pytest.raises(OutlastError, match="has the checksum"),
-        pack(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")),
-    ):
+    with pytest.raises(OutlastError, match="has the checksum"), pack(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")):
         pass
     with (
         pytest.raises(OutlastError, match=r"script \(other.py\) is not in code"),

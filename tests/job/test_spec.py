@@ -273,34 +273,23 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
                 ("volumes: [{claim: a, to: /usr}]", "volumes[0].to (/usr)"),
             )
         ),
-        (
-            "volumes: [{claim: My_Data, to: /data}]",
-            "volumes[0].claim (My_Data) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
-        ),
-        (
-            "secrets: [{name: HF-token}]",
-            "secrets[0].name (HF-token) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
-        ),
-        (
-            "scheduling: {queue: team_a}",
-            "scheduling.queue (team_a) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 63 characters",
-        ),
-        (
-            "scheduling: {priorityClassName: High}",
-            "scheduling.priorityClassName (High) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
+        *(
+            (
+                field,
+                f"{place} must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {most} characters",
+            )
+            for field, place, most in (
+                ("volumes: [{claim: My_Data, to: /data}]", "volumes[0].claim (My_Data)", 253),
+                ("secrets: [{name: HF-token}]", "secrets[0].name (HF-token)", 253),
+                ("scheduling: {queue: team_a}", "scheduling.queue (team_a)", 63),
+                ("scheduling: {priorityClassName: High}", "scheduling.priorityClassName (High)", 253),
+            )
         ),
         (
             "tolerations: [{key: a b, operator: Exists}]",
             "tolerations[0].key (a b) must be the key of a taint, e.g. nvidia.com/gpu: letters, digits, -, _ and .",
         ),
-        (
-            "tolerations: [{key: a, value: b c}]",
-            "tolerations[0].value (b c) must be at most 63 letters, digits, -, _ and .",
-        ),
+        ("tolerations: [{key: a, value: b c}]", "tolerations[0].value (b c) must be at most 63 letters, digits, -, _ and ."),
         (
             "tolerations: [{key: a, value: b, operator: Exists}]",
             "the toleration's value (b) has no effect with operator Exists; remove one of them",
