@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import os
@@ -504,14 +505,9 @@ def test_a_run_on_a_terminal_ends_with_its_panel(tmp_path: Path) -> None:
     ) as process:  # fmt: skip
         os.close(slave)
         shown = b""
-        while True:
-            try:
-                piece = os.read(master, 65536)
-            except OSError:  # the other end is closed
-                break
-            if not piece:
-                break
-            shown += piece
+        with contextlib.suppress(OSError):  # the other end is closed
+            while piece := os.read(master, 65536):
+                shown += piece
     os.close(master)
     assert process.returncode == 0, shown.decode()
     text = shown.decode()
