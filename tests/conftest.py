@@ -171,13 +171,13 @@ def machine(tmp_path: Path) -> Iterator[Machine]:
     machine = Machine(tmp_path)
     yield machine
     machine.kill_everything()
-    machine.kill_everything()  # workers that were just starting a launcher
 
 
 @pytest.fixture
-def machine_in() -> type[Machine]:
-    """Makes a machine in a directory of the test's choice; the test ends its processes itself."""
-    return Machine
+def elsewhere(machine: Machine) -> Machine:
+    """Another machine. Its processes end with those of `machine`, in whose directory it is."""
+    (machine.directory / "elsewhere").mkdir()
+    return Machine(machine.directory / "elsewhere")
 
 
 @pytest.fixture(scope="session")

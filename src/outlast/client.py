@@ -146,12 +146,7 @@ class Job:
         return spec.dump(self.file)
 
     def run(
-        self,
-        *,
-        fresh: bool = False,
-        take_over: bool = False,
-        chaos: str | Path | None = None,
-        say: Callable[[str], None] = print,
+        self, *, fresh: bool = False, take_over: bool = False, chaos: str | Path | None = None, say: Callable[[str], None] = print
     ) -> Run:
         """Start training on this machine, in the background, or continue the run with this name if it has not succeeded.
 

@@ -131,13 +131,7 @@ def test_a_zip_archive_arrives_whole(tmp_path: Path, unpack):
         (a_zip_entry("bin/link", 0o120777), b"../train.py"),
         ("empty/", b""),
     )
-    assert unpack(archive) == {
-        "bin/": "",
-        "bin/link": "-> ../train.py",
-        "bin/run": "#!",
-        "empty/": "",
-        "train.py": "print()",
-    }
+    assert unpack(archive) == {"bin/": "", "bin/link": "-> ../train.py", "bin/run": "#!", "empty/": "", "train.py": "print()"}
     assert (tmp_path / "into" / "bin" / "run").stat().st_mode & 0o777 == 0o755
 
 

@@ -16,22 +16,10 @@ from outlast.base.units import Every
 DURATIONS = st.timedeltas(min_value=timedelta(0), max_value=timedelta.max)
 
 
-@pytest.mark.parametrize(
-    ("text", "seconds"),
-    [
-        ("90s", 90),
-        ("5m", 300),
-        ("1h30m", 5400),
-        ("1h 30m", 5400),
-        ("2d", 172_800),
-        ("0.5s", 0.5),
-        ("1.5h", 5400),
-        ("90", 90),
-        (90, 90),
-        (0.25, 0.25),
-        (0, 0),
-    ],
-)
+@pytest.mark.parametrize(("text", "seconds"), [
+    ("90s", 90), ("5m", 300), ("1h30m", 5400), ("1h 30m", 5400), ("2d", 172_800), ("0.5s", 0.5), ("1.5h", 5400), ("90", 90),
+    (90, 90), (0.25, 0.25), (0, 0),
+])  # fmt: skip
 def test_durations_are_read(text: str | float, seconds: float) -> None:
     assert units.duration(text) == timedelta(seconds=seconds)
 
@@ -61,19 +49,10 @@ def test_a_duration_survives_being_written_and_read(value: timedelta) -> None:
     assert re.search(units.DURATION_PATTERN, text)
 
 
-@pytest.mark.parametrize(
-    ("text", "size"),
-    [
-        ("16Gi", 16 * 2**30),
-        ("1.5Gi", 3 * 2**29),
-        ("2G", 2 * 10**9),
-        ("1k", 1000),
-        (1024, 1024),
-        ("1e3", 1000),
-        ("0.1", 1),
-        ("1500m", 2),
-    ],
-)
+@pytest.mark.parametrize(("text", "size"), [
+    ("16Gi", 16 * 2**30), ("1.5Gi", 3 * 2**29), ("2G", 2 * 10**9), ("1k", 1000), (1024, 1024), ("1e3", 1000), ("0.1", 1),
+    ("1500m", 2),
+])  # fmt: skip
 def test_memory_is_read_as_kubernetes_reads_it(text: str | int, size: int) -> None:
     assert units.memory(text) == size
 

@@ -45,9 +45,7 @@ def of_a_store(tmp_path: Path, *words: object) -> tuple[int, str]:
     return int(ended.value.code or 0), told.getvalue().replace(str(tmp_path), "TMP")
 
 
-def test_results_come_home_without_checkpoints_and_are_no_code_there(
-    tmp_path: Path, place: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_results_come_home_without_checkpoints_and_are_no_code_there(tmp_path: Path, place: Store, monkeypatch) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "train.py").write_text("")
     for name in ("model.pt", "figures/a.png", "checkpoints/step-00000001/weights"):
@@ -193,9 +191,7 @@ def test_what_is_removed_while_it_is_verified_is_not_damaged(outlast: Outlast, h
 
 
 @pytest.mark.usefixtures("three")
-def test_a_run_has_the_checkpoints_of_its_store_where_the_disk_is_elsewhere(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_has_the_checkpoints_of_its_store_where_the_disk_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     there = StoreStatus(url=f"file://{tmp_path}/store/one")
     backend = fake.FakeBackend(tmp_path / "output")
     status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))

@@ -83,9 +83,7 @@ def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver
     assert json.loads(outlast("report", f"{url}/train", "-o", "json")[1])["goodput"] == account.goodput
 
 
-def test_a_page_is_made_of_a_job_in_a_cluster_and_of_the_url_of_its_output(
-    team: apiserver.ApiServer, url: str, outlast: Outlast
-) -> None:
+def test_a_page_is_made_of_a_job_in_a_cluster_and_of_the_url_of_its_output(team: apiserver.ApiServer, url: str, outlast: Outlast):
     document = a_job(url)
     document["spec"]["env"] = {"API_TOKEN": "hunter2", "SEED": "7"}
     team.put(document)
@@ -118,9 +116,7 @@ def test_the_live_pages_show_a_cluster_with_or_without_a_store_and_wait_for_one_
         assert (code, "; trying again" in text, "Traceback" in text) == (503, True, False)
 
 
-def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(
-    team: apiserver.ApiServer, url: str, outlast: Outlast
-) -> None:
+def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(team: apiserver.ApiServer, url: str, outlast: Outlast):
     noted = [
         {"t": 90.0, "kind": "submitted", "source": "operator", "job": "train"},
         {"t": 95.0, "kind": "asked", "source": "operator"},
@@ -134,9 +130,7 @@ def test_the_report_of_a_job_in_a_cluster_also_has_what_its_operator_knows(
     assert [each["text"] for each in found["incidents"]] == ["worker 1 was evicted"]
 
 
-def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(
-    team: apiserver.ApiServer, url: str, outlast: Outlast
-) -> None:
+def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(team: apiserver.ApiServer, url: str, outlast: Outlast):
     team.put(a_job(url))
     assert outlast("checkpoints", "list", "train", "-n", "n", "-o", "json")[:2] == (0, "[]\n")
     assert outlast("checkpoints", "show", "train", "-n", "n") == (2, "", "Error: nothing has been saved yet\n")

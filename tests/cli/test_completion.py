@@ -69,21 +69,12 @@ def team(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.
         yield api
 
 
-@pytest.mark.parametrize(
-    ("words", "offered"),
-    [
-        ("status t", ["train", "test"]),
-        ("checkpoints list tr", ["train"]),
-        ("report train te", ["test"]),
-        ("tensorboard te", ["test"]),
-        ("scale ", ["train", "test"]),
-        ("chaos t", ["term", "train", "test"]),
-        ("chaos ", [*faults.ACTIONS, "train", "test"]),
-        ("data get ", list(named_datasets.NAMES)),
-        ("submit --as i", ["indexed-job"]),
-        ("status nothing", []),
-    ],
-)
+@pytest.mark.parametrize(("words", "offered"), [
+    ("status t", ["train", "test"]), ("checkpoints list tr", ["train"]), ("report train te", ["test"]),
+    ("tensorboard te", ["test"]), ("scale ", ["train", "test"]), ("chaos t", ["term", "train", "test"]),
+    ("chaos ", [*faults.ACTIONS, "train", "test"]), ("data get ", list(named_datasets.NAMES)),
+    ("submit --as i", ["indexed-job"]), ("status nothing", []),
+])  # fmt: skip
 def test_the_shell_completes_jobs_of_this_machine_and_fixed_names(
     words: str, offered: list[str], complete: Complete, local: None
 ) -> None:
@@ -98,9 +89,7 @@ def test_it_completes_what_a_cluster_has(complete: Complete, team: apiserver.Api
     assert complete("render -n team") == complete("operator -n team") == ["team-b"]
 
 
-def test_kubectl_completes_the_plug_in_by_its_convention(
-    team: apiserver.ApiServer, local: None, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_kubectl_completes_the_plug_in_by_its_convention(team: apiserver.ApiServer, local: None, monkeypatch, capfd) -> None:
     def offers(*words: str) -> list[str]:
         monkeypatch.setattr(sys, "argv", ["kubectl_complete-outlast", *words])
         with mock.patch.dict(os.environ):
@@ -143,9 +132,7 @@ def test_every_name_of_a_job_a_namespace_and_a_context_is_completed() -> None:
     assert lacking == []
 
 
-def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(
-    complete: Complete, team: apiserver.ApiServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(complete: Complete, team: apiserver.ApiServer, monkeypatch):
     monkeypatch.setattr(apiserver.ApiServer, "answer", lambda *_: time.sleep(5))
     monkeypatch.setattr(completion, "_TIMEOUT_S", 0.2)
     complete("status -n")  # modules are imported
@@ -155,9 +142,7 @@ def test_a_cluster_that_does_not_answer_costs_no_more_than_its_time(
 
 
 @pytest.mark.parametrize("kubeconfig", ["not: [yaml", "contexts: 5", None])
-def test_a_damaged_kubeconfig_offers_nothing_and_says_nothing(
-    kubeconfig: str | None, complete: Complete, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_damaged_kubeconfig_offers_nothing_and_says_nothing(kubeconfig: str | None, complete: Complete, tmp_path, monkeypatch):
     path = tmp_path / "broken"
     if kubeconfig is not None:
         path.write_text(kubeconfig)

@@ -75,9 +75,7 @@ def test_options_of_a_job_file_may_still_come_after_it(here: Path) -> None:
     assert (backend.job.metadata.name, backend.job.spec.workers.max, backend.command) == ("other", 3, "")
 
 
-def test_an_option_of_ours_behind_the_script_is_said_unless_it_is_the_scripts_own(
-    here: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_option_of_ours_behind_the_script_is_said_unless_it_is_the_scripts_own(here: Path, capsys: pytest.CaptureFixture[str]):
     assert outlast(Backend(here), "run", "train.py", "--workers=2", "--steps", "3") == 0
     said = "--workers comes before the script: outlast run --workers=2 train.py --steps 3\n"
     assert f"outlast | train: {said}" in capsys.readouterr().err
@@ -122,25 +120,17 @@ def test_a_word_that_yaml_reads_otherwise_is_quoted(word: str) -> None:
     assert yaml.safe_load(script._quoted(word)) == word
 
 
-@pytest.mark.parametrize(
-    ("file", "name"),
-    [
-        ("train.py", "train"),
-        ("My_Train v2.py", "my-train-v2"),
-        ("01_pre.py", "job-01-pre"),
-        ("é.py", "job"),
-        ("x" * 80 + ".py", "x" * 51),
-    ],
-)
+@pytest.mark.parametrize(("file", "name"), [
+    ("train.py", "train"), ("My_Train v2.py", "my-train-v2"), ("01_pre.py", "job-01-pre"), ("é.py", "job"),
+    ("x" * 80 + ".py", "x" * 51),
+])  # fmt: skip
 def test_a_job_is_named_after_its_script(file: str, name: str) -> None:
     Path(file).write_text("")
     assert script.title(file) == name
     assert job(file).metadata.name == name
 
 
-def test_a_script_below_the_working_directory_finds_what_it_finds_under_python(
-    here: Path, tmp_path_factory: pytest.TempPathFactory
-) -> None:
+def test_a_script_below_the_working_directory_finds_what_it_finds_under_python(here: Path, tmp_path_factory) -> None:
     (here / "src").mkdir()
     (here / "src" / "fit.py").write_text("")
     elsewhere = tmp_path_factory.mktemp("elsewhere") / "fit.py"
@@ -202,8 +192,3 @@ def test_a_script_that_is_not_there_is_a_sentence(here: Path) -> None:
 def test_commands_of_a_job_file_say_what_to_do_with_a_script() -> None:
     with pytest.raises(OutlastError, match=r"train.py is a Python script, not a job file; `outlast run train.py` trains with it"):
         spec.load("train.py")
-
-
-def test_a_script_needs_an_image_in_a_cluster(capsys: pytest.CaptureFixture[str]) -> None:
-    assert outlast(None, "submit", "train.py") == 2
-    assert "train.py needs an image in a cluster, with torch: add --image NAME before it" in capsys.readouterr().err

@@ -62,28 +62,12 @@ def printed(capsys: pytest.CaptureFixture[str], backend: fake.FakeBackend | None
     return str(out + err)
 
 
-@pytest.mark.parametrize(
-    "words",
-    [
-        ["list"],
-        ["status"],
-        ["status", "-w"],
-        ["why"],
-        ["report"],
-        ["logs"],
-        ["logs", "--worker", "0"],
-        ["checkpoints", "list"],
-        ["status", f"no{EVIL}"],
-        ["logs", "--grep", f"({EVIL}"],
-        ["validate", f"no{EVIL}.yaml"],
-        [f"no{EVIL}"],
-        ["list", f"--no{EVIL}"],
-    ],
-    ids=" ".join,
-)
-def test_no_command_passes_on_what_others_wrote(
-    evil: fake.FakeBackend, words: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+@pytest.mark.parametrize("words", [
+    ["list"], ["status"], ["status", "-w"], ["why"], ["report"], ["logs"], ["logs", "--worker", "0"], ["checkpoints", "list"],
+    ["status", f"no{EVIL}"], ["logs", "--grep", f"({EVIL}"], ["validate", f"no{EVIL}.yaml"], [f"no{EVIL}"],
+    ["list", f"--no{EVIL}"],
+], ids=" ".join)  # fmt: skip
+def test_no_command_passes_on_what_others_wrote(evil: fake.FakeBackend, words: list[str], capsys, monkeypatch) -> None:
     said = printed(capsys, evil, *words)
     assert said.strip()
     assert not CONTROL.search(said)
@@ -187,14 +171,7 @@ def test_the_panel_on_a_terminal_shows_what_is_safe(evil: fake.FakeBackend) -> N
         ({"TERM": "dumb"}, True, False),
     ],
 )
-def test_colours_are_where_they_are_wanted(
-    environment: dict[str, str],
-    tty: bool,
-    coloured: bool,
-    evil: fake.FakeBackend,
-    capsys: pytest.CaptureFixture[str],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_colours_are_where_they_are_wanted(environment: dict[str, str], tty: bool, coloured: bool, evil, capsys, monkeypatch):
     for name in ("NO_COLOR", "FORCE_COLOR", "TTY_COMPATIBLE", "TTY_INTERACTIVE"):
         monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("TERM", "xterm")
@@ -259,11 +236,7 @@ def test_a_goodput_without_reported_steps_is_an_upper_bound_and_steps_of_an_epoc
     status = JobStatus(
         name="job", run="r", state=State.RUNNING, goodput=0.844, told="log", step=20, epoch=3, epoch_steps=32, rate=2.0
     )
-    assert (status_page.goodput(status), status_page.steps(status), status.eta_s) == (
-        "at most 84.4 %",
-        "epoch 3, 20/32",
-        None,
-    )
+    assert (status_page.goodput(status), status_page.steps(status), status.eta_s) == ("at most 84.4 %", "epoch 3, 20/32", None)
     unnamed = status.model_copy(update={"epoch": -1})
     assert status_page.steps(unnamed) == "in an epoch, 20/32"
     exact = status.model_copy(update={"told": "script", "epoch": None, "steps": 100})

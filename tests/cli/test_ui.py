@@ -220,9 +220,7 @@ def test_what_is_away_is_said_in_a_sentence_and_asked_for_again(place: Place) ->
         assert "Time by cause" in served.page("/job/job/").text
 
 
-def test_a_job_that_is_not_there_and_a_missing_library_are_a_sentence(
-    place: Place, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_job_that_is_not_there_and_a_missing_library_are_a_sentence(place: Place, capsys, monkeypatch) -> None:
     def said() -> str:
         with pytest.raises(SystemExit) as ended:
             cli.main(["ui", "jobb"], backend=place)

@@ -64,23 +64,13 @@ def test_eksctl_takes_the_cluster(config: Document) -> None:
 def test_the_workshops_cluster_is_as_in_the_workshop() -> None:
     config = CLUSTERS["workshop"]
     assert (config["metadata"]["name"], config["metadata"]["region"]) == ("do-eks", "us-west-2")
-    assert (config["availabilityZones"], config["iam"]["withOIDC"]) == (["us-west-2a", "us-west-2b"], True)
-    assert groups(config) == [
-        {
-            "name": "wks-node",
-            "instanceType": "c5.4xlarge",
-            "instancePrefix": "workshop",
-            "privateNetworking": True,
-            "availabilityZones": ["us-west-2a", "us-west-2b"],
-            "efaEnabled": False,
-            "minSize": 0,
-            "desiredCapacity": 2,
-            "maxSize": 10,
-            "volumeSize": 900,
-            "volumeType": "gp3",
-            "iam": {"withAddonPolicies": {"cloudWatch": True, "autoScaler": True, "ebs": True}},
-        }
-    ]
+    (group,) = groups(config)
+    zones = ["us-west-2a", "us-west-2b"]
+    assert (config["availabilityZones"], config["iam"]["withOIDC"]) == (zones, True)
+    sizes = {"instanceType": "c5.4xlarge", "minSize": 0, "desiredCapacity": 2, "maxSize": 10, "volumeSize": 900}
+    more = {"name": "wks-node", "instancePrefix": "workshop", "privateNetworking": True, "efaEnabled": False, "volumeType": "gp3"}
+    policies = {"withAddonPolicies": {"cloudWatch": True, "autoScaler": True, "ebs": True}}
+    assert group == {**sizes, **more, "availabilityZones": zones, "iam": policies}
 
 
 def test_the_other_clusters_have_the_machines_of_their_documents() -> None:
@@ -94,10 +84,8 @@ def test_the_other_clusters_have_the_machines_of_their_documents() -> None:
         "onDemandPercentageAboveBaseCapacity": 0,
         "spotAllocationStrategy": "capacity-optimized",
     }
-    assert {name: (group["minSize"], group["maxSize"]) for name, group in spot.items() if name.startswith("p3")} == {
-        "p3spot": (0, 7),
-        "p3od": (0, 3),
-    }
+    sizes = {name: (group["minSize"], group["maxSize"]) for name, group in spot.items() if name.startswith("p3")}
+    assert sizes == {"p3spot": (0, 7), "p3od": (0, 3)}
     assert spot["p3spot"]["labels"].items() >= {"lifecycle": "Ec2Spot", "project": "zip"}.items()
     assert spot["p3spot"]["taints"] == [{"key": "spotInstance", "value": "true", "effect": "PreferNoSchedule"}]
     assert all(spot[name]["asgMetricsCollection"] == [{"granularity": "1Minute"}] for name in ("p3spot", "p3od", "m5spot"))

@@ -33,12 +33,7 @@ def test_an_example_is_right_and_named_like_its_file(file: Path) -> None:
     assert next(line.split()[1] for name, line in COMMANDS if name == file.stem) == f"examples/kubernetes/{file.name}"
 
 
-MACHINES = {
-    "g5.2xlarge": (8, 32, 1),
-    "g6.2xlarge": (8, 32, 1),
-    "p4d.24xlarge": (96, 1152, 8),
-    "p5.48xlarge": (192, 2048, 8),
-}
+MACHINES = {"g5.2xlarge": (8, 32, 1), "g6.2xlarge": (8, 32, 1), "p4d.24xlarge": (96, 1152, 8), "p5.48xlarge": (192, 2048, 8)}
 """Type of machine -> vCPUs, GiB, devices: https://aws.amazon.com/ec2/instance-types/"""
 
 
@@ -55,9 +50,7 @@ def test_an_example_that_names_a_machine_fits_on_it(file: Path) -> None:
 
 
 @pytest.mark.parametrize(("name", "command"), COMMANDS, ids=[command.removeprefix("render ") for _, command in COMMANDS])
-def test_a_command_of_an_example_renders(
-    name: str, command: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_command_of_an_example_renders(name: str, command: str, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     with pytest.raises(SystemExit) as ended:
         cli.main(shlex.split(command))
@@ -71,9 +64,7 @@ def test_a_command_of_an_example_renders(
 
 
 @pytest.mark.parametrize(("name", "pods"), [("two-numbers", "completions"), ("statefulset", "replicas")])
-def test_two_numbers_make_512_ranks_of_4(
-    name: str, pods: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_two_numbers_make_512_ranks_of_4(name: str, pods: str, monkeypatch, capsys) -> None:
     monkeypatch.chdir(ROOT)
     found = []
     for _, command in [each for each in COMMANDS if each[0] == name]:

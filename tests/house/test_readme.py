@@ -64,9 +64,7 @@ def rendered() -> list[tuple[str, list[str]]]:
 
 
 @pytest.mark.parametrize(("job", "words"), rendered(), ids=[" ".join(words) for _, words in rendered()])
-def test_what_a_section_submits_renders(
-    job: str, words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_a_section_submits_renders(job: str, words: list[str], tmp_path: Path, monkeypatch, capsys) -> None:
     (tmp_path / "job.yaml").write_text(job)
     monkeypatch.chdir(ROOT if words[1].startswith("examples/") else tmp_path)
     with pytest.raises(SystemExit) as ended:

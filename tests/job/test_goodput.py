@@ -42,15 +42,8 @@ def test_steps_after_the_restored_one_were_lost_with_the_step_under_way():
     story.world(0.25).session(1).restored(4, after=0.5).steps(5).finished()
     account = story.account()
     # the save stalls 0.1 s; training goes on while it becomes durable
-    assert spent(account) == {
-        "queue": 1,
-        "startup": 3,
-        "training": 9,
-        "checkpoint": 0.1,
-        "replayed": 3.5 + 0.2,
-        "rendezvous": 0.25,
-        "restore": 0.5,
-    }
+    recovery = {"replayed": 3.5 + 0.2, "rendezvous": 0.25, "restore": 0.5}
+    assert spent(account) == {"queue": 1, "startup": 3, "training": 9, "checkpoint": 0.1, **recovery}
     assert (account.steps_kept, account.steps_replayed) == (9, 3)
     assert (account.worlds, account.failures, account.restarts, account.saves) == (2, 1, 1, 1)
     lost = Lost(500_000, 1_250_000, 500_000, 3_200_000, up_to=True)
@@ -69,19 +62,8 @@ def test_what_the_others_die_of_when_a_worker_is_lost_is_not_another_incident():
 
 
 def test_a_world_that_fails_before_its_first_step_prolongs_the_same_recovery():
-    story = (
-        training()
-        .steps(2)
-        .failure()
-        .world(1)
-        .session(1)
-        .failure(1, worker=0, reason="again")
-        .world(1)
-        .session(1)
-        .restored(0)
-        .steps(2)
-    )
-    account = story.account()
+    story = training().steps(2).failure().world(1).session(1).failure(1, worker=0, reason="again")
+    account = story.world(1).session(1).restored(0).steps(2).account()
     assert [(i.text, i.recovery_s, i.replayed) for i in account.incidents] == [(KILLED, 6, 2), ("again", 3, 0)]
     assert spent(account) == {"queue": 1, "startup": 2 + 2 + 1, "rendezvous": 2, "replayed": 2, "training": 2}
     assert account.restarts == 2
@@ -90,25 +72,15 @@ def test_a_world_that_fails_before_its_first_step_prolongs_the_same_recovery():
 def test_a_planned_change_loses_no_step():
     story = training().steps(3).say("scaled", replicas=3).say("called", generation=2, reason="scale to 3", planned=True).steps(1)
     story.save(0.1, 0.4).say("interrupted", 0.1, step=4, reason="saved step 4")
-    story.say("exited", 0.2, worker=0, code=75, interrupted=True).world(0.3, (0, 1, 2)).session(1).restored(4, 0.5).steps(
-        6
-    ).finished()
-    account = story.account()
+    story.say("exited", 0.2, worker=0, code=75, interrupted=True).world(0.3, (0, 1, 2)).session(1).restored(4, 0.5)
+    account = story.steps(6).finished().account()
     # leaving waits until the save is durable: all of it is the checkpoint's
     assert spent(account) == {"queue": 1, "startup": 3, "training": 10, "checkpoint": 0.6, "rendezvous": 0.5, "restore": 0.5}
-    assert (account.steps_kept, account.steps_replayed, account.interruptions, account.failures, account.restarts) == (
-        10,
-        0,
-        1,
-        0,
-        0,
-    )
-    lost = Lost(reforming_us=1_500_000, restoring_us=500_000)
-    assert account.incidents == (
-        Incident(
-            7.6, "interruption", "scale to 3; saved step 4", None, 1, pytest.approx(3.0), 0, lost=lost, cause="interruption"
-        ),
-    )
+    assert (account.steps_kept, account.steps_replayed) == (10, 0)
+    assert (account.interruptions, account.failures, account.restarts) == (1, 0, 0)
+    ours = {"lost": Lost(reforming_us=1_500_000, restoring_us=500_000), "cause": "interruption"}
+    said = "scale to 3; saved step 4"
+    assert account.incidents == (Incident(7.6, "interruption", said, None, 1, pytest.approx(3.0), 0, **ours),)
 
 
 @pytest.mark.parametrize(
@@ -138,17 +110,14 @@ def test_lost_training_time_has_one_of_few_causes(kind: str, fields: dict[str, A
 
 
 def test_a_hang_begins_with_the_last_step():
-    story = (
-        training()
-        .steps(3)
-        .say("hang", 8, worker=1, rank=1, pid=8, silent_s=7.9, reason="hung: stopped (SIGSTOP) for 8 s at step 3")
-    )
+    hung = "hung: stopped (SIGSTOP) for 8 s at step 3"
+    story = training().steps(3).say("hang", 8, worker=1, rank=1, pid=8, silent_s=7.9, reason=hung)
     story.say("hang", worker=0, rank=0, pid=7, silent_s=7.9, reason="hung").failure(0.5, reason="rank 1 hung")
     account = story.world(0.5).session().restored(0).steps(4).account()
     assert spent(account) == {"queue": 1, "startup": 2, "replayed": 3, "hang": 8, "rendezvous": 1, "training": 4}
     assert (account.hangs, account.failures, account.restarts) == (2, 1, 1)
     assert [(i.kind, i.text, i.worker, i.recovery_s, i.replayed) for i in account.incidents] == [
-        ("hang", "rank 1 on worker 1 hung: stopped (SIGSTOP) for 8 s at step 3", 1, 2, 3)
+        ("hang", f"rank 1 on worker 1 {hung}", 1, 2, 3)
     ]
 
 
@@ -204,10 +173,8 @@ def test_a_launcher_that_takes_over_living_workers_costs_nothing():
 
 def test_a_launcher_that_died_with_its_workers_left_the_job_idle():
     story = training().steps(2).save(durable=0.25).steps(2)
-    story.say("resumed", 49.5).say("launcher", 0.5, pid=2, adopted=0).say("worker", 1, worker=0).world(1).session().restored(
-        2
-    ).steps(2)
-    account = story.account()
+    story.say("resumed", 49.5).say("launcher", 0.5, pid=2, adopted=0).say("worker", 1, worker=0)
+    account = story.world(1).session().restored(2).steps(2).account()
     assert spent(account) == {"queue": 2.5, "startup": 3, "training": 4, "replayed": 2.25, "idle": 49.5}
     assert [(i.kind, i.time, i.recovery_s, i.replayed) for i in account.incidents] == [("launcher", 7.25, 53, 2)]
 
@@ -218,15 +185,8 @@ def test_a_script_that_reports_nothing_trains_while_it_is_in_a_world():
     assert spent(account) == {"queue": 1, "startup": 1, "training": 30, "rendezvous": 1}
     assert [(i.text, i.recovery_s) for i in account.incidents] == [(KILLED, 1)]
     assert (account.steps_kept, account.step_mean_s) == (0, None)
-    planned = (
-        Story()
-        .submitted()
-        .world(1)
-        .say("called", 5, generation=2, reason="scale to 3", planned=True)
-        .world(2)
-        .finished(5)
-        .account()
-    )
+    story = Story().submitted().world(1).say("called", 5, generation=2, reason="scale to 3", planned=True)
+    planned = story.world(2).finished(5).account()
     assert spent(planned) == {"queue": 1, "startup": 1, "training": 10, "rendezvous": 2}
     assert [(i.kind, i.text, i.recovery_s) for i in planned.incidents] == [("change", "scale to 3", 2)]
 
@@ -619,11 +579,9 @@ def test_a_told_story_is_accounted_for_to_the_microsecond(data):
                 start(committed)
             else:
                 left = True
-                states = {
-                    "suspend": ("Suspended", Bucket.SUSPENDED, Bucket.SUSPENDED),
-                    "queue": ("Queued", Bucket.QUEUE, Bucket.QUEUE),
-                }
-                state, leaves, waits = states.get(act, ("Interrupted", Bucket.RENDEZVOUS, Bucket.IDLE))
+                queued, suspended = ("Queued", *[Bucket.QUEUE] * 2), ("Suspended", *[Bucket.SUSPENDED] * 2)
+                interrupted = ("Interrupted", Bucket.RENDEZVOUS, Bucket.IDLE)
+                state, leaves, waits = {"suspend": suspended, "queue": queued}.get(act, interrupted)
                 story.finished(spend(leaves), state).say("resumed", spend(waits))
                 pods()
                 start(committed, waiting=Bucket.STARTUP)
@@ -706,16 +664,8 @@ def test_the_json_holds_the_whole_account():
     document = json.loads(json.dumps(printed.as_json(account)))
     assert document["wall_s"] == account.wall_s
     assert document["goodput"] == account.goodput
-    assert document["seconds"] == {"training": 50, "replayed": 3.25, "checkpoint": 0.1, "rendezvous": 0.2, "restore": 0.3} | {
-        "startup": 3.4,
-        "queue": 1,
-        "data stall": 0,
-        "snapshot stall": 0,
-        "hang": 0,
-        "idle": 0,
-        "pod start": 0,
-        "suspended": 0,
-    }
+    assert document["seconds"] == {bucket.value: seconds for bucket, seconds in account.seconds.items()}
+    assert (document["seconds"].keys(), document["seconds"]["replayed"]) == ({bucket.value for bucket in Bucket}, 3.25)
     assert document["incidents"][0]["text"] == KILLED
     parts = {"detection_s": 0.25, "reforming_s": 1.2, "restoring_s": 0.3, "again_s": 3.0}
     assert document["incidents"][0]["lost"] == {"seconds": 4.75, **parts, "up_to": True, "source": ""}

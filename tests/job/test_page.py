@@ -19,8 +19,7 @@ import pytest
 import browsers
 from accounts import Story, training
 from markup import HOSTILE, Read
-from outlast.base.errors import OutlastError
-from outlast.job import contract, ledger, report, spec
+from outlast.job import contract, ledger, spec
 from outlast.job.logs import LogLine
 from outlast.job.report import comparison, goodput, history, page, series
 from outlast.job.report.goodput import Segment
@@ -172,14 +171,6 @@ def test_a_submission_says_which_code_it_is(tmp_path: Path) -> None:
         assert past.unusable == 0
         digests.append(past.code)
     assert digests[0] == digests[2] != digests[1]
-
-
-def test_without_bokeh_a_sentence_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delattr(report, "figures", raising=False)
-    monkeypatch.delitem(sys.modules, "outlast.job.report.figures", raising=False)
-    monkeypatch.setitem(sys.modules, "bokeh.document", None)
-    with pytest.raises(OutlastError, match=r"^a page needs the library bokeh; run: pip install 'outlast\[plots\]'$"):
-        a_page(undisturbed())
 
 
 def test_a_long_series_keeps_the_extremes_and_the_last_value_of_its_buckets() -> None:

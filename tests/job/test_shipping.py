@@ -55,13 +55,8 @@ def packed(root: Path, into: Path, **more: Any) -> bytes:
 def a_job(root: Path, name: str = "train", **fields: Any) -> spec.Job:
     """A job whose code is in `root`."""
     usual = {"image": "example.com/image:1", "script": "train.py", "code": str(root)}
-    document = {
-        "apiVersion": contract.API_VERSION,
-        "kind": contract.KIND,
-        "metadata": {"name": name},
-        "spec": {**usual, **fields},
-    }
-    return spec.anchor(spec.parse(yaml.safe_dump(document)), root)
+    head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}}
+    return spec.anchor(spec.parse(yaml.safe_dump({**head, "spec": {**usual, **fields}})), root)
 
 
 def noise(size: int) -> bytes:
@@ -216,15 +211,9 @@ def test_links_and_the_right_to_execute_are_kept(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "target", "what"),
-    [
-        ("data", "/etc/passwd", "outside of the code"),
-        ("up", "../secret", "outside of the code"),
-        ("lib/up", "../../secret", "outside of the code"),
-        ("way", "door/secret", "outside of the code"),
-    ],
+    ("name", "target"), [("data", "/etc/passwd"), ("up", "../secret"), ("lib/up", "../../secret"), ("way", "door/secret")]
 )
-def test_a_link_that_leads_outside_is_refused(tmp_path: Path, name: str, target: str, what: str) -> None:
+def test_a_link_that_leads_outside_is_refused(tmp_path: Path, name: str, target: str) -> None:
     root = write(tmp_path / "root", {"lib/a.py": "", ".gitignore": "door\n"})
     write(tmp_path, {"secret": "x"})
     (root / "door").symlink_to("..")
@@ -232,7 +221,9 @@ def test_a_link_that_leads_outside_is_refused(tmp_path: Path, name: str, target:
     with pytest.raises(OutlastError) as caught:
         code_files.listed(root)
     remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
-    assert str(caught.value) == f"code: {root / name} is a link to {target}, {what}, which pods do not have; {remedy}"
+    assert (
+        str(caught.value) == f"code: {root / name} is a link to {target}, outside of the code, which pods do not have; {remedy}"
+    )
     (root / ".outlastignore").write_text(f"{name}\n")
     assert name not in names(root)
 
@@ -300,9 +291,7 @@ def test_what_may_not_be_read_is_said(tmp_path: Path) -> None:
         ("s3://bucket/runs/", 1, "s3://bucket/runs/code/"),
     ],
 )
-def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(
-    tmp_path: Path, output: str | None, limit: int, way: str
-) -> None:
+def test_small_code_goes_into_a_config_map_and_the_rest_into_the_store(tmp_path: Path, output: str | None, limit: int, way: str):
     write(tmp_path, {"train.py": "print(1)"})
     with pack(a_job(tmp_path, **({"output": output} if output else {})), limit=limit) as parcel:
         assert parcel.sentence.partition(" -> ")[2].startswith(way)
@@ -380,10 +369,7 @@ def test_an_archive_is_shipped_as_it_is(tmp_path: Path) -> None:
         assert parcel.code == content
     assert parcel.job.spec.code == f"file:///etc/outlast-code/code.tgz#sha256={checksum}"
     assert parcel.sentence.startswith(f"code: my.tgz, {len(content)} B -> ConfigMap train-code-")
-    with (
-        pytest.raises(OutlastError, match="has the checksum"),
-        pack(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")),
-    ):
+    with pytest.raises(OutlastError, match="has the checksum"), pack(a_job(tmp_path, code=f"my.tgz#sha256={'0' * 64}")):
         pass
     with (
         pytest.raises(OutlastError, match=r"script \(other.py\) is not in code"),

@@ -78,33 +78,21 @@ def even(*own_s: float) -> list[slow_ranks.Window]:
     return [[(each, 0.0) for each in own_s]] * WINDOWS
 
 
-@pytest.mark.parametrize(
-    ("seen", "work", "expected"),
-    [
-        (even(0.010, 0.013), (1, 1), {1: 0.3}),
-        (even(0.013, 0.010, 0.014, 0.010, 0.010), (1, 1, 1, 1, 1), {0: 0.3, 2: 0.4}),
-        (even(0.010, 0.010, 0.0), (1, 1, 1), {}),
-        (even(0.0, 0.0), (1, 1), {}),
-        (even(0.001, 0.0015), (1, 1), {}),
-        (even(0.010, 0.010, 0.020), (1, 1, 2), {}),
-        (even(0.010, 0.010, 0.026), (1, 1, 2), {2: 0.3}),
-        (even(0.010, 0.010, 0.010, 0.005), (1, 1, 1, 1), {}),
-        ([[(0.010, 0.002), (0.013, 0.002)]] * WINDOWS, (1, 1), {}),
-        (even(0.010, 0.013)[1:], (1, 1), {}),
-    ],
-    ids=[
-        "two",
-        "two of five",
-        "unknown",
-        "all unknown",
-        "below 1 ms",
-        "more work",
-        "more work, slow",
-        "one fast",
-        "noise",
-        "too soon",
-    ],
-)
+NAMED = {
+    "two": (even(0.010, 0.013), (1, 1), {1: 0.3}),
+    "two of five": (even(0.013, 0.010, 0.014, 0.010, 0.010), (1, 1, 1, 1, 1), {0: 0.3, 2: 0.4}),
+    "unknown": (even(0.010, 0.010, 0.0), (1, 1, 1), {}),
+    "all unknown": (even(0.0, 0.0), (1, 1), {}),
+    "below 1 ms": (even(0.001, 0.0015), (1, 1), {}),
+    "more work": (even(0.010, 0.010, 0.020), (1, 1, 2), {}),
+    "more work, slow": (even(0.010, 0.010, 0.026), (1, 1, 2), {2: 0.3}),
+    "one fast": (even(0.010, 0.010, 0.010, 0.005), (1, 1, 1, 1), {}),
+    "noise": ([[(0.010, 0.002), (0.013, 0.002)]] * WINDOWS, (1, 1), {}),
+    "too soon": (even(0.010, 0.013)[1:], (1, 1), {}),
+}
+
+
+@pytest.mark.parametrize(("seen", "work", "expected"), NAMED.values(), ids=NAMED)
 def test_ranks_that_are_named(seen: Sequence[slow_ranks.Window], work: Sequence[float], expected: dict[int, float]) -> None:
     assert judged(seen, work, {}) == pytest.approx(expected)
 

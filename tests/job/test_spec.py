@@ -173,10 +173,18 @@ def test_a_job_cannot_be_changed() -> None:
         ("{replicas: 4, min: 2, max: 7, step: 2}", (2, 4, 6)),
         ("{replicas: 2, sizes: [4, 1, 2]}", (1, 2, 4)),
         ("{replicas: 2, sizes: [1, 2, 4], min: 2}", (2, 4)),
+        ("{replicas: 0}", (1,)),
+        ("{replicas: 0, min: 2}", (2,)),
+        ("{replicas: 0, min: 2, max: 4}", (2, 3, 4)),
+        ("{replicas: 0, max: 2}", (1, 2)),
+        ("{replicas: 0, min: 2, max: 7, step: 2}", (2, 4, 6)),
+        ("{replicas: 0, sizes: [2, 4]}", (2, 4)),
     ],
 )
-def test_the_allowed_numbers_of_workers(workers: str, allowed: tuple[int, ...]) -> None:
-    assert spec.parse(a_job(f"workers: {workers}")).spec.workers.allowed() == allowed
+def test_the_allowed_numbers_of_workers_of_a_job_that_may_have_none_now(workers: str, allowed: tuple[int, ...]) -> None:
+    found = spec.parse(a_job(f"workers: {workers}"))
+    assert found.spec.workers.allowed() == allowed
+    assert spec.parse(spec.dump(found)) == found, "also with no replicas, which no size allows"
 
 
 @pytest.mark.parametrize(
@@ -265,34 +273,23 @@ def test_impossible_numbers_of_workers_are_refused(workers: str, sentence: str) 
                 ("volumes: [{claim: a, to: /usr}]", "volumes[0].to (/usr)"),
             )
         ),
-        (
-            "volumes: [{claim: My_Data, to: /data}]",
-            "volumes[0].claim (My_Data) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
-        ),
-        (
-            "secrets: [{name: HF-token}]",
-            "secrets[0].name (HF-token) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
-        ),
-        (
-            "scheduling: {queue: team_a}",
-            "scheduling.queue (team_a) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 63 characters",
-        ),
-        (
-            "scheduling: {priorityClassName: High}",
-            "scheduling.priorityClassName (High) must be a name in the cluster: lower-case letters, digits, dashes and dots, "
-            "at most 253 characters",
+        *(
+            (
+                field,
+                f"{place} must be a name in the cluster: lower-case letters, digits, dashes and dots, at most {most} characters",
+            )
+            for field, place, most in (
+                ("volumes: [{claim: My_Data, to: /data}]", "volumes[0].claim (My_Data)", 253),
+                ("secrets: [{name: HF-token}]", "secrets[0].name (HF-token)", 253),
+                ("scheduling: {queue: team_a}", "scheduling.queue (team_a)", 63),
+                ("scheduling: {priorityClassName: High}", "scheduling.priorityClassName (High)", 253),
+            )
         ),
         (
             "tolerations: [{key: a b, operator: Exists}]",
             "tolerations[0].key (a b) must be the key of a taint, e.g. nvidia.com/gpu: letters, digits, -, _ and .",
         ),
-        (
-            "tolerations: [{key: a, value: b c}]",
-            "tolerations[0].value (b c) must be at most 63 letters, digits, -, _ and .",
-        ),
+        ("tolerations: [{key: a, value: b c}]", "tolerations[0].value (b c) must be at most 63 letters, digits, -, _ and ."),
         (
             "tolerations: [{key: a, value: b, operator: Exists}]",
             "the toleration's value (b) has no effect with operator Exists; remove one of them",
@@ -454,23 +451,6 @@ def test_an_unknown_field_is_refused_with_what_was_meant(field: str, sentence: s
     assert problem(field) == sentence
 
 
-@pytest.mark.parametrize(
-    ("workers", "allowed"),
-    [
-        ("{replicas: 0}", (1,)),
-        ("{replicas: 0, min: 2}", (2,)),
-        ("{replicas: 0, min: 2, max: 4}", (2, 3, 4)),
-        ("{replicas: 0, max: 2}", (1, 2)),
-        ("{replicas: 0, min: 2, max: 7, step: 2}", (2, 4, 6)),
-        ("{replicas: 0, sizes: [2, 4]}", (2, 4)),
-    ],
-)
-def test_a_job_that_is_to_have_no_workers_keeps_the_sizes_that_it_may_have(workers: str, allowed: tuple[int, ...]) -> None:
-    found = spec.parse(a_job(f"workers: {workers}"))
-    assert (found.spec.workers.replicas, found.spec.workers.allowed()) == (0, allowed)
-    assert spec.parse(spec.dump(found)) == found
-
-
 def test_a_field_at_the_wrong_indent_is_told_where_it_belongs() -> None:
     assert problems(a_job() + "workers: {replicas: 2}\n") == [(6, "workers is unknown; did you mean spec.workers?")]
 
@@ -519,21 +499,10 @@ spec:
     ]
 
 
-def test_the_message_is_one_line_a_mistake() -> None:
-    with pytest.raises(InvalidJob) as caught:
-        spec.parse(a_job("suspend: 5\nxyzzy: 1"), source="my.yaml")
-    assert str(caught.value) == "my.yaml:5: suspend (5) must be true or false\nmy.yaml:6: xyzzy is unknown; remove it"
-    assert caught.value.exit_code == 2
-
-
 def test_a_key_that_is_given_twice_is_a_mistake() -> None:
     assert problems(a_job("workers: {replicas: 2}\nsuspend: true\nworkers: {replicas: 3}")) == [
         (7, "workers is given twice, first on line 5; keep one")
     ]
-
-
-def test_a_long_value_is_shortened() -> None:
-    assert problem("suspend: " + "x" * 100) == f"suspend ({'x' * 57}...) must be true or false"
 
 
 # Texts that hold no job
@@ -715,9 +684,7 @@ def test_the_code_of_a_script_is_the_job_files_directory_and_a_module_needs_none
         ("environment:\n  conda: c.yml", "  module: a\n", 6, "environment.conda ({0}/c.yml) does not exist; correct the path"),
     ],
 )
-def test_code_that_is_not_there_is_a_mistake_with_its_line(
-    project: Path, fields: str, run: str, line: int, sentence: str
-) -> None:
+def test_code_that_is_not_there_is_a_mistake_with_its_line(project: Path, fields: str, run: str, line: int, sentence: str):
     with pytest.raises(InvalidJob) as caught:
         spec.load(a_file(project, fields, run), code=True)
     assert caught.value.problems == ((line, sentence.format(project)),)
@@ -822,6 +789,4 @@ def test_the_schema_describes_every_field_and_refuses_unknown_ones() -> None:
 
 @pytest.mark.parametrize("written", ["s3:/bucket/runs", "s3:bucket/runs"])
 def test_a_url_with_a_slash_too_few_is_no_path(written: str) -> None:
-    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a"}}
-    with pytest.raises(InvalidJob, match=r"write s3://bucket/runs, or \./s3:"):
-        spec.parse(json.dumps({**document, "spec": {"module": "m", "output": written}}))
+    assert "write s3://bucket/runs, or ./s3:" in problem(f"output: {written}")

@@ -9,15 +9,10 @@ from outlast.job.spec import substitution
 ENVIRON = {"HOME": "/root", "A": "of the shell"}
 
 
-@pytest.mark.parametrize(
-    ("text", "shown"),
-    [
-        ("$(HOME)/x:$(HOME)", "/root/x:/root"),
-        ("$$(HOME)", "$(HOME)"),
-        ("$(NOWHERE)", "$(NOWHERE)"),
-        ("$HOME a$$b $() $(HOME", "$HOME a$$b $() $(HOME"),
-    ],
-)
+@pytest.mark.parametrize(("text", "shown"), [
+    ("$(HOME)/x:$(HOME)", "/root/x:/root"), ("$$(HOME)", "$(HOME)"), ("$(NOWHERE)", "$(NOWHERE)"),
+    ("$HOME a$$b $() $(HOME", "$HOME a$$b $() $(HOME"),
+])  # fmt: skip
 def test_a_reference_becomes_its_value(text: str, shown: str) -> None:
     assert substitution.replaced(text, ENVIRON) == shown
 

@@ -160,9 +160,7 @@ def test_a_worker_whose_agent_does_nothing_is_killed(tmp_path: Path, monkeypatch
 
 
 @pytest.mark.parametrize("how", DISTURBANCES)
-def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(
-    tmp_path: Path, how: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_cannot_start_is_tried_again_after_its_pause_and_no_hour_later(tmp_path: Path, how: str, monkeypatch):
     monkeypatch.setattr(os, "sched_getaffinity", lambda _: {0, 1})
     machine = Machine()
     pool = a_launcher(tmp_path, machine).pool
@@ -292,9 +290,7 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
 
 
 @pytest.mark.parametrize(("committed", "owes"), [(10, True), (20, False)])
-def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_newest_step(
-    tmp_path: Path, committed: int, owes: bool
-) -> None:
+def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_newest_step(tmp_path, committed: int, owes: bool):
     offers = Offers()
     member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world = Asked.world
@@ -356,9 +352,7 @@ def test_a_world_whose_store_an_earlier_process_was_to_host_is_not_begun() -> No
 
 
 @pytest.mark.parametrize("waits", [False, True])
-def test_only_processes_that_have_something_to_save_are_given_time_to_end(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, waits: bool
-) -> None:
+def test_only_processes_that_have_something_to_save_are_given_time_to_end(tmp_path: Path, monkeypatch, waits: bool) -> None:
     """A script may handle SIGTERM, also in a process that waits for the next world."""
     delays: list[float] = []
     ranks = SimpleNamespace(start=lambda *_: None, over=lambda: False, keep=lambda: None, stop=delays.append)
@@ -382,9 +376,7 @@ def test_only_processes_that_have_something_to_save_are_given_time_to_end(
     assert delays[0] == (0.0 if waits else 75.0)
 
 
-def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_saved(tmp_path: Path, monkeypatch) -> None:
     offers = Offers()
     member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world, member.abandoned = who_trains.World(1, (1, 0), "", ""), lambda: True
@@ -399,9 +391,7 @@ def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_sav
     assert offers.said == said, "nor does it report that it waits for a world"
 
 
-def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_worker_that_leaves_is_a_member_until_the_store_has_what_it_saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     clock = SimpleNamespace(monotonic=wall.monotonic, sleep=lambda _: wall.sleep(0.01))
     monkeypatch.setattr(script_files, "time", clock)
     output, asked = tmp_path / "out", []
@@ -498,9 +488,7 @@ def test_what_a_successor_needs_is_on_the_disk_before_anybody_is_told(tmp_path: 
     ]  # fmt: skip
 
 
-def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_that_it_reads(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_launcher_goes_on_from_the_file_of_the_version_before_and_writes_one_that_it_reads(tmp_path: Path, monkeypatch) -> None:
     written = wall.time() - 100
     world_before = {
         "generation": 4, "members": [0, 2], "address": "127.0.0.1:4711", "reason": "worker 1 is lost", "at": written - 9,

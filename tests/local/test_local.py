@@ -102,9 +102,7 @@ def test_git_ignores_the_state_but_nothing_that_is_not_ours(here: Here) -> None:
 # The job's own files
 
 
-def test_an_output_that_another_state_directory_drives_is_left_alone(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_output_that_another_state_directory_drives_is_left_alone(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(output_dir, "_UNLOCK_TIMEOUT_S", 0.0)
     output = tmp_path / "shared"
     (output / "job").mkdir(parents=True)
@@ -339,9 +337,7 @@ def test_a_run_that_is_taken_up_counts_its_time_anew(here: Here, verb: str) -> N
     assert len(here.started) == 2
 
 
-def test_a_run_keeps_its_copy_of_outlast_until_it_is_taken_up(
-    here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_keeps_its_copy_of_outlast_until_it_is_taken_up(here: Here, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     installed = tmp_path / "outlast" / "__init__.py"
     installed.parent.mkdir()
     monkeypatch.setattr(outlast_package, "__file__", str(installed))
@@ -558,9 +554,7 @@ def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
 @pytest.mark.parametrize("piece", [1, 2, 1 << 20])
-def test_the_last_lines_of_a_log_are_found_by_pieces(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int
-) -> None:
+def test_the_last_lines_of_a_log_are_found_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int):
     monkeypatch.setattr(log_reader, "_CHUNK", piece)
     (tmp_path / "log").write_bytes(text.encode())
     lines = text.removesuffix("\n").split("\n") if text else []

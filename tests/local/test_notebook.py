@@ -120,9 +120,7 @@ def test_the_first_notebook_is_put_into_the_directory_once(tmp_path: Path) -> No
     assert (tmp_path / "a/work" / jupyter.FIRST).read_text() == "mine"
 
 
-def test_what_is_missing_is_one_sentence(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_what_is_missing_is_one_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]):
     (tmp_path / "file").touch()
     said = f"Error: {tmp_path}/file cannot be written: File exists; name another directory for the notebooks\n"
     assert refused(capsys, str(tmp_path / "file")) == said
@@ -213,9 +211,7 @@ def served(tmp_path: Path) -> Iterator[jupyter.Server]:
         server.shutdown()
 
 
-def test_a_server_is_ready_when_it_answers_with_the_token_and_not_without(
-    served: jupyter.Server, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_server_is_ready_when_it_answers_with_the_token_and_not_without(served: jupyter.Server, monkeypatch) -> None:
     assert jupyter.ready(served, GIVEN)
     assert not jupyter.ready(served, "another")
     monkeypatch.setattr(Api, "without", 200)
@@ -223,9 +219,7 @@ def test_a_server_is_ready_when_it_answers_with_the_token_and_not_without(
         jupyter.ready(served, GIVEN)
 
 
-def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_machine_is_not(
-    served: jupyter.Server, tmp_path: Path
-) -> None:
+def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_machine_is_not(served: jupyter.Server, tmp_path):
     environ = {"JUPYTER_RUNTIME_DIR": str(tmp_path)}
     info = {"pid": os.getpid(), "url": f"http://127.0.0.1:{served.port}/base/", "base_url": "/base/", "token": GIVEN}
     (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work"}))
@@ -338,9 +332,7 @@ class Place:
         return []
 
 
-def test_following_ends_at_a_step_or_with_the_job_and_one_that_has_failed_is_an_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_following_ends_at_a_step_or_with_the_job_and_one_that_has_failed_is_an_error(tmp_path: Path, monkeypatch, capsys):
     failed = a_status(state=State.FAILED, reason="rank 0 is out of memory")
     place = Place(tmp_path, a_status(step=10), a_status(step=29), a_status(step=31), a_status(step=40), failed)
     monkeypatch.setattr(notebooks, "_here", lambda: place)

@@ -146,9 +146,7 @@ def server(work: Path, environ: dict[str, str], *options: str) -> Iterator[Serve
 
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGKILL])
-def test_a_server_ends_with_its_kernels_and_the_work_stays(
-    number: signal.Signals, environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_server_ends_with_its_kernels_and_the_work_stays(number: signal.Signals, environ: dict[str, str], tmp_path: Path):
     with server(tmp_path / "work", environ) as started:
         started.start_kernel()
         for each in psutil.process_iter(["cmdline"]):
@@ -161,9 +159,7 @@ def test_a_server_ends_with_its_kernels_and_the_work_stays(
     assert (tmp_path / "work" / jupyter.FIRST).read_bytes() == FIRST.read_bytes()
 
 
-def test_a_wrong_token_is_refused_and_the_second_start_says_where_the_first_one_runs(
-    environ: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_wrong_token_is_refused_and_the_second_start_says_where_the_first_one_runs(environ: dict[str, str], tmp_path: Path):
     given = tmp_path / "token"
     given.write_text("a-token-that-somebody-has-made\n")
     with server(tmp_path / "work", environ) as first, server(tmp_path / "other", environ, "--token-file", str(given)) as other:

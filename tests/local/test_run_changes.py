@@ -43,9 +43,7 @@ def losses(output: Path) -> list[float]:
 
 
 @pytest.mark.timeout(180)
-def test_the_example_of_the_page_runs_and_no_change_of_size_loses_a_sample(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tmp_path_factory: pytest.TempPathFactory
-):
+def test_the_example_of_the_page_runs_and_no_change_of_size_loses_a_sample(tmp_path: Path, monkeypatch, tmp_path_factory) -> None:
     """The page's own code kills a worker and scales to three; meanwhile another process scales to one."""
     monkeypatch.chdir(tmp_path)
     args = ("--dropout=0", "--samples=330")  # epochs of 11 steps, the last one short

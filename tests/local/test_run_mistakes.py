@@ -12,9 +12,7 @@ from outlast.job.status import State
 @pytest.mark.slow
 @pytest.mark.parametrize("processes", [1, pytest.param(2, marks=pytest.mark.slow)])
 def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
-    code = machine.directory / "code"
-    code.mkdir()
-    (code / "late.py").write_text(
+    text = (
         "import atexit, time, torch.distributed as dist\n"
         "dist.init_process_group('gloo')\n"
         "if dist.get_rank() == dist.get_world_size() - 1:\n"
@@ -24,7 +22,7 @@ def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
         "dist.barrier()\n"
     )
     workers = {"workers": {"replicas": 2 // processes}, "processesPerWorker": processes}
-    status = machine.run(machine.job(script="late.py", code=str(code), **workers, restarts={"limit": 0}))
+    status = machine.run(machine.job(**a_script(machine, text), **workers, restarts={"limit": 0}))
     assert (status.state, status.failure.rank, status.failure.code) == (State.FAILED, 1, 1)
     assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
 
@@ -155,10 +153,8 @@ def test_a_long_evaluation_on_one_rank_is_no_hang(machine, how: str):
 
 @pytest.mark.slow
 def test_a_process_that_is_aborted_on_its_way_out_failed_by_what_it_said(machine):
-    code = machine.directory / "code"
-    code.mkdir()
-    (code / "ends.py").write_text("import atexit, os\natexit.register(os.abort)\nraise ValueError('a bug')\n")
-    status = machine.run(machine.job(script="ends.py", code=str(code), restarts={"limit": 0}))
+    script = a_script(machine, "import atexit, os\natexit.register(os.abort)\nraise ValueError('a bug')\n")
+    status = machine.run(machine.job(**script, restarts={"limit": 0}))
     assert (status.state, status.exit_code, status.failure.code) == (State.FAILED, 1, 1)
     assert "raised ValueError: a bug" in status.failure.reason
 

@@ -66,9 +66,7 @@ def test_a_plain_script_saves_in_the_output_and_goes_on_at_the_exact_step(machin
 
 
 @pytest.mark.slow
-def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(
-    machine, machine_in, tmp_path: Path, rclone: Place
-) -> None:
+def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(machine, elsewhere, rclone: Place):
     url = rclone.url
     args = ("--steps=2000", "--pause=0.02", "--save-every=20")
     job = machine.job(args=args, output=url, sync={"every": "1s"}, **SCRIPT)
@@ -76,20 +74,13 @@ def test_with_a_store_another_machine_goes_on_with_a_plain_scripts_files(
     place = store.open_(f"{url}/job")
     machine.wait(name, lambda status: "work/checkpoint.pt" in {entry.key for entry in place.entries()})
     machine.kill_everything()
-    machine.kill_everything()
-    pushed = tmp_path / "pushed.pt"
+    pushed = machine.directory / "pushed.pt"
     pushed.write_bytes(place.get("work/checkpoint.pt"))
     shutil.rmtree(machine.directory / "state")
     assert not [entry.key for entry in place.entries() if entry.key.endswith(".py")]
-    elsewhere = machine_in(tmp_path / "elsewhere")
-    elsewhere.directory.mkdir()
-    try:
-        elsewhere.submit(job, take_over=True)
-        elsewhere.wait(name, lambda status: bool(went_on(elsewhere)))
-        assert went_on(elsewhere)[0] == step(pushed)
-        elsewhere.backend.steer(name, "cancel")
-        elsewhere.end(name)
-        assert step(elsewhere.backend.output(name) / "work" / "checkpoint.pt") >= step(pushed)
-    finally:
-        elsewhere.kill_everything()
-        elsewhere.kill_everything()
+    elsewhere.submit(job, take_over=True)
+    elsewhere.wait(name, lambda status: bool(went_on(elsewhere)))
+    assert went_on(elsewhere)[0] == step(pushed)
+    elsewhere.backend.steer(name, "cancel")
+    elsewhere.end(name)
+    assert step(elsewhere.backend.output(name) / "work" / "checkpoint.pt") >= step(pushed)

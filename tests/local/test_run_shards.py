@@ -55,9 +55,7 @@ def shards(cache: Path) -> list[Path]:
 @pytest.mark.jobs
 @pytest.mark.slow
 @pytest.mark.parametrize("kills", [1, 8])
-def test_a_run_from_a_store_survives_kills_and_trains_on_each_sample_once(
-    machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, kills: int
-):
+def test_a_run_from_a_store_survives_kills_and_trains_on_each_sample_once(machine: Machine, tmp_path, monkeypatch, kills: int):
     cache, place, steps = tmp_path / "cache", a_place(tmp_path / "data"), 16 * kills + 16
     monkeypatch.setenv("OUTLAST_CACHE", str(cache))
     monkeypatch.setenv("OUTLAST_CACHE_SIZE", str(12 * sum(file.stat().st_size for file in place.glob("*.safetensors")) // 16))

@@ -9,7 +9,6 @@ import time
 import urllib.request
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from pathlib import Path
 
 import pytest
 
@@ -60,9 +59,7 @@ def pushed(step: int) -> Callable[[JobStatus], bool]:
 
 @pytest.mark.slow
 @one_server("moto")
-def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_read_there(
-    machine, s3: Place, capsys: pytest.CaptureFixture[str]
-):
+def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_read_there(machine, s3: Place, capsys) -> None:
     status = machine.run(machine.job(args=ARGS[:-1], output=f"{s3.url}/runs/"))
     assert (status.state, status.exit_code) == (State.SUCCEEDED, 0), status
     output = machine.backend.output("job")
@@ -96,55 +93,39 @@ def test_everything_a_run_leaves_is_in_the_store_when_it_ends_and_its_logs_are_r
 
 @pytest.mark.slow
 @one_server("rclone")
-def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(
-    machine, machine_in, tmp_path: Path, s3: Place, undisturbed: Final
-):
+def test_killed_and_its_directory_deleted_a_run_goes_on_elsewhere_bit_for_bit(machine, elsewhere, s3: Place, undisturbed: Final):
     job = machine.job(args=ARGS, output=s3.url)
     name = machine.submit(job)
     step = machine.wait(name, pushed(20)).store.step
     machine.kill_everything()
-    machine.kill_everything()
     shutil.rmtree(machine.directory / "state")
-    elsewhere = machine_in(tmp_path / "elsewhere")
-    elsewhere.directory.mkdir()
-    try:
-        status = elsewhere.end(elsewhere.submit(job, take_over=True), hurry=True)
-        assert status.state is State.SUCCEEDED, status
-        events = elsewhere.backend.events(name)
-        restored = [event["step"] for event in events if event["kind"] == "restored"]
-        assert restored[-1] >= step
-        assert len({event["run"] for event in events if event["kind"] == "submitted"}) == 1
-        log = "\n".join(line.text for line in elsewhere.backend.logs(name))
-        assert f"fetching the checkpoint of step {restored[-1]}" in log
-        final = elsewhere.final(name)
-    finally:
-        elsewhere.kill_everything()
-        elsewhere.kill_everything()
-    assert final == undisturbed(ARGS, 2)
+    status = elsewhere.end(elsewhere.submit(job, take_over=True), hurry=True)
+    assert status.state is State.SUCCEEDED, status
+    events = elsewhere.backend.events(name)
+    restored = [event["step"] for event in events if event["kind"] == "restored"]
+    assert restored[-1] >= step
+    assert len({event["run"] for event in events if event["kind"] == "submitted"}) == 1
+    log = "\n".join(line.text for line in elsewhere.backend.logs(name))
+    assert f"fetching the checkpoint of step {restored[-1]}" in log
+    assert elsewhere.final(name) == undisturbed(ARGS, 2)
 
 
 @pytest.mark.slow
 def test_a_run_that_failed_is_mended_on_another_machine_and_goes_on_bit_for_bit(
-    machine, machine_in, tmp_path: Path, moto: Place, undisturbed: Final
+    machine, elsewhere, moto: Place, undisturbed: Final
 ):
     fields = {"output": moto.url, "restarts": {"limit": 0}}
     failed = machine.run(machine.job(args=("--steps=40", "--pause=0.04", "--fail-at=23"), **fields))
     assert (failed.state, there(moto.url)["state"]) == (State.FAILED, "Failed")
     assert "a bug at step 23" in grown(store.open_(f"{moto.url}/job"), "logs/worker-1.log").decode()
-    elsewhere = machine_in(tmp_path / "elsewhere")
-    elsewhere.directory.mkdir()
-    try:
-        status = elsewhere.run(elsewhere.job(args=("--steps=40", "--pause=0.04"), **fields))
-        assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, failed.run, 0), status
-        goes_on, changed = elsewhere.backend.notices[:2]
-        assert goes_on == f"goes on from step 20 of the run in {moto.url}/job that failed; --fresh starts anew"
-        assert changed == "changed since: args: --fail-at=23 → nothing"
-        restored = [event["step"] for event in elsewhere.backend.events("job") if event["kind"] == "restored"]
-        assert (restored[0], restored[-1]) == (0, 20)
-        assert elsewhere.final("job") == undisturbed(("--steps=40", "--pause=0.04"), 2)
-    finally:
-        elsewhere.kill_everything()
-        elsewhere.kill_everything()
+    status = elsewhere.run(elsewhere.job(args=("--steps=40", "--pause=0.04"), **fields))
+    assert (status.state, status.run, status.restarts) == (State.SUCCEEDED, failed.run, 0), status
+    goes_on, changed = elsewhere.backend.notices[:2]
+    assert goes_on == f"goes on from step 20 of the run in {moto.url}/job that failed; --fresh starts anew"
+    assert changed == "changed since: args: --fail-at=23 → nothing"
+    restored = [event["step"] for event in elsewhere.backend.events("job") if event["kind"] == "restored"]
+    assert (restored[0], restored[-1]) == (0, 20)
+    assert elsewhere.final("job") == undisturbed(("--steps=40", "--pause=0.04"), 2)
 
 
 @pytest.mark.slow
@@ -182,7 +163,6 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
     name = machine.submit(job)
     machine.wait(name, pushed(10))
     machine.kill_everything()
-    machine.kill_everything()
     here = checkpoints.list_(machine.backend.output(name) / contract.CHECKPOINTS)[-1].step
     rclone_proxy.down()
     with pytest.raises(OutlastError, match=r"connection was (refused|lost)"):
@@ -196,27 +176,21 @@ def test_what_a_killed_run_could_not_push_is_pushed_by_its_next_start(machine, r
 
 
 @pytest.mark.slow
-def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, machine_in, tmp_path: Path, moto: Place):
+def test_a_zombie_is_ended_when_its_run_has_gone_on_elsewhere(machine, elsewhere, moto: Place):
     job = machine.job(args=("--steps=400", "--pause=0.05", "--gate"), output=moto.url)
     name = machine.submit(job)
     machine.wait(name, pushed(10))
-    elsewhere = machine_in(tmp_path / "elsewhere")
-    elsewhere.directory.mkdir()
-    try:
-        elsewhere.submit(job, take_over=True)
-        elsewhere.wait(name, lambda s: s.generation > 1 and pushed(20)(s))
-        zombie = machine.end(name)
-        assert (zombie.state, zombie.exit_code) == (State.INTERRUPTED, 75)
-        assert "elsewhere" in zombie.reason or "generation" in zombie.reason
-        step = elsewhere.backend.status(name).step
-        elsewhere.wait(name, lambda s: s.step > step)
-        # and back again: who takes the run up last goes on with it
-        step = elsewhere.backend.status(name).store.step
-        machine.submit(job, take_over=True)
-        machine.wait(name, lambda s: s.step > step + 5)
-        assert elsewhere.end(name).state is State.INTERRUPTED
-        lines = [json.loads(line)["step"] for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()]
-        assert lines[: lines[-1]] == list(range(1, lines[-1] + 1))
-    finally:
-        elsewhere.kill_everything()
-        elsewhere.kill_everything()
+    elsewhere.submit(job, take_over=True)
+    elsewhere.wait(name, lambda s: s.generation > 1 and pushed(20)(s))
+    zombie = machine.end(name)
+    assert (zombie.state, zombie.exit_code) == (State.INTERRUPTED, 75)
+    assert "elsewhere" in zombie.reason or "generation" in zombie.reason
+    step = elsewhere.backend.status(name).step
+    elsewhere.wait(name, lambda s: s.step > step)
+    # and back again: who takes the run up last goes on with it
+    step = elsewhere.backend.status(name).store.step
+    machine.submit(job, take_over=True)
+    machine.wait(name, lambda s: s.step > step + 5)
+    assert elsewhere.end(name).state is State.INTERRUPTED
+    lines = [json.loads(line)["step"] for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()]
+    assert lines[: lines[-1]] == list(range(1, lines[-1] + 1))

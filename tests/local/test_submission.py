@@ -28,10 +28,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"script": "gone.py", "code": "{here}/code"}, r"script \(gone.py\) is not in .*/code; correct it"),
     ({"data": [{"from": "nowhere", "to": "/data"}]}, r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct"),
     ({"data": [{"from": "s3://no-such-bucket-here/x"}]}, r"data\[0\].from: .*no bucket s3://no-such-bucket-here .*; create it"),
-    (
-        {"models": [{"from": "nowhere", "name": "a"}]},
-        r"models\[0\].from \(/.*/nowhere\) does not exist; get the data",
-    ),
+    ({"models": [{"from": "nowhere", "name": "a"}]}, r"models\[0\].from \(/.*/nowhere\) does not exist; get the data"),
     ({"environment": {"conda": "environment.yml"}}, r"environment.conda: this machine has neither micromamba, mamba nor conda;"),
     ({"environment": {"requirements": "no.txt"}}, r"environment.requirements \(/.*/no.txt\) does not exist; correct the path"),
     ({"output": "{here}/file"}, r"output: cannot write to .*/file/job"),

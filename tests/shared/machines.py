@@ -89,9 +89,9 @@ class Machine:
         return dict(json.loads((self.backend.output(name) / "final.json").read_text()))
 
     def kill_everything(self) -> None:
-        """SIGKILL every process that runs a job of this machine."""
+        """SIGKILL every process that runs a job of this machine, and then what workers had just started, such as a launcher."""
         mine = str(self.directory)
-        for process in psutil.process_iter():
+        for process in (*psutil.process_iter(), *psutil.process_iter()):
             with contextlib.suppress(psutil.Error):
                 state = process.environ().get("OUTLAST_WORKER_STATE", "")
                 if process.pid != os.getpid() and (state.startswith(mine) or any(mine in part for part in process.cmdline())):

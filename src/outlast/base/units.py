@@ -127,6 +127,11 @@ def human_bytes(value: float) -> str:
     return f"{value:.1f} PiB"
 
 
+def count(number: int, noun: str) -> str:
+    """Format a number with a noun: `1 restart`, `2,000 restarts`."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
+
+
 def percent(share: float) -> str:
     """Format a share with one decimal: `94.1 %`. A share below 1 never becomes 100.0 %."""
     return f"{100 * share if share >= 1 else min(99.9, 100 * share):.1f} %"

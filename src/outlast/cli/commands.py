@@ -49,12 +49,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "top": top.top,
         "tensorboard": tensorboard.tensorboard,
     },
-    "Data and checkpoints": {
-        "checkpoints": checkpoints.app,
-        "fetch": fetch.fetch,
-        "data": datasets.app,
-        "sync": sync.sync,
-    },
+    "Data and checkpoints": {"checkpoints": checkpoints.app, "fetch": fetch.fetch, "data": datasets.app, "sync": sync.sync},
     "Cluster": {
         "doctor": doctor.doctor,
         "install": install.install,

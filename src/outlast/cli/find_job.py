@@ -57,7 +57,7 @@ ContextOption = Annotated[
         metavar="NAME", help="The job is in the cluster of this kubeconfig context.", autocompletion=completion.contexts
     ),
 ]
-EverywhereOption = Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs of all namespaces of a cluster.")]
+EverywhereOption = Annotated[bool, typer.Option("-A", "--all-namespaces", help="Jobs in all namespaces of a cluster.")]
 SelectorOption = Annotated[
     str,
     typer.Option("-l", "--selector", metavar="LABELS", help="Jobs of a cluster with these labels, such as team=a,tier!=test."),
@@ -105,12 +105,7 @@ def place(
 
 
 def cluster(
-    ctx: typer.Context,
-    namespace: str | None = None,
-    context: str | None = None,
-    *,
-    everywhere: bool = False,
-    selector: str = "",
+    ctx: typer.Context, namespace: str | None = None, context: str | None = None, *, everywhere: bool = False, selector: str = ""
 ) -> KubernetesBackend:
     """Return a cluster's backend, whose connections are closed at the end of the command. Raises NoCluster."""
     from outlast.kubernetes import api

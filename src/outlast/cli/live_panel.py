@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.base import backoff, units
-from outlast.cli import status_page, tables, terminal
+from outlast.cli import status_page, terminal
 from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
@@ -90,8 +90,8 @@ def panel(status: JobStatus, now: float) -> Panel:
     facts = [
         f"world {status_page.world(status)}",
         f"generation {status.generation}",
-        tables.count(status.restarts, "restart"),
-        tables.count(status.interruptions, "interruption"),
+        units.count(status.restarts, "restart"),
+        units.count(status.interruptions, "interruption"),
     ]
     rows.append(_facts(facts))
     if logged := status_page.metrics(status):

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Protocol
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
-from outlast.cli import status_page, tables, terminal
+from outlast.cli import status_page, terminal
 from outlast.job import contract
 from outlast.job.status import JobStatus, State
 
@@ -151,8 +151,8 @@ def summary(status: JobStatus, now: float) -> Iterator[str]:
     took = units.human_seconds(status_page.lasted(status, now))
     did = [
         f"{status_page.steps(status)}{' steps' if status.epoch is None else ''} in {took}" if status.step else took,
-        tables.count(status.restarts, "restart"),
-        tables.count(status.interruptions, "interruption"),
+        units.count(status.restarts, "restart"),
+        units.count(status.interruptions, "interruption"),
     ]
     if status.goodput is not None:
         did.append(f"goodput {status_page.goodput(status)}")

@@ -120,7 +120,7 @@ def in_store(store: StoreStatus, now: float) -> str:
 def lost(total: LostStatus) -> str:
     """Format the lost time: `4.1s of training by 3 failures, 1.4s each`."""
     each = f", {units.human_seconds(total.seconds / total.failures)} each" if total.failures > 1 else ""
-    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {tables.count(total.failures, 'failure')}{each}"
+    return f"{_most(total)}{units.human_seconds(total.seconds)} of training by {units.count(total.failures, 'failure')}{each}"
 
 
 def _most(total: LostStatus) -> str:
@@ -161,7 +161,7 @@ def page(status: JobStatus, now: float) -> str:
             {
                 "run": status.run,
                 **({} if status.told == "data" else _training(status, now)),
-                "restarts": f"{status.restarts}, and {tables.count(status.interruptions, 'interruption')}, not counted",
+                "restarts": f"{status.restarts}, and {units.count(status.interruptions, 'interruption')}, not counted",
                 "goodput": goodput(status),
                 "lost": lost(status.lost) if status.lost else None,
                 "submitted": f"{tables.moment(status.submitted)}, {'lasted' if status.finished else 'for'} {running}",

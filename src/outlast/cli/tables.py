@@ -76,11 +76,6 @@ def percent(share: float | None) -> str | None:
     return None if share is None else units.percent(share)
 
 
-def count(number: int, noun: str) -> str:
-    """Format a number with a noun: `1 restart`, `2 restarts`."""
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"
-
-
 def moment(when: float) -> str:
     """Format a time as a local date and time."""
     return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(when))

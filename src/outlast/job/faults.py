@@ -139,12 +139,7 @@ def seed(faults: Sequence[Fault]) -> random.Random:
 
 
 def play(
-    backend: Backend,
-    name: str,
-    faults: Sequence[Fault],
-    rng: random.Random,
-    *,
-    say: Callable[[str], None] = lambda _: None,
+    backend: Backend, name: str, faults: Sequence[Fault], rng: random.Random, *, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[str]:
     """Inject each fault in a schedule once, when it is due, and yield a sentence about it.
 

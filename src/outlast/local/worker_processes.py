@@ -234,11 +234,7 @@ class WorkerPool:
 
     def tracker_environ(self) -> dict[str, str]:
         """Return the environment for a process that forwards metrics but belongs to no worker."""
-        return {
-            **self.uploader_environ(),
-            contract.Env.JOB: self._job.metadata.name,
-            **self._job.spec.tracking.variables(),
-        }
+        return {**self.uploader_environ(), contract.Env.JOB: self._job.metadata.name, **self._job.spec.tracking.variables()}
 
     def _environ(self, index: int) -> dict[str, str]:
         state = self._state_dir.worker(index)

@@ -21,8 +21,8 @@ _TIMEOUT_S = 300.0
 
 
 def doctor(
-    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Try this image, and the network, in pods of it.")] = None,
-    store: Annotated[str, typer.Option(metavar="URL", help="Try to write below this place of a store, in a pod.")] = "",
+    image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Try this image, and the network, in pods.")] = None,
+    store: Annotated[str, typer.Option(metavar="URL", help="Try to write to this place in a store, from a pod.")] = "",
     secret: Annotated[
         list[str] | None, typer.Option(metavar="NAME", help="Secret with credentials for the store; may be repeated.")
     ] = None,
@@ -65,13 +65,7 @@ def doctor(
 
 
 def _sections(
-    image: str | None,
-    store: str,
-    secrets: list[str],
-    network: bool,
-    namespace: str | None,
-    context: str | None,
-    timeout: float,
+    image: str | None, store: str, secrets: list[str], network: bool, namespace: str | None, context: str | None, timeout: float
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield the requested sections with their checks. Iterating over the checks runs them."""
     from outlast.kubernetes import api

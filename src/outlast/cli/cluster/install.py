@@ -26,17 +26,19 @@ OperatorNamespace = Annotated[
 
 def install(
     node_watch: Annotated[
-        bool, typer.Option("--node-watch", help="Also a watcher on each node of AWS, for spot machines and maintenance.")
+        bool, typer.Option("--node-watch", help="Also watch each AWS node for notices about spot machines and maintenance.")
     ] = False,
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
     image: Annotated[str | None, typer.Option(metavar="IMAGE", help="Another image of the operator.")] = None,
     on_demand: Annotated[
-        bool, typer.Option("--on-demand", help="The operator runs on no spot machine; give it each time.")
+        bool, typer.Option("--on-demand", help="Keep the operator off spot machines. Repeat this option at every update.")
     ] = False,
     dry_run: Annotated[
-        bool, typer.Option("--dry-run", help="Only say what would be changed, as the API server sees it.")
+        bool, typer.Option("--dry-run", help="Only print what would change, according to the API server.")
     ] = False,
-    wait: Annotated[bool, typer.Option("--wait", help="Wait until all of it runs; when it does not, say why.")] = False,
+    wait: Annotated[
+        bool, typer.Option("--wait", help="Wait until everything runs, and print the reason if it does not.")
+    ] = False,
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=1, help="Timeout of --wait.")] = _WAIT_S,
     context: ContextOption = None,
 ) -> None:
@@ -90,17 +92,16 @@ def _wait(cluster: api.Cluster, workload: dict[str, Any], began: float, timeout:
         problem = f"{name[0].upper()}{name[1:]} does not run after {timeout:.0f} s"
         print(f"\n{problem}:\n\n{diagnosis.text(causes)}", file=sys.stderr)
         if any(cause.name == "image" for cause in causes):
-            print(
-                "\nName another image with: outlast install --image IMAGE (make one: docs/guide/images.md)",
-                file=sys.stderr,
-            )
+            print("\nName another image with: outlast install --image IMAGE (make one: docs/guide/images.md)", file=sys.stderr)
         raise typer.Exit(1)
     print(f"{name} runs")
 
 
 def uninstall(
     namespace: OperatorNamespace = OPERATOR_NAMESPACE,
-    crds: Annotated[bool, typer.Option("--crds", help="Also the definition of ElasticJob, and with it all ElasticJobs.")] = False,
+    crds: Annotated[
+        bool, typer.Option("--crds", help="Also delete the definition of ElasticJob, and with it all ElasticJobs.")
+    ] = False,
     yes: YesOption = False,
     context: ContextOption = None,
 ) -> None:

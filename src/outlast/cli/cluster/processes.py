@@ -59,7 +59,7 @@ def operator(
 def node_watch(
     node: Annotated[str, typer.Option(envvar=Env.NODE, metavar="NAME", help="The node of this machine.")],
     poll_interval: Annotated[
-        str, typer.Option(envvar="POLL_INTERVAL", metavar="TIME", help="Interval between two questions for notices.")
+        str, typer.Option(envvar="POLL_INTERVAL", metavar="TIME", help="Interval between checks for notices.")
     ] = "1s",
     rebalance: Annotated[bool, typer.Option(help="Also leave when AWS recommends it, before any interruption.")] = True,
     metadata: Annotated[str, typer.Option(metavar="URL", help="Address of the metadata service.")] = "http://169.254.169.254",

@@ -22,10 +22,7 @@ if TYPE_CHECKING:
     from outlast.rendezvous.etcd.gateway import Etcd
 
 app = typer.Typer(
-    cls=Commands,
-    no_args_is_help=True,
-    rich_markup_mode=None,
-    help="Show the rendezvous of runs that meet in an etcd.",
+    cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Show the rendezvous of runs that meet in an etcd."
 )
 
 EndpointOption = Annotated[

@@ -319,7 +319,7 @@ def prune(
     ctx: typer.Context,
     name: NameArgument = None,
     keep: Annotated[int, typer.Option(metavar="N", min=2, help="Number of newest checkpoints to keep; at least 2.")] = 2,
-    best: Annotated[int, typer.Option(metavar="N", min=0, help="Number of best checkpoints to keep besides.")] = 1,
+    best: Annotated[int, typer.Option(metavar="N", min=0, help="Number of best checkpoints to keep as well.")] = 1,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be removed.")] = False,
     yes: YesOption = False,
     store: StoreOption = None,

@@ -35,7 +35,7 @@ def get(
         str | None,
         typer.Argument(
             metavar="[NAME|URL]",
-            help="A dataset, or the URL of a file, with #sha256=... behind it. Without it: which datasets have a name.",
+            help="A dataset, or the URL of a file, followed by #sha256=... Without it, the named datasets are listed.",
             autocompletion=completion.datasets,
         ),
     ] = None,
@@ -43,9 +43,9 @@ def get(
         str | None, typer.Option(metavar="DIR|URL", help="Directory or place in a store to write to. Default: data/NAME.")
     ] = None,
     given: Annotated[
-        Path | None, typer.Option("--from", metavar="FILE", help="The file, downloaded before, or a directory with several.")
+        Path | None, typer.Option("--from", metavar="FILE", help="The file, already downloaded, or a directory with several.")
     ] = None,
-    on: Annotated[str | None, typer.Option(metavar="kubernetes", help="Do it in a pod of a cluster.")] = None,
+    on: Annotated[str | None, typer.Option(metavar="kubernetes", help="Download in a pod of a cluster.")] = None,
     claim: Annotated[
         str | None, typer.Option(metavar="NAME:/PATH", help="In a cluster: the claim, and where it is mounted.")
     ] = None,
@@ -100,10 +100,7 @@ def get(
             found, written = _to_store(dataset, to, how)
         else:
             found, written = obtain.get(dataset, _directory(dataset, to), how)
-    verb, size = (
-        "got" if written else "already there:",
-        f"{tables.count(found.files, 'file')}, {units.human_bytes(found.size)}",
-    )
+    verb, size = ("got" if written else "already there:", f"{units.count(found.files, 'file')}, {units.human_bytes(found.size)}")
     print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
     if written and dataset.remotes and not found.checked:
         terminal.say(_unchecked(dataset, found, named_datasets.is_url(name)))
@@ -164,7 +161,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = obtain.get(dataset, home / "tree", how)
     there.put(place.COMING, dataset.name.encode())  # marks an incomplete dataset until the marker exists
-    terminal.say(f"sending {tables.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
+    terminal.say(f"sending {units.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
     with transfer_progress.shown("sent") as tell:
         report = push_and_pull.push(
             home / "tree",

@@ -25,7 +25,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import Missing, OutlastError
-from outlast.cli import tables, terminal, transfer_progress
+from outlast.cli import terminal, transfer_progress
 from outlast.cli.groups import Commands
 
 if TYPE_CHECKING:
@@ -39,8 +39,8 @@ _UPLOADED = ".uploaded.json"
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
-ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share that goes into val, 0 for none.")]
-VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Tokens of a BPE trained here. Default: 4096.")]
+ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of the samples that goes into val; 0 for none.")]
+VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Vocabulary size of a BPE trained here. Default: 4096.")]
 SeparatorOption = Annotated[
     str | None, typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.")
 ]
@@ -53,18 +53,15 @@ class How:
     source: Annotated[Path, typer.Argument(metavar="SOURCE", help="A directory, or one file.")]
     to: Annotated[str, typer.Option(metavar="PLACE", help="Directory, or URL of a place in a store, to write to.")]
     processes: Annotated[
-        int | None, typer.Option(metavar="N", min=1, help="Processes. Default: one per core that has memory.")
+        int | None, typer.Option(metavar="N", min=1, help="Number of processes. Default: one per core, as far as memory allows.")
     ] = None
     verify: Annotated[bool, typer.Option("--verify", help="Read everything again at the end and compare checksums.")] = False
-    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Leave out what cannot be read, and count it.")] = False
+    skip_damaged: Annotated[bool, typer.Option("--skip-damaged", help="Skip and count what cannot be read.")] = False
     work: Annotated[
         Path | None,
         typer.Option(metavar="DIR", help="Work directory of a dataset for a store. Default: ~/.cache/outlast/prepare."),
     ] = None
-    engine: Annotated[
-        Literal["local", "spark"],
-        typer.Option(help="Processes of this machine, or Spark."),
-    ] = "local"
+    engine: Annotated[Literal["local", "spark"], typer.Option(help="Processes of this machine, or Spark.")] = "local"
     master: Annotated[
         str | None,
         typer.Option(
@@ -134,7 +131,7 @@ def text(
     glob: Annotated[
         list[str] | None, typer.Option(metavar="PATTERN", help="Files to take: '*.py'. May be repeated. Default: all.")
     ] = None,
-    field: Annotated[str, typer.Option(metavar="NAME", help="The text of .jsonl records.")] = "text",
+    field: Annotated[str, typer.Option(metavar="NAME", help="Field of .jsonl records that holds the text.")] = "text",
     shard_size: Annotated[
         str | None, typer.Option(metavar="SIZE", help="Bytes per shard: 64Mi. Default: one file per part, as nanoGPT.")
     ] = None,
@@ -234,7 +231,7 @@ def images(
 def video(
     how: How,
     frames: Annotated[int, typer.Option(metavar="N", min=1, help="Frames of a clip, at 25 per second.")] = 16,
-    size: Annotated[int, typer.Option(metavar="N", min=1, help="Pixels of a frame's side.")] = 224,
+    size: Annotated[int, typer.Option(metavar="N", min=1, help="Width and height of a frame in pixels.")] = 224,
     clips: Annotated[int, typer.Option(metavar="N", min=1, help="Clips per video, evenly spaced.")] = 1,
     labels: Annotated[
         Path | None, typer.Option(metavar="CSV", help="List of labels: Kinetics', or file,label. Default: directories.")
@@ -259,9 +256,7 @@ def video(
     _made(lambda request: videos.prepare(request, settings), how)
 
 
-def verify(
-    place: Annotated[str, typer.Argument(metavar="PLACE", help="A directory, or the URL of a place in a store.")],
-) -> None:
+def verify(place: Annotated[str, typer.Argument(metavar="PLACE", help="A directory, or the URL of a place in a store.")]) -> None:
     """Check a prepared dataset against its manifest.
 
     Reads the whole dataset, and compares sizes, checksums, counts and tokens. The exit code is 78 if something is wrong.
@@ -346,7 +341,7 @@ def summary(made: Manifest) -> str:
     if made.kind == "text":
         parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
         documents = sum(part.samples for part in made.parts.values())
-        return f"{parts} of {tables.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
+        return f"{parts} of {units.count(documents, 'document')} (vocabulary {made.vocab_size:,}, {made.dtype})"
     return ", ".join(f"{name} {part.samples:,} samples" for name, part in made.parts.items())
 
 
@@ -358,7 +353,7 @@ def _verified(manifest: Manifest, place: Files, name: str) -> None:
         raise shard_format.BadDataset(f"{name}: {'; '.join(problems)}; get or prepare the dataset again")
     files = sum(len(part.shards) for part in manifest.parts.values())
     size = sum(shard.bytes for part in manifest.parts.values() for shard in part.shards)
-    print(f"verified {tables.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
+    print(f"verified {units.count(files, 'shard')}, {units.human_bytes(size)} in {name}")
 
 
 class _Stored:

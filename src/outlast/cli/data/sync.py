@@ -32,9 +32,7 @@ def sync(
     target: Annotated[str, typer.Argument(metavar="DST", help="A directory, or the URL of a place in a store.")],
     delete: Annotated[bool, typer.Option("--delete", help="Delete from DST what SRC does not have.")] = False,
     dry_run: Annotated[bool, typer.Option("--dry-run", help="Only list what would be done.")] = False,
-    check: Annotated[
-        bool, typer.Option("--check", help="List the store, in case something else has written there; needed where others have.")
-    ] = False,
+    check: Annotated[bool, typer.Option("--check", help="List the store, in case other programs have written there.")] = False,
     output: OutputOption = Output.TABLE,
 ) -> None:
     """Copy changes between a directory and a store.
@@ -127,7 +125,7 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
     """Return a summary: `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
-    files, size = f"{report.transferred:,} file{'' if report.transferred == 1 else 's'}", units.human_bytes(report.bytes)
+    files, size = units.count(report.transferred, "file"), units.human_bytes(report.bytes)
     rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""
     if dry_run:

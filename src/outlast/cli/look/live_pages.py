@@ -21,8 +21,9 @@ from socketserver import ThreadingTCPServer
 from typing import Any
 from urllib.parse import parse_qs, quote, unquote
 
+from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import find_job, status_page, tables, terminal
+from outlast.cli import find_job, status_page, terminal
 from outlast.cli.tables import ListOutput
 from outlast.job import contract
 from outlast.job.backend import Backend
@@ -89,7 +90,7 @@ class Pages:
             rows.append({**status_page.row(status, now, ListOutput.TABLE), "NAME": link})
         section: dict[str, object] = {"title": "Jobs", "open": True}
         if rows:
-            section["table"] = tables.count(len(rows), "job"), map(str.lower, rows[0]), [row.values() for row in rows]
+            section["table"] = units.count(len(rows), "job"), map(str.lower, rows[0]), [row.values() for row in rows]
         else:
             section["note"] = find_job.no_job(self._place)
         return page.live(title="outlast", sections=[section], part=part)

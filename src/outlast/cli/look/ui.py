@@ -23,7 +23,7 @@ def ui(
     ctx: typer.Context,
     name: Annotated[
         str | None,
-        typer.Argument(metavar="[NAME]", help="Job to begin with. Default: the list.", autocompletion=completion.jobs),
+        typer.Argument(metavar="[NAME]", help="Job to show first. Default: the list of jobs.", autocompletion=completion.jobs),
     ] = None,
     port: Annotated[
         int | None, typer.Option(metavar="N", min=0, max=65535, help="Port. Default: 8700, or a free one if that is taken.")

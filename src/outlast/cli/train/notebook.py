@@ -35,9 +35,7 @@ def notebook(
     open_: Annotated[bool, typer.Option("--open", help="Open a browser.")] = False,
     kubeflow: Annotated[
         bool,
-        typer.Option(
-            "--kubeflow", help="In a pod of Kubeflow: serve below $NB_PREFIX; without a token of its own unless one is given."
-        ),
+        typer.Option("--kubeflow", help="In a Kubeflow pod: serve below $NB_PREFIX, without a token unless one is given."),
     ] = False,
 ) -> None:
     """Start JupyterLab with a first notebook, until Ctrl-C.

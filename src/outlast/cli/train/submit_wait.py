@@ -19,7 +19,6 @@ from outlast.cli import terminal
 if TYPE_CHECKING:
     from outlast.job.spec import Job
     from outlast.kubernetes.jobs.backend import KubernetesBackend
-    from outlast.kubernetes.jobs.outcome import Outcome
 
 WaitOption = Annotated[
     bool,
@@ -32,7 +31,7 @@ TerminateOption = Annotated[
     Literal["cancel", "leave"],
     typer.Option(
         "--on-terminate",
-        help="With --wait: what becomes of the job at SIGTERM. cancel: it is cancelled, unless this pod is evicted.",
+        help="With --wait: what to do with the job at SIGTERM. cancel: cancel it, unless this pod is evicted.",
     ),
 ]
 KeyOption = Annotated[
@@ -40,7 +39,7 @@ KeyOption = Annotated[
     typer.Option(
         "--idempotency-key",
         metavar="KEY",
-        help="One job for each KEY, such as the id of a pipeline's run: its name ends with a digest of KEY and the job.",
+        help="One job for each KEY, such as the id of a pipeline's run. Its name ends with a digest of KEY and the job.",
     ),
 ]
 
@@ -58,22 +57,15 @@ class WaitOptions:
     keyed: bool = False
     """True if only this pipeline step uses the job's name."""
 
-    def write(self, outcome: Outcome) -> None:
-        """Write the outputs. Raises OutlastError."""
-        try:
-            if self.directory:
-                outcome.write(self.directory)
-        except OSError as error:
-            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
-
-    def prepare(self) -> None:
-        """Create the directory for the outputs, so that errors appear before training. Raises OutlastError."""
-        if not self.directory:
-            return
+    @contextlib.contextmanager
+    def writing(self) -> Iterator[Path]:
+        """Yield the directory for the outputs, which is created first. Raises OutlastError if it cannot be written."""
+        assert self.directory is not None
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self.directory, os.W_OK):
                 raise PermissionError(f"{self.directory} is not writable")
+            yield self.directory
         except OSError as error:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
@@ -131,7 +123,9 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
     """Submit the job, wait for it to end, and write the outputs. Returns the exit code."""
     from outlast.kubernetes.jobs import outcome, waiting
 
-    options.prepare()
+    if options.directory:
+        with options.writing():
+            pass  # so that errors appear before training
     terminable = _Terminable()
     waiter = waiting.Waiter(place.workloads, name, say=terminal.say, may_cancel=options.keyed, defer_sigterm=terminable.held)
     before = None
@@ -152,7 +146,8 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
         return INTERRUPTED
     if options.directory:
         result = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
-        options.write(result)
+        with options.writing() as directory:
+            result.write(directory)
         for output, reason in result.missing.items():
             terminal.say(f"output {output} is empty: {reason}")
     terminal.say(ended.sentence)

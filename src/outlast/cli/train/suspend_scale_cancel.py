@@ -12,7 +12,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import NotFound, OutlastError
-from outlast.cli import completion, find_job, tables, terminal
+from outlast.cli import completion, find_job, terminal
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption, YesOption
 from outlast.job.backend import not_ended
 
@@ -41,7 +41,7 @@ def scale(
     if not number.isdecimal():
         raise typer.BadParameter(f"{number!r} is not a number of workers")
     run.scale(int(number))
-    print(f"{run.name} is scaled to {tables.count(int(number), 'worker')}")
+    print(f"{run.name} is scaled to {units.count(int(number), 'worker')}")
 
 
 def suspend(
@@ -168,7 +168,7 @@ def forget(
         print("\n".join(lines.values()))
         cluster = find_job.in_cluster(place)
         where = f" in namespace {cluster.cluster.namespace} of {cluster.cluster.context}" if cluster else ""
-        terminal.confirm(f"this removes {tables.count(len(chosen), 'job')}{where}")
+        terminal.confirm(f"this removes {units.count(len(chosen), 'job')}{where}")
     for name, line in lines.items():
         place.forget(name, output=output)
         print(f"removed {line}")

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from outlast.base import units
 from outlast.base.errors import OutlastError
 
 if TYPE_CHECKING:
@@ -82,7 +83,7 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
 
 def _size(workers: spec.Workers) -> str:
     """Format the number of workers and its range: `2 workers, 1–4`."""
-    count = f"{workers.replicas} worker{'' if workers.replicas == 1 else 's'}"
+    count = units.count(workers.replicas, "worker")
     allowed = workers.allowed()
     if len(allowed) == 1:
         return count

@@ -114,7 +114,7 @@ def built(shown: Run) -> Page:
         "versions": ", ".join(f"{name} {version}" for name, version in past.versions.items()),
         "digest of the code": past.code,
         "output": url_logins.hidden(status.output) if status else "",
-        "not readable": ", ".join(f"{_many(count, 'line')} of {place}" for place, count in unread.items() if count),
+        "not readable": ", ".join(f"{units.count(count, 'line')} of {place}" for place, count in unread.items() if count),
     }
     page = Page(shown.name, account.wall_s, max((each.x[-1] for each in logged.values()), default=0.0))
     page.facts = {name: text for name, text in facts.items() if text}
@@ -223,10 +223,6 @@ def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
     return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for half a character
 
 
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'' if count == 1 else 's'}"
-
-
 def _thinned(series: Series) -> str:
     """Return a note that says how many values each point stands for; empty if the series is short."""
     return f" Each point is the last of {series.per} values, with their range." if series.per > 1 else ""
@@ -234,7 +230,7 @@ def _thinned(series: Series) -> str:
 
 def _table(over: str, series: Series, at: Callable[[float], str]) -> tuple[str, Sequence[str], Sequence[Sequence[object]]]:
     rows = [(at(x), f"{last:.6g}", f"{min(low, high):.6g}", f"{high:.6g}") for x, low, high, last in series.rows(_ROWS)]
-    return f"{_many(series.count, 'value')} in {_many(len(rows), 'row')}", (over, "last", "least", "most"), rows
+    return f"{units.count(series.count, 'value')} in {units.count(len(rows), 'row')}", (over, "last", "least", "most"), rows
 
 
 def _metrics(page: Page, logged: Mapping[str, Series], past: History, account: Goodput) -> None:
@@ -289,9 +285,9 @@ def _timeline(page: Page, past: History, account: Goodput) -> None:
     drawn.ygrid.visible = False
     note = "Drag over a part to zoom in, or use the buttons. A worker without a colour is not there. Triangles are incidents."
     if left_out := len(account.segments) - len(job):
-        note += f" {_many(left_out, 'short period')} of {len(account.segments):,} are drawn as a part of others."
+        note += f" {units.count(left_out, 'short period')} of {len(account.segments):,} are drawn as a part of others."
     rows = [(worker, len(past.presence[worker]), units.human_seconds(seconds)) for worker, seconds in spent.items()]
-    table = _many(len(rows), "worker"), ("worker", "changes", "time there"), rows
+    table = units.count(len(rows), "worker"), ("worker", "changes", "time there"), rows
     page.add("Timeline", note, plot="timeline", legend={what: _WHAT[what] for what in _WHAT if what in shapes}, table=table)
 
 
@@ -319,7 +315,7 @@ def _incidents(page: Page, account: Goodput) -> None:
         lost = each["lost"]
         seconds = f"{'up to ' if lost['up_to'] else ''}{lost['seconds']:.2f}", *(f"{lost[f'{part}_s']:.2f}" for part in _PARTS)
         rows.append((number, printed.at(each["time"] - account.start), each["text"], *seconds, each["replayed"], lost["source"]))
-    table = _many(len(rows), "incident"), headings, rows
+    table = units.count(len(rows), "incident"), headings, rows
     if not any(map(any, parts.values())):  # training has not stopped, or has not continued
         return page.add("Incidents", table=table) if rows else None
     drawn = page.plots.plot("lost", "incident", label="seconds lost")

@@ -55,8 +55,8 @@ def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
 def text(status: JobStatus, metric: str = "loss") -> str:
     """Return the panel as text for a terminal: `gpt: Running, step 120/300, 2 workers, 1 restart, loss 4.23`."""
     steps = f"step {status.step}" + (f"/{status.steps}" if status.steps else "")
-    workers = _count(len(status.world) if status.state.active else status.replicas, "worker")
-    facts = [str(status.state), steps, workers, _count(status.restarts, "restart")]
+    workers = units.count(len(status.world) if status.state.active else status.replicas, "worker")
+    facts = [str(status.state), steps, workers, units.count(status.restarts, "restart")]
     if metric in status.metrics:
         facts.append(f"{metric} {status.metrics[metric]:.3g}")
     return f"{status.name}: {', '.join(facts)}"
@@ -97,7 +97,7 @@ def _workers(workers: Sequence[WorkerStatus]) -> str:
     for worker in workers:
         colour = _WORKERS.get(worker.state, _AMBER)
         ranks = f", rank {', '.join(str(rank.rank) for rank in worker.ranks)}" if worker.ranks else ""
-        again = f", {_count(worker.restarts, 'restart')}" if worker.restarts else ""
+        again = f", {units.count(worker.restarts, 'restart')}" if worker.restarts else ""
         look = f"display:inline-block;border:1px solid {colour};border-radius:10px;padding:0 10px;margin:6px 6px 2px 0"
         dot = f'<span style="color:{colour}">●</span>'
         chips.append(f'<span style="{look}">{dot} worker {worker.index}: {html.escape(worker.state)}{ranks}{again}</span>')
@@ -105,7 +105,7 @@ def _workers(workers: Sequence[WorkerStatus]) -> str:
 
 
 def _facts(status: JobStatus, now: float) -> str:
-    facts = [_count(status.restarts, "restart")]
+    facts = [units.count(status.restarts, "restart")]
     if status.snapshot is not None and status.state.active:
         facts.append(f"snapshot in memory of step {status.snapshot.step:,}")
     if status.checkpoint is not None:
@@ -157,7 +157,3 @@ def _label(x: float, y: float, text: str, colour: str, anchor: str = "start") ->
 
 def _div(content: str, look: str = "") -> str:
     return f'<div style="{look}">{content}</div>' if look else f"<div>{content}</div>"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" if number == 1 else f"{number} {noun}s"

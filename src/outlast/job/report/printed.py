@@ -160,7 +160,7 @@ def counts(goodput: Goodput) -> dict[str, str]:
     saves = f"{goodput.saves:,} committed"
     if goodput.saves_failed:
         saves += f", {goodput.saves_failed:,} failed"
-    happened = [_many(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
+    happened = [units.count(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
     worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
     if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
         saves = ""  # a script that reports no steps saves on its own
@@ -183,7 +183,7 @@ def _snapshots(goodput: Goodput) -> str:
         return f"none: {snapshots.reason}" if snapshots.reason else "none"
     parts = ["every step" if snapshots.every == 1 else f"every {snapshots.every:,} steps"]
     parts += [units.human_bytes(snapshots.bytes)] if snapshots.bytes else []
-    return ", ".join([*parts, _many(snapshots.replicas, "replica") or "no replica"])
+    return ", ".join([*parts, units.count(snapshots.replicas, "replica") if snapshots.replicas else "no replica"])
 
 
 def _total(goodput: Goodput) -> str:
@@ -194,7 +194,7 @@ def _total(goodput: Goodput) -> str:
         if count := cost.failures:
             each = f", {_seconds(cost.seconds / count)} each" if count > 1 else ""
             most = "up to " if cost.up_to else ""
-            costs.append(f"{_many(count, kind.removesuffix('s'))} cost {most}{_seconds(cost.seconds)} of training{each}")
+            costs.append(f"{units.count(count, kind.removesuffix('s'))} cost {most}{_seconds(cost.seconds)} of training{each}")
     return "; ".join(costs)
 
 
@@ -202,11 +202,11 @@ def _cost(incident: Incident, steps: bool) -> str:
     """Return what an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
     return only the time."""
     if not incident.recovery_s:
-        return f"{_many(incident.replayed, 'step')} again" if incident.replayed else ""
+        return f"{units.count(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost
     if lost is None:
         return f"{units.human_seconds(incident.recovery_s)} to the next {'step' if steps else 'world'}"
-    again = f"for {_many(incident.replayed, 'step')} again" if incident.replayed else "of a step again"
+    again = f"for {units.count(incident.replayed, 'step')} again" if incident.replayed else "of a step again"
     parts = [
         (lost.detection_us, "detection"),
         (lost.reforming_us, "re-forming"),
@@ -215,10 +215,6 @@ def _cost(incident: Incident, steps: bool) -> str:
     ]
     shown = " + ".join(f"{_seconds(us / 1e6)} {name}" for us, name in parts if us)
     return f"lost {'up to ' if lost.up_to else ''}{_seconds(lost.seconds)}{': ' if shown else ''}{shown}"
-
-
-def _many(count: int, noun: str) -> str:
-    return f"{count:,} {noun}{'s' if count > 1 else ''}" if count else ""
 
 
 def _incidents(goodput: Goodput, width: int) -> list[_Line]:

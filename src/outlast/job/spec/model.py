@@ -127,8 +127,7 @@ class Resources(Checked):
     gpu: field_types.Whole = 0
     """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
     accelerator: field_types.Accelerator = Field(
-        default="nvidia",
-        description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource.",
+        default="nvidia", description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource."
     )
     efa: field_types.Whole = 0
     """Number of Elastic Fabric Adapters (AWS), with their huge pages and `FI_PROVIDER=efa`. Kubernetes only."""

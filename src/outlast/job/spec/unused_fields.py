@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 from pydantic import BaseModel
 from pydantic.alias_generators import to_camel
 
+from outlast.base import units
 from outlast.job.spec import substitution
 
 if TYPE_CHECKING:
@@ -46,7 +47,7 @@ def anywhere(job: Job) -> Iterator[str]:
         yield f"env.{name} ({job.spec.env[name]}) refers to itself and stays as it is; write the whole value"
     replicas, most = job.spec.checkpoint.replicas, job.spec.workers.max - 1
     if replicas > most and "replicas" in job.spec.checkpoint.model_fields_set:
-        others = f"{most} other worker{'' if most == 1 else 's'}"
+        others = units.count(most, "other worker")
         yield f"checkpoint.replicas ({replicas}) is reduced to {most}: there is no more than {others} to hold one"
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import difflib
 from collections.abc import Collection, Iterator, Mapping
-from typing import Any, ClassVar, Self, TypeVar, get_args, get_origin
+from typing import Any, ClassVar, Self, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic.alias_generators import to_camel
@@ -119,9 +119,7 @@ class _Names:
                     continue
                 self._rename((*place, field), (*place, meant))
                 field = meant
-            if value is not None and (mapped := _mapped(known[field])) and isinstance(value, dict):
-                result[field] = {key: self._value(mapped, each, (*place, field, key)) for key, each in value.items()}
-            elif value is not None:
+            if value is not None:
                 result[field] = self._value(_part(known[field]), value, (*place, field))
         for below, sentence in model.choices(result):
             self.problems.append((self.document.line((*place, *below)), sentence))
@@ -168,14 +166,7 @@ def _part(annotation: Any) -> type[Checked] | None:
     """Return the model `Part` in the annotation `Part`, `Part | None` or `tuple[Part, ...]`; None for any other annotation."""
     if isinstance(annotation, type) and issubclass(annotation, Checked):
         return annotation
-    if get_origin(annotation) is dict:
-        return None
     return next((found for inner in get_args(annotation) if (found := _part(inner))), None)
-
-
-def _mapped(annotation: Any) -> type[Checked] | None:
-    """Return the model `Part` in the annotation `dict[str, Part]`; None for any other annotation."""
-    return _part(get_args(annotation)[1]) if get_origin(annotation) is dict else None
 
 
 # ----------------------------------------------------------------------------------------------------------- pydantic's words

@@ -43,18 +43,8 @@ class Document:
         return None
 
 
-def read(
-    text: str,
-    *,
-    source: str,
-    verbatim: Callable[[Place], bool] = lambda _: False,
-    kind: str = "job",
-    start: str = "apiVersion: outlast.dev/v1alpha1",
-) -> Document:
-    """Parse the only document in `text`. Raises InvalidJob if the text has no document, has several, or is not YAML.
-
-    `kind` is the kind of file, and `start` is such a file's usual first line, both for error messages.
-    """
+def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _: False) -> Document:
+    """Parse the only document in `text`. Raises InvalidJob if the text has no document, has several, or is not YAML."""
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
         return InvalidJob([(line, sentence)], source=source)
@@ -62,9 +52,9 @@ def read(
     try:
         nodes = [node for node in yaml.compose_all(text, yaml.SafeLoader) if node.tag != _NULL]
         if len(nodes) > 1:
-            raise wrong(nodes[1].start_mark.line + 1, f"a second document starts here; write one {kind} a file")
+            raise wrong(nodes[1].start_mark.line + 1, "a second document starts here; write one job a file")
         if not nodes:
-            raise wrong(None, f"the file is empty; a {kind} file starts with `{start}`")
+            raise wrong(None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`")
         document = Document(data=None, lines={})
         walk = _Walk(yaml.SafeLoader(""), document, verbatim)
         try:
