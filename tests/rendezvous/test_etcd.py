@@ -205,18 +205,8 @@ def answering(handler: type[Stub]) -> Iterator[int]:
 @pytest.mark.parametrize(
     ("status", "body", "kind", "sentence"),
     [
-        (
-            404,
-            b"404 page not found\n",
-            EtcdRefused,
-            "HTTP 404, as does an etcd with only v2, or without a JSON gateway",
-        ),
-        (
-            405,
-            b"<html>",
-            EtcdRefused,
-            "answers a v3 request with HTTP 405, unlike any etcd; expected the client port",
-        ),
+        (404, b"404 page not found\n", EtcdRefused, "HTTP 404, as does an etcd with only v2, or without a JSON gateway"),
+        (405, b"<html>", EtcdRefused, "answers a v3 request with HTTP 405, unlike any etcd; expected the client port"),
         (200, b"<html>welcome</html>", EtcdRefused, "is not an etcd: it answers b'<html>welcome</html>'"),
         (200, b"{}", EtcdRefused, "is not an etcd: it answers b'{}'"),
         (200, b"null", EtcdRefused, "is not an etcd: it answers b'null'"),

@@ -140,9 +140,7 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_whatever_happens_a_worker_trains_and_exits_once_and_pushes_whatever_it_trained(
-    events: list[lifecycle.Event],
-):
+def test_whatever_happens_a_worker_trains_and_exits_once_and_pushes_whatever_it_trained(events: list[lifecycle.Event]):
     worker, effects = Worker(), []
     for event in events:
         worker, done = lifecycle.step(worker, event)
