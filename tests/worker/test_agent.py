@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -35,6 +36,7 @@ from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_supervisor import UploadProcess
 from outlast.worker.hangs import hang_limit
 from outlast.worker.launch import warm_request, warm_supervisor
+from waits import until
 
 GRACE_S = 75
 
@@ -183,6 +185,16 @@ def test_a_killed_warm_process_is_never_started_again(
     handle.kill()
     handle.start("python")
     assert not handle.wait_until_ready("python")
+
+
+def test_a_warm_process_that_is_stopped_goes_on_at_the_next_look(bench: Bench) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        bench.agent._warm._process = process
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: progress_file.kernel(process.pid)[0] == "T")
+        bench.looks()
+        until(lambda: progress_file.kernel(process.pid)[0] == "S")
+        process.kill()
 
 
 @pytest.mark.parametrize("problem", [ValueError("a bug"), OutlastError("no endpoint")])
