@@ -21,7 +21,7 @@ from outlast.rendezvous.messages import Called, Closed
 from outlast.rendezvous.who_trains import World
 from waits import until
 
-WORLD = World(1, (0, 1), "10.0.0.1:5", "all here", 5.0)
+WORLD, ALONE = World(1, (0, 1), "10.0.0.1:5", "all here", 5.0), World(1, (0,), "10.0.0.1:5", "all here", 5.0)
 FAILED = {"rank": 0, "code": 1, "reason": "it failed", "time": 0.0}
 Member = Callable[..., transport.Client]
 
@@ -56,6 +56,17 @@ def member(coordinator: Coordinator, tmp_path: Path) -> Iterator[Member]:
     yield make
     for each in made:
         each.close()
+
+
+@pytest.fixture
+def trains(coordinator: Coordinator, member: Member) -> transport.Client:
+    """A member that has reported, and hears of its world."""
+    one = member(0)
+    one.report("waiting")
+    until(lambda: coordinator.report(0))
+    coordinator.tell(world=ALONE)
+    until(lambda: one.world == ALONE)
+    return one
 
 
 def standing(coordinator: Coordinator, id: int) -> str | None:
@@ -115,15 +126,14 @@ def test_an_outage_loses_nothing_of_either_side_and_is_said_once(
     one.report("waiting")
     coordinator.mend()
     until(lambda: coordinator.report(0))
-    world = World(1, (0,), "10.0.0.1:5", "all here", 5.0)
-    coordinator.tell(world=world)
+    coordinator.tell(world=ALONE)
     until(lambda: one.world)
     out = io.StringIO()  # capfd loses what is printed between its reading and its truncating
     monkeypatch.setattr(sys, "stdout", out)
     coordinator.cut()
     one.report("waiting", generation=1, failed=True, failure=FAILED)
     until(lambda: away in out.getvalue())
-    assert (one.world, one.closed) == (world, None)
+    assert (one.world, one.closed) == (ALONE, None)
     coordinator.mend()
     until(lambda: (report := coordinator.report(0)) and report.failure == FAILED)
     coordinator.tell(world=World(2, (0,), "10.0.0.1:5", "again", 6.0))
@@ -164,15 +174,12 @@ def test_who_goes_says_its_last_word_first_and_ends_its_threads(coordinator: Coo
 
 
 def test_who_goes_waits_for_nobody_that_is_away(
-    coordinator: Coordinator, member: Member, monkeypatch: pytest.MonkeyPatch
+    coordinator: Coordinator, trains: transport.Client, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(member_client, "LAST_S", 3600)
-    one = member(0)
-    one.report("waiting")
-    until(lambda: coordinator.report(0))
     coordinator.cut()
-    one.report("leaving")
-    one.close()
+    trains.report("leaving")
+    trains.close()
 
 
 def test_news_that_cannot_be_processed_once_deafens_nobody(
@@ -190,35 +197,23 @@ def test_news_that_cannot_be_processed_once_deafens_nobody(
     monkeypatch.setattr(one._board, "watch", failing)
     one.report("waiting")
     until(lambda: coordinator.report(0))
-    coordinator.tell(world=World(1, (0,), "10.0.0.1:5", "all here", 5.0))
+    coordinator.tell(world=ALONE)
     until(lambda: one.world)
     assert "news could not be processed; trying again" in capfd.readouterr().out
 
 
 def test_what_makes_no_sense_is_said_and_passed_over(
-    coordinator: Coordinator, member: Member, capfd: pytest.CaptureFixture[str]
+    coordinator: Coordinator, trains: transport.Client, capfd: pytest.CaptureFixture[str]
 ) -> None:
-    one = member(0)
-    one.report("waiting")
-    until(lambda: coordinator.report(0))
-    world = World(1, (0,), "10.0.0.1:5", "all here", 5.0)
-    coordinator.tell(world=world)
-    until(lambda: one.world)
     coordinator.garble()
     until(lambda: re.search(r"outlast \| .*(invalid|is missing)", capfd.readouterr().out))
-    assert (one.world, one.closed) == (world, None)
+    assert (trains.world, trains.closed) == (ALONE, None)
     coordinator.tell(closed=Closed("all done", contract.Exit.DONE))
-    until(lambda: one.closed)
-    assert one.closed == Closed("all done", contract.Exit.DONE)
+    until(lambda: trains.closed)
+    assert trains.closed == Closed("all done", contract.Exit.DONE)
 
 
-def test_a_member_of_a_run_that_is_over_is_no_member_of_the_next(coordinator: Coordinator, member: Member) -> None:
-    one = member(0)
-    one.report("waiting")
-    until(lambda: coordinator.report(0))
-    coordinator.tell(world=World(1, (0,), "10.0.0.1:5", "all here", 5.0))
-    until(lambda: one.world)
+def test_a_member_of_a_run_that_is_over_is_no_member_of_the_next(coordinator: Coordinator, trains: transport.Client) -> None:
     coordinator.another_run()
-    until(lambda: one.closed)
-    assert one.closed
-    assert (one.closed.code, one.closed.reason.startswith("run run is over")) == (contract.Exit.FAILED, True)
+    closed = until(lambda: trains.closed)
+    assert (closed.code, closed.reason.startswith("run run is over")) == (contract.Exit.FAILED, True)

@@ -103,15 +103,24 @@ def test_a_process_that_was_fenced_is_told_so_as_often_as_it_reports_and_its_suc
     assert run.state.called.reason == "growing from 2 to 3 with worker 2"
 
 
-def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo() -> None:
+@pytest.mark.parametrize(
+    ("event", "reason"),
+    [
+        (
+            Report("run", 1, MemberState.TRAINING, 1, mesh=True, unheard=(2,), refused=(2,)),
+            "lost worker 2: it refuses connections",
+        ),
+        (Gone(2), "lost worker 2"),
+    ],
+)
+def test_echoes_are_not_waited_out_when_it_is_known_whose_death_they_echo(event: Event, reason: str) -> None:
     run = Coordinating()
     run.report(0, "waiting", 1, failed=True, failure=ECHO)
     assert run.tick() == []
-    run.report(1, "training", 1, unheard=(2,), refused=(2,))
+    run.take(event)
     run.tick()
     assert run.state.called is not None
-    assert run.state.called.reason == "lost worker 2: it refuses connections"
-    assert 2 not in run.state.fenced
+    assert (run.state.called.reason, run.state.fenced) == (reason, {})
 
 
 def test_a_worker_that_errs_costs_a_start_of_processes_at_most() -> None:
@@ -272,16 +281,6 @@ def test_a_script_that_refuses_the_size_of_its_world_gets_another_one_for_nothin
     run.report(1, "waiting", 2)
     run.settle()
     assert run.state.closed is not None, "2 workers can share the batch: the cause is another one"
-
-
-def test_echoes_are_not_waited_out_when_a_member_of_their_world_is_gone() -> None:
-    run = Coordinating()
-    run.report(0, "waiting", 1, failed=True, failure=ECHO)
-    assert run.tick() == []
-    run.take(Gone(2))
-    run.tick()
-    assert run.state.called is not None
-    assert run.state.called.reason == "lost worker 2"
 
 
 @pytest.mark.parametrize("counts_ends", [False, True])

@@ -40,6 +40,12 @@ class Voice:
         self.ended.append((str(state), reason, code))
 
 
+def says(member: EtcdMember, **fields: Any) -> None:
+    """It reports this, too."""
+    member.report = dataclasses.replace(member.report, **fields)
+    member.publish()
+
+
 class Bench:
     """An etcd, and who is to meet there."""
 
@@ -50,8 +56,7 @@ class Bench:
         who = Identity("r", id, token, most=3, **fields)
         member = EtcdMember(Link(self.etcd, random.Random(0)), OF, who, choose=min, clock=lambda: self.etcd.now)
         self.hear(member)
-        member.report = dataclasses.replace(member.report, address=f"{token}:1")
-        member.publish()
+        says(member, address=f"{token}:1")
         return member
 
     def hear(self, *members: EtcdMember) -> None:
@@ -93,16 +98,12 @@ def trains(bench: Bench, *members: EtcdMember) -> None:
     for member in members:
         bench.hear(member)
         assert member.world is not None
-        member.report = dataclasses.replace(
-            member.report, standing=MemberState.TRAINING, generation=member.world.generation, failed=False, failure=None
-        )
-        member.publish()
+        says(member, standing=MemberState.TRAINING, generation=member.world.generation, failed=False, failure=None)
 
 
 def fails(member: EtcdMember) -> None:
     failure = {"rank": 0, "code": 1, "reason": "it failed", "time": 0.0}
-    member.report = dataclasses.replace(member.report, standing=MemberState.WAITING, failed=True, failure=failure)
-    member.publish()
+    says(member, standing=MemberState.WAITING, failed=True, failure=failure)
 
 
 def test_who_decides_goes_by_a_clock_that_never_steps() -> None:
@@ -161,13 +162,11 @@ def test_a_node_that_gives_up_ends_the_run_unless_the_others_have_gone_on_withou
     if cut_off:
         bench.turn(candidate, seconds=6.0, keep=tuple(others))
         for member in others:
-            member.report = dataclasses.replace(member.report, standing=MemberState.WAITING)
-            member.publish()
+            says(member, standing=MemberState.WAITING)
         bench.turn(candidate, keep=tuple(others))
         trains(bench, *others)
     failure = {"rank": 0, "code": 79, "reason": "worker 2 gives up", "traceback": "", "time": 0.0, "echo": False}
-    lost.report = dataclasses.replace(lost.report, standing=MemberState.LEAVING, failed=True, failure=failure)
-    lost.publish()
+    says(lost, standing=MemberState.LEAVING, failed=True, failure=failure)
     bench.turn(candidate, keep=tuple(others), seconds=1.0)
     assert voice.ended == ([] if cut_off else [("Failed", "worker 2 gives up", 1)])
     end = messages.Closed("worker 2 gives up", contract.Exit.FAILED, "BackoffLimitExceeded")
@@ -196,8 +195,7 @@ def test_a_decider_that_is_cut_off_when_all_are_done_says_so_when_it_is_back(ben
     bench.turn(candidate, keep=(member,))
     trains(bench, member)
     bench.turn(candidate, seconds=0.0)
-    member.report = dataclasses.replace(member.report, standing=MemberState.DONE)
-    member.publish()
+    says(member, standing=MemberState.DONE)
     link = candidate._store
     assert isinstance(link, Link)
     txn = link.txn
@@ -224,9 +222,8 @@ def test_a_member_that_has_something_new_to_say_all_the_time_keeps_its_lease(ben
     [key] = bench.etcd.kvs
     created = bench.etcd.kvs[key].created
     for generation in range(20):
-        member.report = dataclasses.replace(member.report, generation=generation)
         bench.etcd.pass_(1.0)
-        member.publish()
+        says(member, generation=generation)
     assert bench.etcd.kvs[key].created == created
 
 
@@ -235,8 +232,7 @@ def test_a_member_whose_peers_watch_it_may_stand_still_for_5_s(bench: Bench) -> 
     key = OF.member(0)
     revisions = []
     for mesh in (False, True, False):
-        member.report = dataclasses.replace(member.report, mesh=mesh)
-        member.publish()
+        says(member, mesh=mesh)
         revisions.append(bench.etcd.kvs[key].created)
         bench.etcd.pass_(9.75 if len(revisions) > 1 else 4.75)
         assert key in bench.etcd.kvs

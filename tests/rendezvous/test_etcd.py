@@ -4,15 +4,14 @@ from __future__ import annotations
 
 import base64
 import contextlib
-import datetime
 import http.server
-import ipaddress
 import os
 import shutil
 import signal
 import socket
 import ssl
 import struct
+import subprocess
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -52,17 +51,20 @@ def test_what_is_not_said_comes_from_the_environment_and_a_password_is_shown_to_
     assert "secret" not in repr(said)
 
 
-@pytest.mark.parametrize("endpoint", ["etcd://", "etcd://a:b", "etcd://a:99999", "etcd://a,,b", "etcd://user@a", "etcd://a:0"])
-def test_what_is_no_endpoint_is_refused(endpoint: str) -> None:
-    with pytest.raises(OutlastError, match="is not an etcd endpoint; expected etcd://host:2379, with commas between several"):
-        gateway.address(endpoint, environ={})
+NO_ENDPOINT = "is not an etcd endpoint; expected etcd://host:2379, with commas between several"
 
 
-def test_halves_are_refused() -> None:
-    with pytest.raises(OutlastError, match="of user and password for the etcd one is missing"):
-        gateway.address("etcd://a", {"user": "u"}, {})
-    with pytest.raises(OutlastError, match=r"of cert \('c'\) and key \(''\) one is missing"):
-        gateway.address("etcd://a", {"cert": "c"}, {})
+@pytest.mark.parametrize(
+    ("endpoint", "options", "sentence"),
+    [
+        *((f"etcd://{hosts}", {}, NO_ENDPOINT) for hosts in ("", "a:b", "a:99999", "a,,b", "user@a", "a:0")),
+        ("etcd://a", {"user": "u"}, "of user and password for the etcd one is missing"),
+        ("etcd://a", {"cert": "c"}, r"of cert \('c'\) and key \(''\) one is missing"),
+    ],
+)
+def test_what_is_no_endpoint_and_halves_of_options_are_refused(endpoint: str, options: dict[str, str], sentence: str) -> None:
+    with pytest.raises(OutlastError, match=sentence):
+        gateway.address(endpoint, options, {})
 
 
 # Keys, leases, watches
@@ -130,7 +132,7 @@ def test_an_idle_connection_that_was_closed_is_opened_again(own_etcd: Server) ->
 def test_nobody_there_is_said() -> None:
     port = ports.free()
     with pytest.raises(EtcdAway, match=rf"^etcd at 127.0.0.1:{port} cannot be reached: Connection refused$"):
-        gateway.Etcd(gateway.address(f"etcd://127.0.0.1:{port}", environ={})).range("x")
+        _at(port).range("x")
 
 
 def test_another_endpoint_is_asked(shared_etcd: Server) -> None:
@@ -163,9 +165,8 @@ def test_one_that_does_not_answer_is_left_for_another(own_etcd: Server, shared_e
 
 
 def test_one_that_is_of_no_use_is_left_for_another(shared_etcd: Server) -> None:
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Stub) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        first = f"127.0.0.1:{server.server_address[1]}"
+    with answering(Stub) as port:
+        first = f"127.0.0.1:{port}"
         both = gateway.address(f"etcd://{first},127.0.0.1:{shared_etcd.port}", environ={})
         with contextlib.closing(gateway.Etcd(both)) as client:
             client.range("x")
@@ -176,7 +177,6 @@ def test_one_that_is_of_no_use_is_left_for_another(shared_etcd: Server) -> None:
             for _ in range(2):
                 with pytest.raises(EtcdAway, match=r"HTTP 404.*cannot be reached|cannot be reached.*HTTP 404"):
                     client.range("x")
-        server.shutdown()
 
 
 class Stub(http.server.BaseHTTPRequestHandler):
@@ -193,21 +193,20 @@ class Stub(http.server.BaseHTTPRequestHandler):
     def log_message(self, format: str, *args: object) -> None: ...
 
 
+@contextlib.contextmanager
+def answering(handler: type[Stub]) -> Iterator[int]:
+    """Run a server with this handler; its port."""
+    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
+        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
+        yield server.server_address[1]
+        server.shutdown()
+
+
 @pytest.mark.parametrize(
     ("status", "body", "kind", "sentence"),
     [
-        (
-            404,
-            b"404 page not found\n",
-            EtcdRefused,
-            "HTTP 404, as does an etcd with only v2, or without a JSON gateway on this port (enable-grpc-gateway, ",
-        ),
-        (
-            405,
-            b"<html>",
-            EtcdRefused,
-            "answers a v3 request with HTTP 405, unlike any etcd; expected the client port of an etcd of",
-        ),
+        (404, b"404 page not found\n", EtcdRefused, "HTTP 404, as does an etcd with only v2, or without a JSON gateway"),
+        (405, b"<html>", EtcdRefused, "answers a v3 request with HTTP 405, unlike any etcd; expected the client port"),
         (200, b"<html>welcome</html>", EtcdRefused, "is not an etcd: it answers b'<html>welcome</html>'"),
         (200, b"{}", EtcdRefused, "is not an etcd: it answers b'{}'"),
         (200, b"null", EtcdRefused, "is not an etcd: it answers b'null'"),
@@ -217,16 +216,10 @@ class Stub(http.server.BaseHTTPRequestHandler):
     ],
 )
 def test_what_answers_wrongly_is_said(status: int, body: bytes, kind: type[Exception], sentence: str) -> None:
-    handler = type("Handler", (Stub,), {"status": status, "body": body})
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    try:
-        with pytest.raises(kind) as caught, contextlib.closing(_at(server.server_address[1])) as client:
+    with answering(type("Handler", (Stub,), {"status": status, "body": body})) as port, contextlib.closing(_at(port)) as client:
+        with pytest.raises(kind) as caught:
             client.range("x")
         assert sentence in str(caught.value)
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 def _at(port: int) -> gateway.Etcd:
@@ -249,23 +242,16 @@ def test_what_is_asked_after_hanging_up_opens_no_connection(shared_etcd: Server)
 def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
     asked, may = threading.Event(), threading.Event()
 
-    class Late(http.server.BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
+    class Late(Stub):
+        protocol_version, status, body = "HTTP/1.1", 200, b'{"header": 1}'
 
         def do_POST(self) -> None:
             asked.set()
             may.wait()
-            self.send_response(200)
-            self.send_header("Content-Length", "13")
-            self.end_headers()
-            self.wfile.write(b'{"header": 1}')
+            super().do_POST()
 
-        def log_message(self, *_: object) -> None:
-            pass
-
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Late) as server:
-        threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-        client = _at(server.server_address[1])
+    with answering(Late) as port:
+        client = _at(port)
         asker = threading.Thread(target=client.ask, args=("kv/range", {}))
         asker.start()
         asked.wait()
@@ -275,10 +261,16 @@ def test_who_is_answered_after_the_others_hung_up_hangs_up_too() -> None:
         may.set()
         asker.join()
         assert client._connection is None
-        server.shutdown()
 
 
 # Who asks
+
+
+def require_users(server: Server) -> None:
+    """Whoever asks must be the user root, with the password r, from now on."""
+    server.auth("user/add", name="root", password="r")
+    server.auth("user/grant", user="root", role="root")
+    server.auth("enable")
 
 
 def test_users_passwords_and_rights(own_etcd: Server) -> None:
@@ -286,10 +278,9 @@ def test_users_passwords_and_rights(own_etcd: Server) -> None:
     own_etcd.auth("role/add", name="trains")
     permission = {"permType": "READWRITE", "key": b64("/outlast/"), "range_end": b64("/outlast0")}
     own_etcd.auth("role/grant", name="trains", perm=permission)
-    for name, role in (("root", "root"), ("worker", "trains")):
-        own_etcd.auth("user/add", name=name, password=f"{name}'s")
-        own_etcd.auth("user/grant", user=name, role=role)
-    own_etcd.auth("enable")
+    own_etcd.auth("user/add", name="worker", password="worker's")
+    own_etcd.auth("user/grant", user="worker", role="trains")
+    require_users(own_etcd)
 
     def ask(key: str, **options: str) -> gateway.Outcome:
         with contextlib.closing(own_etcd.client(**options)) as client:
@@ -310,9 +301,7 @@ def test_users_passwords_and_rights(own_etcd: Server) -> None:
 
 
 def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
-    own_etcd.auth("user/add", name="root", password="r")
-    own_etcd.auth("user/grant", user="root", role="root")
-    own_etcd.auth("enable")
+    require_users(own_etcd)
     with contextlib.closing(own_etcd.client(user="root", password="r")) as client:
         client.range("x")
         own_etcd.stop()
@@ -329,9 +318,7 @@ def test_a_token_that_has_expired_is_asked_for_anew(own_etcd: Server) -> None:
 def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etcd: Server) -> None:
     for n in range(20):  # a token says what its etcd had done by then, and one that has done less waits
         own_etcd.auth("role/add", name=f"role-{n}")
-    own_etcd.auth("user/add", name="root", password="r")
-    own_etcd.auth("user/grant", user="root", role="root")
-    own_etcd.auth("enable")
+    require_users(own_etcd)
     address = gateway.address(own_etcd.endpoint, {"user": "root", "password": "r"}, {})
     with contextlib.closing(gateway.Etcd(address, answer_s=2)) as client:
         client.range("x")
@@ -345,28 +332,21 @@ def test_a_token_is_not_shown_for_ever_to_an_etcd_that_has_lost_its_data(own_etc
 def test_users_that_are_made_and_changed_meanwhile_are_no_obstacle(tmp_path: Path) -> None:
     if not binary():
         pytest.skip("there is no etcd here")
-    from cryptography.hazmat.primitives import serialization
-    from cryptography.hazmat.primitives.asymmetric import rsa
-
-    key = rsa.generate_private_key(65537, 2048)
-    plain = serialization.NoEncryption()
-    private = key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    public = key.public_key().public_bytes(serialization.Encoding.PEM, serialization.PublicFormat.SubjectPublicKeyInfo)
-    (tmp_path / "private").write_bytes(private)
-    (tmp_path / "public").write_bytes(public)
+    subprocess.run(["openssl", "genrsa", "-out", tmp_path / "private", "2048"], check=True, capture_output=True)
+    public = ["openssl", "rsa", "-in", tmp_path / "private", "-pubout", "-out", tmp_path / "public"]
+    subprocess.run(public, check=True, capture_output=True)
     token = f"jwt,priv-key={tmp_path}/private,pub-key={tmp_path}/public,sign-method=RS256,ttl=1h"
-    with serving(tmp_path / "etcd", options=("--auth-token", token)) as server:
-        client = server.client(user="root", password="r")
-        with contextlib.closing(client):
-            client.range("x")
-            server.auth("user/add", name="root", password="r")
-            server.auth("user/grant", user="root", role="root")
-            server.auth("enable")
-            client.range("x")
-            first = client._token
-            client.ask("auth/role/add", {"name": "another"})
-            client.range("x")
-            assert client._token != first
+    with (
+        serving(tmp_path / "etcd", options=("--auth-token", token)) as server,
+        contextlib.closing(server.client(user="root", password="r")) as client,
+    ):
+        client.range("x")
+        require_users(server)
+        client.range("x")
+        first = client._token
+        client.ask("auth/role/add", {"name": "another"})
+        client.range("x")
+        assert client._token != first
 
 
 def test_a_login_for_an_etcd_without_users_does_no_harm(shared_etcd: Server) -> None:
@@ -388,10 +368,8 @@ class Slow(Stub):
 
 
 def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() -> None:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Slow)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    where = gateway.address(f"etcd://127.0.0.1:{server.server_address[1]}", {"user": "u", "password": "p"}, {})
-    try:
+    with answering(Slow) as port:
+        where = gateway.address(f"etcd://127.0.0.1:{port}", {"user": "u", "password": "p"}, {})
         with contextlib.closing(gateway.Etcd(where, answer_s=1)) as client:
             assert client.range("x").revision == 1
             assert client._connection
@@ -404,43 +382,25 @@ def test_a_login_may_take_longer_than_anything_else_for_many_may_come_at_once() 
         assert asking.is_alive()  # who goes does not wait for it
         asking.join()
         late.close()
-    finally:
-        server.shutdown()
-        server.server_close()
 
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A directory with ca.pem, cert.pem and key.pem, for 127.0.0.1."""
-    from cryptography import x509
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-    from cryptography.x509.oid import NameOID
-
+    """A directory with cert.pem for 127.0.0.1, its own authority, and other.pem, with their keys."""
     directory = tmp_path_factory.mktemp("certificates")
-    now = datetime.datetime.now(datetime.UTC)
-    keys = {"ca": ec.generate_private_key(ec.SECP256R1()), "cert": ec.generate_private_key(ec.SECP256R1())}
-    named = {name: x509.Name([x509.NameAttribute(NameOID.COMMON_NAME, name)]) for name in keys}
-    for name, key in keys.items():
-        made = x509.CertificateBuilder().subject_name(named[name]).issuer_name(named["ca"]).public_key(key.public_key())
-        made = made.serial_number(x509.random_serial_number()).not_valid_before(now - datetime.timedelta(1))
-        made = made.not_valid_after(now + datetime.timedelta(1))
-        made = made.add_extension(x509.BasicConstraints(ca=name == "ca", path_length=None), critical=True)
-        if name == "cert":
-            address = x509.IPAddress(ipaddress.ip_address("127.0.0.1"))
-            made = made.add_extension(x509.SubjectAlternativeName([address]), critical=False)
-        certificate = made.sign(keys["ca"], hashes.SHA256())
-        (directory / f"{name}.pem").write_bytes(certificate.public_bytes(serialization.Encoding.PEM))
-    plain = serialization.NoEncryption()
-    pem = keys["cert"].private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, plain)
-    (directory / "key.pem").write_bytes(pem)
+    for name in ("cert", "other"):
+        files = ["-keyout", directory / f"{name}.key", "-out", directory / f"{name}.pem"]
+        subject = ["-subj", f"/CN={name}", "-addext", "subjectAltName=IP:127.0.0.1"]
+        command = ["openssl", "req", "-x509", "-newkey", "rsa:2048", "-nodes", *files, *subject]
+        subprocess.run(command, check=True, capture_output=True)
     return directory
 
 
 def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path) -> None:
     if not binary():
         pytest.skip("there is no etcd here")
-    ca, cert, key = (str(certificates / f"{name}.pem") for name in ("ca", "cert", "key"))
+    ca = cert = str(certificates / "cert.pem")
+    key = str(certificates / "cert.key")
     options = ("--cert-file", cert, "--key-file", key, "--trusted-ca-file", ca, "--client-cert-auth")
     server = Server(tmp_path, scheme="https", options=options)
     server.start(cacert=ca, cert=cert, key=key)
@@ -463,7 +423,7 @@ def test_tls_with_certificates_of_both_sides(tmp_path: Path, certificates: Path)
         with pytest.raises(EtcdRefused, match=r"/none.pem: No such file or directory; expected files in PEM format"):
             server.client(cacert="/none.pem").range("x")
         renewed = tmp_path / "ca.pem"
-        shutil.copy(cert, renewed)
+        shutil.copy(certificates / "other.pem", renewed)
         with contextlib.closing(server.client(cacert=str(renewed), cert=cert, key=key)) as client:
             with pytest.raises(EtcdRefused, match="is rejected"):
                 client.range("x")
@@ -495,7 +455,7 @@ def test_however_an_etcd_refuses_who_shows_no_certificate_the_way_out_is_said(
 ) -> None:
     """Servers say it with an alert in the handshake or after it, or lose the alert and only hang up."""
     context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-    context.load_cert_chain(certificates / "cert.pem", certificates / "key.pem")
+    context.load_cert_chain(certificates / "cert.pem", certificates / "cert.key")
     context.maximum_version = version
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
@@ -509,7 +469,9 @@ def test_however_an_etcd_refuses_who_shows_no_certificate_the_way_out_is_said(
 
         thread = threading.Thread(target=refuse, daemon=True)
         thread.start()
-        client = gateway.Etcd(gateway.address(f"etcds://127.0.0.1:{port}", {"cacert": str(certificates / "ca.pem"), **login}, {}))
+        client = gateway.Etcd(
+            gateway.address(f"etcds://127.0.0.1:{port}", {"cacert": str(certificates / "cert.pem"), **login}, {})
+        )
         with contextlib.closing(client), pytest.raises(EtcdAway, match="if it requires a client certificate, set cert and key"):
             client.range("x")
         listener.shutdown(socket.SHUT_RDWR)

@@ -38,32 +38,31 @@ def cut(size: int, *sides: set[int]) -> dict[int, tuple[int, ...]]:
     }
 
 
-def test_a_world_in_which_all_hear_each_other_stays_whole():
-    assert judged(4, {}) == Verdict()
+SITUATIONS: dict[str, tuple[Verdict, Verdict]] = {
+    "all hear each other": (judged(4, {}), Verdict()),
+    "the others agree": (judged(3, {0: (2,), 1: (2,)}), Verdict(lost=(2,), by=(0, 1))),
+    "one does not hear another": (judged(3, {0: (2,)}), Verdict(look_again=NOW + 2)),
+    "one does not hear another, and nobody follows": (judged(3, {0: (2,)}, after=2), Verdict(lost=(2,), by=(0,))),
+    "an address refuses": (judged(3, {0: (1,)}, refused=(1,)), Verdict(gone=(1,), by=(0,))),
+    "an address refuses in a world of two": (judged(2, {1: (0,)}, refused=(0,)), Verdict(gone=(0,), by=(1,))),
+    "all the others may be dead": (judged(4, {3: (0, 1, 2)}), Verdict(look_again=NOW + 1)),
+    "one-way loss": (judged(4, {3: (0, 1, 2), 1: (3,)}), Verdict(lost=(3,), by=(1,))),
+    "a broken pair": (judged(3, {0: (1,), 1: (0,)}, after=2), Verdict(lost=(1,), by=(0,))),
+    "two broken pairs of one": (judged(4, {0: (1, 2)}, after=2), Verdict(lost=(0,))),
+    "a silent majority": (judged(3, {2: (0, 1)}, after=1), Verdict(by=(2,), ask=(0, 1))),
+    "a majority that is called": (judged(3, {2: (0, 1)}, after=1, asked=NOW + 1), Verdict(look_again=NOW + 3)),
+    "a majority that does not answer": (judged(3, {2: (0, 1)}, after=3, asked=NOW + 1), Verdict(lost=(0, 1), by=(2,))),
+    "a majority that answers": (judged(3, {2: (0, 1)}, after=2, asked=NOW + 1, answers=(0, 1)), Verdict(lost=(2,))),
+    "nobody hears anybody": (judged(4, cut(4, *({id} for id in range(4))), after=60), Verdict()),
+    "nobody hears anybody in a large world": (judged(12, cut(12, *({id} for id in range(12))), after=60), Verdict()),
+    "members without a report": (partition.decide(range(4), {id: View((3,), (), NOW) for id in range(2)}, NOW + 60), Verdict()),
+}
 
 
-def test_a_silent_member_is_lost_as_soon_as_the_others_agree():
-    assert judged(3, {0: (2,), 1: (2,)}) == Verdict(lost=(2,), by=(0, 1))
-
-
-def test_a_member_that_one_does_not_hear_is_lost_when_nobody_follows():
-    assert judged(3, {0: (2,)}) == Verdict(look_again=NOW + 2)
-    assert judged(3, {0: (2,)}, after=2) == Verdict(lost=(2,), by=(0,))
-
-
-def test_a_refused_address_is_waited_for_by_nobody():
-    assert judged(3, {0: (1,)}, refused=(1,)) == Verdict(gone=(1,), by=(0,))
-    assert judged(2, {1: (0,)}, refused=(0,)) == Verdict(gone=(0,), by=(1,))
-
-
-def test_one_way_loss_costs_the_one_that_loses():
-    assert judged(4, {3: (0, 1, 2)}) == Verdict(look_again=NOW + 1)  # it may be that all the others are dead
-    assert judged(4, {3: (0, 1, 2), 1: (3,)}) == Verdict(lost=(3,), by=(1,))
-
-
-def test_a_broken_pair_costs_the_one_of_the_higher_rank():
-    assert judged(3, {0: (1,), 1: (0,)}, after=2) == Verdict(lost=(1,), by=(0,))
-    assert judged(4, {0: (1, 2)}, after=2) == Verdict(lost=(0,))
+@pytest.mark.parametrize("situation", SITUATIONS)
+def test_who_is_lost(situation: str):
+    found, verdict = SITUATIONS[situation]
+    assert found == verdict
 
 
 @pytest.mark.parametrize(
@@ -89,22 +88,6 @@ def test_in_a_large_world_sides_are_those_that_hear_each_other():
     assert judged(size, cut(size, even, odd), after=1).lost == tuple(sorted(odd))
     thirds = [set(range(first, size, 3)) for first in range(3)]
     assert judged(size, cut(size, *thirds), after=1).lost == tuple(sorted(thirds[1] | thirds[2]))
-
-
-def test_a_majority_that_says_nothing_is_called_before_it_is_lost():
-    assert judged(3, {2: (0, 1)}, after=1) == Verdict(by=(2,), ask=(0, 1))
-    assert judged(3, {2: (0, 1)}, after=1, asked=NOW + 1) == Verdict(look_again=NOW + 3)
-    assert judged(3, {2: (0, 1)}, after=3, asked=NOW + 1) == Verdict(lost=(0, 1), by=(2,))
-    assert judged(3, {2: (0, 1)}, after=2, asked=NOW + 1, answers=(0, 1)) == Verdict(lost=(2,))
-
-
-def test_where_nobody_hears_anybody_the_mesh_is_at_fault():
-    assert judged(4, cut(4, *({id} for id in range(4))), after=60) == Verdict()
-    assert judged(12, cut(12, *({id} for id in range(12))), after=60) == Verdict()
-
-
-def test_members_without_a_report_are_not_judged():
-    assert partition.decide(range(4), {id: View((3,), (), NOW) for id in range(2)}, NOW + 60) == Verdict()
 
 
 def test_a_member_that_is_lost_again_and_again_is_kept_out_for_longer():

@@ -187,6 +187,19 @@ def test_a_member_speaks_for_itself_alone(run: Run) -> None:
     assert 1 not in run.host.state.reports
 
 
+def test_of_two_processes_that_a_new_coordinator_does_not_know_the_one_of_the_newer_world_is_the_member(run: Run) -> None:
+    successor, zombie, new = run.stranger(), run.stranger(), run.stranger()
+    successor.report(0, "training", generation=5, process="successor")
+    until(lambda: 0 in run.host.state.reports)
+    zombie.report(0, "training", generation=4, process="zombie")
+    closed = zombie.hears()["closed"]
+    assert (closed["code"], "in the place of this one" in closed["reason"]) == (contract.Exit.INTERRUPTED, True)
+    assert run.host.state.reports[0].generation == 5
+    new.report(0, process="new")
+    until(lambda: run.host.state.reports[0].generation == 0)
+    assert successor.is_hung_up_on(), "who has joined no world may be later"
+
+
 def test_who_connects_and_says_nothing_costs_little(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sockets, "_PROVE_S", 0.5)
     monkeypatch.setattr(sockets, "_STRANGERS", 8)

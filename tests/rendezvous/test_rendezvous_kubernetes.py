@@ -10,6 +10,7 @@ import time
 from collections.abc import Callable, Iterator
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -58,6 +59,19 @@ def member(operator: Operator, tmp_path: Path, ended: list[messages.Closed]) -> 
         each.close()
 
 
+@pytest.fixture
+def waiting(operator: Operator, member) -> Callable[[], transport.Client]:
+    """Makes a member whose first report has arrived."""
+
+    def make() -> transport.Client:
+        client: transport.Client = member()
+        client.report("waiting")
+        until(operator.lease)
+        return client
+
+    return make
+
+
 def a_world(generation: int = 1, *members: int) -> Document:
     return {"generation": generation, "members": list(members or (0,)), "address": "10.0.0.1:5", "reason": "all here", "at": 5.0}
 
@@ -68,11 +82,7 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     lease = operator.lease(3)
     assert lease is not None
     meta, spec = lease["metadata"], lease["spec"]
-    assert meta["labels"] == {
-        "outlast.dev/job": "train",
-        "outlast.dev/worker": "3",
-        "app.kubernetes.io/managed-by": "outlast",
-    }
+    assert meta["labels"] == {"outlast.dev/job": "train", "outlast.dev/worker": "3", "app.kubernetes.io/managed-by": "outlast"}
     reference = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "controller": False}
     assert meta["ownerReferences"] == [{**reference, "uid": operator.job["metadata"]["uid"]}]
     assert (spec["holderIdentity"], spec["leaseDurationSeconds"]) == ("uid-of-the-pod", 30)
@@ -83,21 +93,17 @@ def test_a_report_is_the_lease_of_a_pod_and_goes_with_the_job(operator: Operator
     assert contract.Annotation.PROGRESS not in meta["annotations"]
 
 
-def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, member) -> None:
-    client = member()
-    client.report("waiting")
-    until(operator.lease)
+def test_who_has_missed_a_call_hears_it_by_the_world_that_came_of_it(operator: Operator, waiting) -> None:
+    client = waiting()
     operator.say(world=a_world(4, 0, 1))
     until(lambda: client.world)
     operator.say(world=a_world(6, 1, 2))
     until(lambda: client.called == messages.Called(6, "all here", False, 5.0))
 
 
-def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, member) -> None:
+def test_a_world_from_before_the_first_report_is_not_ours(operator: Operator, waiting) -> None:
     operator.say(world=a_world(4))
-    client = member()
-    client.report("waiting")
-    until(operator.lease)
+    client = waiting()
     assert client.world is None
     operator.say(world=a_world(5))
     until(lambda: client.world)
@@ -141,6 +147,12 @@ def test_a_lease_of_a_world_that_watches_itself_lasts_longer_and_says_at_once_wh
     until(lambda: operator.said()["unheard"] == [])
 
 
+def progress(operator: Operator) -> Document:
+    """The progress on the lease of worker 0."""
+    lease = operator.lease()
+    return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.PROGRESS])) if lease else {}
+
+
 def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, member, tmp_path: Path, monkeypatch) -> None:
     monkeypatch.setattr(board, "RENEW_S", 0.05)
     writers = [progress_file.Writer(tmp_path, local_rank) for local_rank in (0, 1)]
@@ -148,20 +160,14 @@ def test_the_lease_is_renewed_with_the_newest_progress(operator: Operator, membe
     writers[0].write(progress_file.Progress(generation=2, rank=2, phase="train", step=10, steps=60, committed=0))
     client = member()
     client.report("training", generation=2)
-
-    def said() -> Document:
-        lease = operator.lease()
-        return json.loads(lease["metadata"]["annotations"][contract.Annotation.PROGRESS]) if lease else {}
-
-    until(said)
-    first, renewed = said(), operator.lease()["spec"]["renewTime"]
+    first, renewed = until(lambda: progress(operator)), operator.lease()["spec"]["renewTime"]
     assert (first["step"], first["steps"], first["committed"]) == (10, 60, 5)
     assert "snapshot" not in first
     newer = progress_file.Progress(generation=2, rank=3, phase="train", step=11, steps=60, committed=10, snapshot=9, every=3)
     writers[1].write(newer)
-    until(lambda: said()["step"] == 11)
-    assert (said()["committed"], said()["snapshot"], said()["every"]) == (10, 9, 3)
-    assert said()["time"] > first["time"]
+    until(lambda: progress(operator)["step"] == 11)
+    assert (progress(operator)["committed"], progress(operator)["snapshot"], progress(operator)["every"]) == (10, 9, 3)
+    assert progress(operator)["time"] > first["time"]
     assert operator.lease()["spec"]["renewTime"] > renewed
     for writer in writers:
         writer.close()
@@ -216,11 +222,10 @@ def test_clients_with_an_expired_login_are_closed(operator: Operator, member, mo
     until(lambda: len(closed) == len(opened))
 
 
-def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: Operator, member, monkeypatch) -> None:
+def test_the_operator_knows_the_run_by_the_word_that_it_gave_its_pods(operator: Operator, waiting, monkeypatch) -> None:
     monkeypatch.setenv(contract.Env.OWNER, "the-word")
     operator.say(run="the-word")
-    member().report("waiting")
-    until(operator.lease)
+    waiting()
     assert operator.said()["run"] == "the-word"
 
 
@@ -251,10 +256,8 @@ def test_the_end_is_noted_for_the_agent_unless_the_job_may_go_on(operator: Opera
     assert ended == ([messages.Closed("it is so", code)] if noted else [])
 
 
-def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> None:
-    client = member()
-    client.report("waiting")
-    until(operator.lease)
+def test_an_answer_that_was_lost_does_no_harm(operator: Operator, waiting) -> None:
+    client = waiting()
     # The server has done it, and the answer does not come: the next version is not the one that we know.
     operator.api.put(
         {**operator.lease(), "metadata": {**operator.lease()["metadata"], "annotations": {"outlast.dev/report": "{}"}}}
@@ -266,10 +269,8 @@ def test_an_answer_that_was_lost_does_no_harm(operator: Operator, member) -> Non
     assert client.closed is None
 
 
-def test_a_lease_that_somebody_deletes_is_made_again(operator: Operator, member) -> None:
-    client = member()
-    client.report("waiting")
-    until(operator.lease)
+def test_a_lease_that_somebody_deletes_is_made_again(operator: Operator, waiting) -> None:
+    client = waiting()
     operator.api.remove("leases.coordination.k8s.io", "train-worker-0")
     client.report("training", generation=1)
     until(lambda: operator.said().get("standing") == "training")
@@ -291,36 +292,24 @@ def account(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[a
     namespace = f"rendezvous-{secrets.token_hex(3)}"
     admin = api.connect(namespace=namespace)
     named = {"name": "worker", "namespace": namespace}
+
+    def rule(group: str, resource: str, name: str, *verbs: str) -> Document:
+        return {"apiGroups": [group], "resources": [resource], "verbs": verbs, "resourceNames": [name]}
+
     rules = [
-        {
-            "apiGroups": [kinds.LEASE.group],
-            "resources": ["leases"],
-            "verbs": ["create", "patch"],
-            "resourceNames": ["train-worker-0"],
-        },
-        {
-            "apiGroups": [contract.GROUP],
-            "resources": ["elasticjobs"],
-            "verbs": ["get", "list", "watch"],
-            "resourceNames": ["train"],
-        },
+        rule(kinds.LEASE.group, "leases", "train-worker-0", "create", "patch"),
+        rule(contract.GROUP, "elasticjobs", "train", "get", "list", "watch"),
     ]
     subject = {"kind": "ServiceAccount", "name": "worker", "namespace": namespace}
+    role = {"apiGroup": kinds.ROLE.group, "kind": "Role", "name": "worker"}
     job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "spec": {"image": "none:0", "script": "train.py"}}
     admin.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
     try:
         for document in (
             {"apiVersion": "v1", "kind": "ServiceAccount", "metadata": named},
             {"apiVersion": RBAC, "kind": "Role", "metadata": named, "rules": rules},
-            {
-                "apiVersion": RBAC,
-                "kind": "RoleBinding",
-                "metadata": named,
-                "subjects": [subject],
-                "roleRef": {"apiGroup": kinds.ROLE.group, "kind": "Role", "name": "worker"},
-            },
-            {**job, "metadata": {"name": "train", "namespace": namespace}},
-            {**job, "metadata": {"name": "other", "namespace": namespace}},
+            {"apiVersion": RBAC, "kind": "RoleBinding", "metadata": named, "subjects": [subject], "roleRef": role},
+            *({**job, "metadata": {"name": name, "namespace": namespace}} for name in ("train", "other")),
         ):
             admin.create(document)
         command = ["kubectl", "-n", namespace, "create", "token", "worker"]
@@ -422,22 +411,25 @@ def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
             refused()
 
 
+def a_board(directory: Path, id: int = 0, **how: Any) -> board.Board:
+    """A board that reads no server."""
+    environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team", contract.Env.OUTPUT: str(directory)}
+    return board.Board("train", transport.Member("r", id, directory, 0, environ, **how))
+
+
 @pytest.mark.parametrize(("workers", "every_s", "lasts_s"), [(4, 10, 30), (2000, 10, 30), (10_000, 50, 150)])
 def test_members_of_a_large_world_renew_less_often_and_say_how_long_that_lasts(
     tmp_path: Path, workers: int, every_s: float, lasts_s: int
 ) -> None:
-    environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
-    member = board.Board("train", transport.Member("r", 0, tmp_path, 0, environ))
+    member = a_board(tmp_path)
     member._receive({"metadata": {"name": "train", "uid": "u"}, "spec": {"workers": {"replicas": workers}}})
     report = messages.Report("r", 0, MemberState.WAITING)
     assert (member._interval_s(report), member._lease(report)["spec"]["leaseDurationSeconds"]) == (every_s, lasts_s)
 
 
 def test_the_deadline_that_the_operator_publishes_for_a_pod_is_noted_for_its_agent(tmp_path: Path) -> None:
-    environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team"}
     noted: list[tuple[float, str]] = []
-    told = transport.Member("r", 0, tmp_path, 0, environ, must_leave=lambda deadline, reason: noted.append((deadline, reason)))
-    member = board.Board("train", told)
+    member = a_board(tmp_path, must_leave=lambda deadline, reason: noted.append((deadline, reason)))
 
     def hear(leaving: object) -> None:
         status = {"rendezvous": {"run": "r", "leaving": leaving}}
@@ -457,8 +449,7 @@ def test_the_worker_of_rank_0_renews_soon_and_copies_what_the_operator_notes_int
     noted = [{"t": 1.0, "kind": "submitted", "source": "operator"}, {"t": 2.0, "kind": "world", "source": "operator"}]
 
     def hear(id: int, entries: list[Document]) -> board.Board:
-        environ = {contract.Env.MEMBER: "uid", contract.Env.NAMESPACE: "team", contract.Env.OUTPUT: str(tmp_path)}
-        client = board.Board("train", transport.Member("r", id, tmp_path, 0, environ))
+        client = a_board(tmp_path, id)
         said = {"run": "r", "world": a_world(4, 1, 0)}
         for until_now in (noted[:1], entries):
             document = {"metadata": {"name": "train", "uid": "u"}, "spec": {}, "status": {"ledger": until_now}}
@@ -477,14 +468,11 @@ def test_the_goodput_of_a_run_is_told_while_it_trains_and_whole_after_its_end(op
     progress_file.Writer(tmp_path, 0).write(progress_file.Progress(1, 0, "train", step=5, committed=4, bytes=700))
     (tmp_path / contract.WORKER).write_text(json.dumps({"pushed": {"goodput": 0.5, "lost": {"oom": 1.5}, "lost_steps": 3}}))
     member().report("training", generation=1)
-    until(operator.lease)
-
-    def told() -> Document:
-        return dict(json.loads(operator.lease()["metadata"]["annotations"][contract.Annotation.PROGRESS]))
-
-    assert (told()["goodput"], told()["lost"], told()["lostSteps"], told()["bytes"]) == (0.5, {"oom": 1.5}, 3, 700)
+    told = until(lambda: progress(operator))
+    assert (told["goodput"], told["lost"], told["lostSteps"], told["bytes"]) == (0.5, {"oom": 1.5}, 3, 700)
     environ, whole = {contract.Env.NAMESPACE: "default"}, {"goodput": 0.7, "lost": {"oom": 2.5}, "lost_steps": 3}
     board.report_account("train", 0, environ | {contract.Env.MEMBER: "uid-of-another"}, whole)
-    assert told()["goodput"] == 0.5
+    assert progress(operator) == told
     board.report_account("train", 0, environ | {contract.Env.MEMBER: "uid-of-the-pod"}, whole)
-    assert (told()["step"], told()["goodput"], told()["lost"], told()["whole"]) == (5, 0.7, {"oom": 2.5}, True)
+    told = progress(operator)
+    assert (told["step"], told["goodput"], told["lost"], told["whole"]) == (5, 0.7, {"oom": 2.5}, True)

@@ -39,15 +39,10 @@ def stopped(state: State, *ids: int) -> State:
     return state
 
 
-def test_a_silent_worker_is_lost_at_once_although_it_is_connected():
-    assert decide(a_silent_worker()) == Call(
-        5, "lost worker 2: workers 0 and 1 do not hear it", False, NOW, cause=Cause.LOST, lost=(2,)
-    )
-
-
 def test_survivors_wait_neither_for_a_silent_worker_to_stop_nor_for_it_to_come_back():
     state = a_silent_worker()
     call = decide(state)
+    assert call == Call(5, "lost worker 2: workers 0 and 1 do not hear it", False, NOW, cause=Cause.LOST, lost=(2,))
     state = state.after(call)
     assert decide(state) == Wait("waiting for workers 0 and 1 to stop (10 s left)", NOW + 10)
     state = stopped(state, 0, 1)
@@ -70,11 +65,6 @@ def test_who_was_lost_is_named_apart_from_who_went():
     assert decide(state, wanted=Desired(4, (1, 2, 3, 4))) == Call(
         5, "lost workers 2 and 3: workers 0 and 1 do not hear worker 2", False, NOW, cause=Cause.LOST, lost=(2,)
     )
-
-
-def test_one_way_loss_is_said_as_it_is():
-    state = a_state(a_worker(0, WAITING), a_worker(1, WAITING), a_worker(2, unheard=(0, 1)), called=Call(5, "so", False, NOW))
-    assert decide(state) == Call(5, "lost worker 2: it does not hear the others", False, NOW, cause=Cause.LOST, lost=(2,))
 
 
 def test_a_pending_call_hears_of_workers_that_are_lost():

@@ -6,6 +6,7 @@ import dataclasses
 import json
 import os
 import shutil
+import signal
 import subprocess
 import sys
 import tempfile
@@ -14,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -33,8 +35,10 @@ from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_supervisor import UploadProcess
+from outlast.worker.agent.world_loop import WorldLoop
 from outlast.worker.hangs import hang_limit
 from outlast.worker.launch import warm_request, warm_supervisor
+from waits import until
 
 GRACE_S = 75
 
@@ -183,6 +187,28 @@ def test_a_killed_warm_process_is_never_started_again(
     handle.kill()
     handle.start("python")
     assert not handle.wait_until_ready("python")
+
+
+def test_a_warm_process_that_is_stopped_goes_on_at_the_next_look(bench: Bench) -> None:
+    with subprocess.Popen(["sleep", "60"]) as process:
+        bench.agent._warm._process = process
+        process.send_signal(signal.SIGSTOP)
+        until(lambda: progress_file.kernel(process.pid)[0] == "T")
+        bench.looks()
+        until(lambda: progress_file.kernel(process.pid)[0] == "S")
+        process.kill()
+
+
+@pytest.mark.parametrize(("called", "noticed"), [(False, False), (True, False), (False, True)])
+def test_records_are_read_for_processes_that_wait_only_once_the_world_is_to_change(
+    tmp_path: Path, called: bool, noticed: bool
+) -> None:
+    if noticed:
+        (tmp_path / "notice").touch()
+    loop: Any = SimpleNamespace(_member=SimpleNamespace(called=lambda: called), _start=Mock(), _looked=0.0)
+    loop._settings = SimpleNamespace(environ={contract.Env.NOTICE: str(tmp_path / "notice")})
+    WorldLoop._waits(loop)
+    assert loop._start.waits.called is (called or noticed)
 
 
 @pytest.mark.parametrize("problem", [ValueError("a bug"), OutlastError("no endpoint")])

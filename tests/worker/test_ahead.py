@@ -53,12 +53,7 @@ print(*(n for n in names if n in sys.modules))
 
 
 @pytest.mark.parametrize(
-    "bad",
-    [
-        ("reads_rank", "changed", "raises", "draws"),
-        ("exits", "dies", "threads", "forks"),
-        ("opens", "writes", "signals"),
-    ],
+    "bad", [("reads_rank", "changed", "raises", "draws"), ("exits", "dies", "threads", "forks"), ("opens", "writes", "signals")]
 )
 def test_only_what_does_nothing_but_import_is_imported_ahead(tmp_path: Path, bad: tuple[str, ...]) -> None:
     for name, source in PACKAGES.items():

@@ -43,14 +43,15 @@ def test_however_training_ends_what_is_left_is_pushed_and_the_code_is_kept(code:
     assert effects == (lifecycle.Exit(code, worker.reason),)
 
 
-def test_a_push_that_fails_is_said_and_changes_no_exit_code():
-    _, effects = after(*TRAINING, lifecycle.Trained(1), lifecycle.Flushed("the store is away"))
-    assert effects == (lifecycle.Exit(1, "training failed with exit code 1; the store is away"),)
-
-
-def test_who_is_done_but_for_the_push_is_to_be_started_again():
-    _, effects = after(*TRAINING, lifecycle.Trained(0), lifecycle.Flushed("the store is away"))
-    assert effects == (lifecycle.Exit(75, "training is done; the store is away"),)
+@pytest.mark.parametrize(
+    ("code", "end"),
+    [
+        (1, lifecycle.Exit(1, "training failed with exit code 1; the store is away")),
+        (0, lifecycle.Exit(75, "training is done; the store is away")),
+    ],
+)
+def test_a_push_that_fails_is_said_and_who_is_done_but_for_it_is_to_be_started_again(code: int, end: lifecycle.Exit):
+    assert after(*TRAINING, lifecycle.Trained(code), lifecycle.Flushed("the store is away"))[1] == (end,)
 
 
 @pytest.mark.parametrize("events", [TRAINING, (*TRAINING, lifecycle.Trained(0)), TRAINING[:2]])
@@ -140,9 +141,7 @@ EVENTS = st.sampled_from(
 
 
 @given(st.lists(EVENTS, max_size=30))
-def test_whatever_happens_a_worker_trains_and_exits_once_and_pushes_whatever_it_trained(
-    events: list[lifecycle.Event],
-):
+def test_whatever_happens_a_worker_trains_and_exits_once_and_pushes_whatever_it_trained(events: list[lifecycle.Event]):
     worker, effects = Worker(), []
     for event in events:
         worker, done = lifecycle.step(worker, event)
@@ -159,24 +158,28 @@ def a_process(silent_s: float = 0.0, *, stopped: bool = False, phase: str = "tra
     return hang_limit.Process(local_rank, Progress(generation=1, rank=local_rank, phase=phase, step=7), stopped, silent_s)
 
 
-def test_training_that_advances_is_no_hang():
-    assert hang_limit.hung([a_process(9.0)], limit_s=10.0) == []
+STOPPED = a_process(10.5, stopped=True, local_rank=1)
+FROZEN = dataclasses.replace(a_process(10.5, local_rank=1), frozen=True)
 
 
-def test_a_stopped_process_is_named_at_the_limit_and_its_healthy_neighbour_is_spared():
-    victim = a_process(10.5, stopped=True, local_rank=1)
-    hang = hang_limit.hung([a_process(10.5), victim], limit_s=10.0)
-    assert hang == [(victim, "hung: stopped (SIGSTOP) for 10 s after step 7")]
-
-
-def test_without_a_culprit_of_its_own_a_worker_waits_a_little_longer_for_the_others():
-    assert hang_limit.hung([a_process(11.0)], limit_s=10.0) == []
-    stuck = a_process(13.0)
-    assert hang_limit.hung([stuck], limit_s=10.0) == [(stuck, "hung: no progress for 13 s after step 7")]
-
-
-def test_a_process_that_waits_for_a_neighbour_who_advances_is_not_stuck():
-    assert hang_limit.hung([a_process(50.0), a_process(1.0, local_rank=1)], limit_s=10.0) == []
+@pytest.mark.parametrize(
+    ("processes", "hangs"),
+    [
+        ([a_process(9.0)], []),
+        ([a_process(10.5), STOPPED], [(STOPPED, "hung: stopped (SIGSTOP) for 10 s after step 7")]),
+        ([a_process(1.0), FROZEN], [(FROZEN, "hung: unable to run Python for 10 s after step 7")]),
+        ([a_process(11.0)], []),
+        ([a_process(13.0)], [(a_process(13.0), "hung: no progress for 13 s after step 7")]),
+        ([a_process(50.0), a_process(1.0, local_rank=1)], []),
+    ],
+    ids=[
+        *("training advances", "one is stopped", "one cannot run Python", "others may be the cause", "none was the cause"),
+        "a neighbour advances",
+    ],
+)
+def test_who_hangs_with_a_limit_of_ten_seconds(processes: list[hang_limit.Process], hangs: list[object]):
+    """The neighbours of a culprit are spared, and a worker without one waits a little longer for the others."""
+    assert hang_limit.hung(processes, limit_s=10.0) == hangs
 
 
 @pytest.mark.parametrize("phase", ["open", "restore", "first step"])
@@ -194,12 +197,6 @@ def test_a_plain_script_hangs_like_any_other_unless_it_has_become_another_progra
     assert hang_limit.hung([stuck], limit_s=10.0) == [(stuck, said)]
     assert hang_limit.hung([dataclasses.replace(stuck, watched=False)], limit_s=10.0) == []
     assert hang_limit.hung([a_process(900.0, phase="started", stopped=True)], limit_s=10.0) != []
-
-
-def test_a_process_that_cannot_run_python_is_the_culprit_and_its_neighbour_that_waits_for_it_is_spared():
-    victim = dataclasses.replace(a_process(10.5, local_rank=1), frozen=True)
-    hang = hang_limit.hung([a_process(1.0), victim], limit_s=10.0)
-    assert hang == [(victim, "hung: unable to run Python for 10 s after step 7")]
 
 
 @pytest.mark.parametrize(("age_s", "early"), [(1100.0, True), (1300.0, False)])

@@ -18,35 +18,27 @@ from outlast.worker.hangs.motion import Motion, Sample, Work
 from waits import until
 
 
-def moved(*samples: Sample, work: Work | None = None) -> list[bool]:
-    """What each look after the first says, a second apart."""
+@pytest.mark.parametrize(
+    ("samples", "moves"),
+    [
+        ([Sample("recv"), Sample("recv"), Sample("recv")], [False, False]),
+        ([Sample(place) for place in ("get", "poll", "get", "poll", "get")], [True, False, False, False]),
+        ([Sample("svd", cpu_s=1.0), Sample("svd", cpu_s=2.0)], [True]),
+        ([Sample("all_reduce", 5), Sample("all_reduce", 6)], [True]),
+        ([Sample("item", cpu_s=second, spins=True) for second in range(4)], [False] * 3),
+        ([Sample(place, cpu_s=second, spins=True) for second, place in enumerate("abab")], [True] * 3),
+    ],
+    ids=[
+        *("a wait in one place", "a loop that polls, once its places are known", "a long call that computes"),
+        *("a collective that begins", "a wait for a GPU, which uses a core", "a loop that uses a GPU, by its places"),
+    ],
+)
+def test_what_shows_that_a_process_moves(samples: list[Sample], moves: list[bool]) -> None:
     found = Motion()
-    return [found.moves(each, 1.0, lambda: work or Work()) for each in samples][1:]
+    assert [found.moves(each, 1.0, Work) for each in samples][1:] == moves
 
 
-def test_a_wait_in_one_place_does_not_move():
-    assert moved(Sample("recv"), Sample("recv"), Sample("recv")) == [False, False]
-
-
-def test_a_loop_that_polls_does_not_move_once_its_places_are_known():
-    assert moved(*map(Sample, ["get", "poll", "get", "poll", "get"])) == [True, False, False, False]
-
-
-def test_one_long_call_that_computes_moves():
-    assert moved(Sample("svd", cpu_s=1.0), Sample("svd", cpu_s=2.0)) == [True]
-
-
-def test_a_call_or_a_collective_that_begins_is_a_move():
-    assert moved(Sample("all_reduce", 5), Sample("all_reduce", 6)) == [True]
-
-
-def test_waiting_for_a_gpu_uses_a_core_and_does_not_move():
-    assert moved(*(Sample("item", cpu_s=second, spins=True) for second in range(4))) == [False] * 3
-
-
-def test_a_loop_of_a_process_that_uses_a_gpu_moves_when_its_places_change_or_it_allocates():
-    places = [Sample(place, cpu_s=second, spins=True) for second, place in enumerate(["a", "b", "a", "b"])]
-    assert moved(*places) == [True] * 3
+def test_a_loop_of_a_process_that_uses_a_gpu_moves_when_it_allocates() -> None:
     work, motion = iter([Work(allocated=(count, 7)) for count in (1, 2, 3)]), Motion()
     assert [motion.moves(Sample("item", spins=True), 1.0, lambda: next(work)) for _ in range(3)][1:] == [True, True]
 

@@ -54,12 +54,17 @@ class Runs:
         self.directory, self.place = directory, place
         self.cache = directory / "cache"
         self.said: list[str] = []
-        self.when_fetching: Callable[[], None] = lambda: None
+        self.when_fetching: Callable[[], object] = lambda: None
 
     def say(self, text: str) -> None:
         self.said.append(text)
         if text.startswith("fetching"):
             self.when_fetching()
+
+    def once_fetching(self, act: Callable[[], object]) -> None:
+        """Act when the next fetch begins."""
+        acts = iter([act])
+        self.when_fetching = lambda: next(acts, lambda: None)()
 
     def source(self, run: str = "a", *, url: str = "", stop: threading.Event | None = None) -> data_cache.Source:
         pins = self.directory / run / "pins"
@@ -158,12 +163,7 @@ def test_what_somebody_wrote_into_the_data_of_all_is_mended_by_the_next_run(runs
 
 def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place: Store):
     put(place, a="old", b="old")
-
-    def replace() -> None:
-        runs.when_fetching = lambda: None
-        put(place, a="new", b="new")
-
-    runs.when_fetching = replace
+    runs.once_fetching(lambda: put(place, a="new", b="new"))
     assert contents(runs.source().acquire().tree) == {"a": "new", "b": "new"}
     assert f"data[0].from ({place.url}) has changed while it was fetched; fetching again" in runs.said
     assert len(runs.trees()) == 1, "what was begun is removed"
@@ -171,12 +171,7 @@ def test_files_replaced_while_they_are_fetched_are_never_mixed(runs: Runs, place
 
 def test_a_file_that_goes_while_it_is_fetched_is_no_longer_part_of_the_data(runs: Runs, place: Store):
     put(place, a="a", b="b")
-
-    def remove() -> None:
-        runs.when_fetching = lambda: None
-        place.delete(["b"])
-
-    runs.when_fetching = remove
+    runs.once_fetching(lambda: place.delete(["b"]))
     assert contents(runs.source().acquire().tree) == {"a": "a"}
 
 
@@ -204,16 +199,16 @@ def test_a_dataset_that_is_still_being_sent_is_no_data(runs: Runs, place: Store)
     assert "a.txt" in contents(runs.source().acquire().tree)
 
 
-def test_a_url_with_nothing_behind_it_is_said(runs: Runs, place: Store):
-    with pytest.raises(OutlastError) as caught:
-        runs.source().acquire()
-    assert str(caught.value) == f"data[0].from ({place.url}) is empty; put files there, or correct the URL"
-
-
-def test_a_file_that_is_a_directory_too_is_said(runs: Runs, place: Store):
-    put(place, a="", a__b="x")
-    place.put("a", b"not empty")
-    with pytest.raises(OutlastError, match=r"has both a and a/b, which no directory can have; rename one of them"):
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({}, r"^data\[0\].from \(memory://.*\) is empty; put files there, or correct the URL$"),
+        ({"a": "not empty", "a__b": "x"}, r"has both a and a/b, which no directory can have; rename one of them"),
+    ],
+)
+def test_a_place_that_can_be_no_data_is_said(runs: Runs, place: Store, files: dict[str, str], sentence: str):
+    put(place, **files)
+    with pytest.raises(OutlastError, match=sentence):
         runs.source().acquire()
 
 
@@ -247,6 +242,17 @@ def test_a_worker_that_is_told_to_leave_stops_waiting(runs: Runs, place: Store):
             source.acquire()
 
 
+def dies_or_ends(argv: list[str], dies: bool, longest_s: float, rng: random.Random) -> bytes:
+    """What a process prints after its first line; it is killed at a random moment after that, if it dies."""
+    with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
+        assert process.stdout
+        process.stdout.readline()
+        if dies:
+            time.sleep(rng.uniform(0, longest_s))
+            process.send_signal(signal.SIGKILL)
+        return process.stdout.read()
+
+
 TAKE = """
 import sys
 from pathlib import Path
@@ -272,13 +278,7 @@ def test_a_fetch_that_is_killed_again_and_again_goes_on_where_it_was(tmp_path: P
     kills = 0
     while True:
         argv = [sys.executable, "-c", TAKE, str(cached), url, str(tmp_path / "pins")]
-        with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
-            assert process.stdout
-            process.stdout.readline()  # it fetches
-            if kills < 10:
-                time.sleep(rng.uniform(0, 0.3))
-                process.send_signal(signal.SIGKILL)
-            rest = process.stdout.read()
+        rest = dies_or_ends(argv, kills < 10, 0.3, rng)
         (tree,) = cached.glob("data/*/*/tree")
         now = {str(p.relative_to(tree)): p.stat().st_ino for p in tree.rglob("*") if not p.is_dir()}
         for name, inode in inodes.items():
@@ -356,19 +356,15 @@ def worker(tmp_path: Path) -> Worker:
     return Worker(tmp_path)
 
 
-def test_code_comes_from_an_archive_in_a_store(worker: Worker, place: Store):
-    place.put("code.tar.gz", a_tgz(train_py="v1", lib__a_py="a"))
-    assert worker.place(f"{place.url}/code.tar.gz") == {"train.py": "v1", "lib/a.py": "a"}
-
-
-def test_code_comes_from_a_prefix_of_a_store(worker: Worker, place: Store):
-    put(place, train_py="v1", lib__a_py="a")
-    assert worker.place(place.url) == {"train.py": "v1", "lib/a.py": "a"}
-
-
-def test_code_comes_from_an_archive_of_this_machine(worker: Worker, tmp_path: Path):
-    (tmp_path / "code.tgz").write_bytes(a_tgz(train_py="v1"))
-    assert worker.place(str(tmp_path / "code.tgz")) == {"train.py": "v1"}
+@pytest.mark.parametrize("kind", ["archive", "prefix", "archive of this machine"])
+def test_code_comes_from_an_archive_or_a_prefix(worker: Worker, place: Store, tmp_path: Path, kind: str):
+    files = {"train_py": "v1", "lib__a_py": "a"}
+    put(place, **files)
+    elsewhere = store.open_(f"{place.url}-archive")
+    elsewhere.put("code.tar.gz", a_tgz(**files))
+    (tmp_path / "code.tgz").write_bytes(a_tgz(**files))
+    archives = {"archive": f"{elsewhere.url}/code.tar.gz", "prefix": place.url}
+    assert worker.place(archives.get(kind, str(tmp_path / "code.tgz"))) == {"train.py": "v1", "lib/a.py": "a"}
 
 
 @pytest.mark.parametrize("kind", ["archive", "prefix"])
@@ -453,13 +449,7 @@ def test_code_whose_workers_are_killed_again_and_again_arrives_whole(worker: Wor
         code_placement.submitted_again(worker.shared)
         for kills in range(7):
             argv = [sys.executable, "-c", PLACE, where, str(worker.into), str(worker.shared)]
-            with subprocess.Popen(argv, stdout=subprocess.PIPE) as process:
-                assert process.stdout
-                process.stdout.readline()
-                if kills < 6:
-                    time.sleep(rng.uniform(0, 0.1 if kind == "archive" else 0.7))
-                    process.send_signal(signal.SIGKILL)
-                rest = process.stdout.read()
+            rest = dies_or_ends(argv, kills < 6, 0.1 if kind == "archive" else 0.7, rng)
         assert rest == b"done\n"
         found = contents(worker.into)
         assert json.loads(found.pop(".outlast-files")).keys() == expected.keys()
@@ -524,21 +514,11 @@ def prepared(tmp_path: Path) -> Callable[..., dict[str, str]]:
     """Prepares data and models of a job; the environment that training gets."""
 
     def prepared(environ: dict[str, str] | None = None, **fields: Any) -> dict[str, str]:
-        document = {
-            "apiVersion": contract.API_VERSION,
-            "kind": contract.KIND,
-            "metadata": {"name": "a"},
-            "spec": {"module": "json", **fields},
-        }
-        job = spec.anchor(spec.Job.model_validate(document), tmp_path)
-        state = tmp_path / "state"
-        state.mkdir(exist_ok=True)
-        seen = {
-            **job.spec.env,
-            contract.Env.STATE: str(state),
-            contract.Env.CODE: str(tmp_path),
-            contract.Env.CACHE: str(tmp_path / "c"),
-        }
+        meta = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "a"}}
+        job = spec.anchor(spec.Job.model_validate({**meta, "spec": {"module": "json", **fields}}), tmp_path)
+        (tmp_path / "state").mkdir(exist_ok=True)
+        places = {contract.Env.STATE: tmp_path / "state", contract.Env.CODE: tmp_path, contract.Env.CACHE: tmp_path / "c"}
+        seen = {**job.spec.env, **{name: str(path) for name, path in places.items()}}
         Preparation(job, seen, say=lambda _: None).prepare()
         return seen
 

@@ -109,6 +109,18 @@ def parent(tmp_path: Path) -> Iterator[subprocess.Popen[bytes]]:
         process.kill()
 
 
+def asked(directory: Path) -> int | None:
+    """Ask the warm process for worker 1, which writes to the file `log`."""
+    with (directory / "log").open("wb") as log:
+        return sibling.ask(str(directory / "warm.sock"), environ(StateDir(directory), 1), str(directory), log.fileno())
+
+
+def said(directory: Path) -> dict[str, Any]:
+    """What the new worker has written."""
+    until(lambda: (directory / "log").read_bytes().endswith(b"\n"))
+    return dict(json.loads((directory / "log").read_bytes()))
+
+
 def listens(path: str) -> bool:
     with contextlib.suppress(OSError):
         unix_sockets.connect(path).close()
@@ -121,22 +133,19 @@ def test_a_forked_worker_outlives_its_parent_but_its_warm_process_does_not_outli
 ) -> None:
     monkeypatch.setattr(sibling, "ANSWER_S", 30.0)
     state_dir = StateDir(tmp_path)
-    theirs = environ(state_dir, 1)
-    with (tmp_path / "log").open("wb") as log:
-        pid = sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno())
+    pid = asked(tmp_path)
     assert pid is not None
-    until(lambda: (tmp_path / "log").read_bytes().endswith(b"\n"))
-    said = json.loads((tmp_path / "log").read_bytes())
-    assert (said["pid"], said["group"], said["here"]) == (pid, pid, str(tmp_path))
-    assert said[contract.Env.STATE] == theirs[contract.Env.STATE]
+    new = said(tmp_path)
+    assert (new["pid"], new["group"], new["here"]) == (pid, pid, str(tmp_path))
+    assert new[contract.Env.STATE] == environ(state_dir, 1)[contract.Env.STATE]
     assert [state_dir.owns(0, parent.pid), state_dir.owns(1, parent.pid)] == [True, False]
-    for each in (pid, said["child"]):
+    for each in (pid, new["child"]):
         assert [state_dir.owns(0, each), state_dir.owns(1, each)] == [False, True], "as /proc shows it"
     parent.kill()
     parent.wait()
     assert state_dir.owns(1, pid)
     os.kill(pid, signal.SIGKILL)
-    until(lambda: not state_dir.owns(1, said["child"]))
+    until(lambda: not state_dir.owns(1, new["child"]))
 
 
 def test_a_forked_worker_shows_whose_it_is_before_it_says_that_it_is_there(
@@ -157,16 +166,12 @@ def test_nobody_is_forked_for_a_launcher_that_has_stopped_waiting(
     monkeypatch.setattr(sibling, "ANSWER_S", 0.01)
     parent.send_signal(signal.SIGSTOP)
     until(lambda: psutil.Process(parent.pid).status() == psutil.STATUS_STOPPED)
-    theirs = environ(StateDir(tmp_path), 1)
-    with (tmp_path / "log").open("wb") as log:
-        assert sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno()) is None
+    assert asked(tmp_path) is None
     parent.send_signal(signal.SIGCONT)
     monkeypatch.setattr(sibling, "ANSWER_S", 30.0)
-    with (tmp_path / "log").open("wb") as log:
-        pid = sibling.ask(str(tmp_path / "warm.sock"), theirs, str(tmp_path), log.fileno())
+    pid = asked(tmp_path)
     assert pid is not None
-    until(lambda: (tmp_path / "log").read_bytes().endswith(b"\n"))
-    assert json.loads((tmp_path / "log").read_bytes())["pid"] == pid
+    assert said(tmp_path)["pid"] == pid
     os.kill(pid, signal.SIGKILL)
 
 

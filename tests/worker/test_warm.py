@@ -280,9 +280,7 @@ def test_without_a_warm_process_there_is_no_rank(tmp_path: Path) -> None:
     assert run(command) == (b"could not be started: [Errno 2] No such file or directory", 256 - signal.SIGKILL)
 
 
-def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(
-    capfd: pytest.CaptureFixture[str],
-) -> None:
+def test_a_line_without_end_is_divided_and_a_writer_without_rest_delays_nothing(capfd: pytest.CaptureFixture[str]) -> None:
     lines = rank_processes.Lines(5)
     fcntl.fcntl(lines.write, fcntl.F_SETPIPE_SZ, 4 * rank_processes.PIECE)
     os.write(lines.write, b"x" * (3 * rank_processes.PIECE + 1))

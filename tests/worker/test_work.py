@@ -7,6 +7,7 @@ import os
 import threading
 import time
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 
@@ -394,6 +395,13 @@ class Shelf(dict[str, bytes]):
         return self.keys() >= set(keys)
 
 
+def in_pods(state: Path) -> list[dict[str, str]]:
+    """The environments of four ranks on two pods, which share a store."""
+    pod = {Env.STATE: str(state), Env.OUTPUT: str(state), Env.STORE: "s3://bucket/job", Env.RENDEZVOUS: "kubernetes://job"}
+    pod |= {Env.GENERATION: "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "GROUP_WORLD_SIZE": "2"}
+    return [{**pod, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)} for rank in range(4)]
+
+
 @pytest.mark.parametrize("wrote", [True, False])
 def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_rank_0_has_written(
     output: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, wrote: bool
@@ -402,9 +410,7 @@ def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_r
         write(output / "work" / contract.WORKED, "1")
     shelf, fetched = Shelf(), list[str]()
     monkeypatch.setattr(script_files, "_fetch", lambda _announced, environ, _over: fetched.append(environ["RANK"]))
-    pod = {Env.STATE: str(tmp_path), Env.OUTPUT: str(output), Env.STORE: "s3://bucket/job", Env.RENDEZVOUS: "kubernetes://job"}
-    pod |= {Env.GENERATION: "2", "MASTER_ADDR": "10.0.0.1", "MASTER_PORT": "5", "GROUP_WORLD_SIZE": "2"}
-    ranks = [{**pod, "RANK": str(rank), "LOCAL_RANK": str(rank % 2), "GROUP_RANK": str(rank // 2)} for rank in range(4)]
+    ranks = [{**environ, Env.OUTPUT: str(output)} for environ in in_pods(tmp_path)]
     threads = [threading.Thread(target=script_files.share, args=(each, lambda _: shelf)) for each in reversed(ranks)]
     for thread in threads:
         thread.start()
@@ -414,3 +420,29 @@ def test_before_a_script_one_process_of_each_other_pod_fetches_what_the_pod_of_r
     assert shelf.keys() == {"outlast/files", "outlast/files/0", "outlast/files/1"}
     for alone in ({"GROUP_WORLD_SIZE": "1"}, {Env.STORE: ""}, {Env.RENDEZVOUS: "unix:///here"}):
         script_files.share({**ranks[0], **alone}, lambda _: pytest.fail("connected"))
+
+
+def test_the_siblings_of_a_process_whose_connection_fails_wait_until_it_begins_and_no_longer(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(script_files, "_TIMEOUT_S", 30.0)
+    first, sibling = in_pods(tmp_path)[2:]
+    waits = threading.Thread(target=script_files.share, args=(sibling, lambda _: Shelf()))
+    waits.start()
+    script_files.share(first, Mock(side_effect=RuntimeError("refused")))
+    assert waits.is_alive()
+    progress_file.Writer(tmp_path, 0).write(progress_file.Progress(2, 2, "started"))  # as `training_process.enter` does
+    waits.join(15)
+    assert not waits.is_alive()
+
+
+def test_the_other_pods_hear_at_once_that_rank_0_cannot_request_an_upload(
+    output: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    write(output / "work" / contract.WORKED, "1")
+    write(output / ".push", "a file in the place of a directory")
+    progress_file.Writer(tmp_path, 0).write(progress_file.Progress(1, 0, "started"))
+    shelf = Shelf()
+    script_files.share({**in_pods(tmp_path)[0], Env.OUTPUT: str(output)}, lambda _: shelf)
+    assert shelf["outlast/files"] == b"nothing"
+    assert "the other workers continue with their own files: " in capsys.readouterr().out

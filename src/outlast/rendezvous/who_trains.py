@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from outlast.base.clock import until
+from outlast.base import clock
 from outlast.rendezvous import partition, sentences
 from outlast.rendezvous.vocabulary import (
     Call,
@@ -40,26 +40,9 @@ from outlast.rendezvous.vocabulary import (
     World,
 )
 
-__all__ = [
-    "RULES",
-    "Call",
-    "Cause",
-    "Closed",
-    "Decision",
-    "Desired",
-    "Member",
-    "MemberState",
-    "State",
-    "Timeouts",
-    "Wait",
-    "World",
-    "allowed",
-    "decide",
-    "fits",
-    "largest",
-    "lost",
-    "until",
-]
+__all__ = ["Call", "Cause", "Closed", "Decision", "Desired", "Member", "MemberState", "State", "Timeouts", "Wait", "World"]
+
+until = clock.until
 
 
 def largest(sizes: Iterable[int], available: int) -> int:

@@ -10,7 +10,8 @@ pods after `SILENCE_S` of silence; the launcher kills an agent that does nothing
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
 Strangers can reach a port, so lines sent to one are sealed with the run's key (`job.sealed_lines`). An invalid message only
-closes its sender's connection. If several processes have the same index, the last one to connect is the member.
+closes its sender's connection. If several processes have the same index, the last one to connect is the member, unless its
+world is older than that of an earlier one.
 
 Used by `rendezvous.member_client` (the member's side, in threads: torch's agent is synchronous); `local.launcher` and
 `rendezvous.worker0` (the server, asyncio).
@@ -237,6 +238,8 @@ class Server:
         """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
         """Earlier processes for each index."""
+        self._joined: dict[int, int] = {}
+        """The newest generation that a process has reported, for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
@@ -296,7 +299,7 @@ class Server:
                 if report.run != self._run:  # left over from an earlier run with the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
-                if id is None and not self._admit(report.id, said.process[:64], writer):
+                if id is None and not self._admit(report, said.process[:64], writer):
                     reason = f"another process is worker {report.id} of run {self._run} now, in the place of this one"
                     self._write(writer, "closed", Closed(reason, contract.Exit.INTERRUPTED))
                     return
@@ -306,6 +309,7 @@ class Server:
                 if self._writers.get(id) is not writer:
                     return
                 self._beats[id] = self._clock()
+                self._joined[id] = max(report.generation, self._joined.get(id, 0))
                 self._take(report)
                 line = await reader.readline()
         except (ValueError, RecursionError) as problem:
@@ -330,12 +334,18 @@ class Server:
         writer.write(sealed_lines.greeting(own))
         return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
-    def _admit(self, id: int, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a member's connection; returns False if a later process has replaced the one that is connecting."""
-        replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
-        if process in replaced:
-            return False
+    def _admit(self, report: Report, process: str, writer: asyncio.StreamWriter) -> bool:
+        """Accept a member's connection; returns False if a later process has replaced the one that is connecting.
+
+        A new coordinator does not know which process is the later one. It can tell only if both have joined worlds: a later
+        process joins later ones. A process that has joined none may be new, or one that hung before its first world.
+        """
+        id = report.id
         other, last = self._writers.get(id), self._process.get(id)
+        replaced = self._replaced.setdefault(id, collections.deque(maxlen=_MOST_REPLACED))
+        outdated = process != last and not report.again and 0 < report.generation < self._joined.get(id, 0)
+        if outdated or process in replaced:
+            return False
         self._writers[id], self._process[id] = writer, process
         if last is not None and last != process:
             replaced.append(last)

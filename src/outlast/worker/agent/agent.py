@@ -376,6 +376,7 @@ class Agent:
         if self.worker.leaving and now > self._kill_at:
             self._kill_at = float("inf")
             self._events.put(lifecycle.GraceOver())
+        self._warm.continue_stopped()
         processes = self._ranks.look(self._log.written)
         if self.worker.phase is Phase.TRAINING:
             if victims := hang_limit.hung(processes, self.hang_limit_s):

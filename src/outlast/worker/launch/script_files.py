@@ -57,7 +57,7 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
                 tcp_store.set(_KEY, _send(environ, over))
                 return
             while not tcp_store.check([expected]):
-                if over():
+                if over() or (expected != _KEY and _has_begun(environ)):
                     return
                 time.sleep(_POLL_INTERVAL_S)
             if expected == _KEY and (announced := tcp_store.get(_KEY)) != _NOTHING:
@@ -75,6 +75,13 @@ def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
     """Announce, from a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
+
+
+def _has_begun(environ: Mapping[str, str]) -> bool:
+    """Return whether this worker's first process has begun its script, perhaps without the files: its connection has failed."""
+    record = progress_file.read(Path(environ[Env.STATE]), 0)
+    start = int(environ[Env.GENERATION]), int(environ.get(Env.ATTEMPT, "0"))
+    return record is not None and (record.generation, record.attempt) == start
 
 
 def _shared(environ: Mapping[str, str]) -> bool:
@@ -97,7 +104,10 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
         return _NOTHING  # the script has a session, or has written nothing yet
     if record is None or record.rank != 0:  # rank 0 ran elsewhere: its files are in the store
         return _IN_STORE
-    problem = _uploaded(output, generation, over)
+    try:
+        problem = _uploaded(output, generation, over)
+    except OSError as error:  # a full disk
+        problem = str(error)
     if problem:
         print(f"outlast | the other workers continue with their own files: {problem}", flush=True)
     return _SENT if problem == "" else _NOTHING

@@ -1,7 +1,11 @@
-"""The agent's supervisor of its warm process: starts it, waits until it can fork, restarts it if it ends, and kills it."""
+"""The agent's supervisor of its warm process: starts it, waits until it can fork, continues it if it was stopped, restarts it if
+it ends, and kills it."""
 
 from __future__ import annotations
 
+import contextlib
+import os
+import signal
 import subprocess
 import threading
 from collections.abc import Callable
@@ -9,6 +13,7 @@ from pathlib import Path
 
 from outlast.base import backoff, unix_sockets
 from outlast.job import contract
+from outlast.job.workerfiles import progress_file
 from outlast.worker.launch import sibling, warm_request
 
 RESTARTS, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
@@ -79,6 +84,12 @@ class WarmProcess:
             if failures > 1:
                 self._killed.wait(backoff.exponential(failures - 2, PAUSE_S, LONGEST_PAUSE_S))
         return False
+
+    def continue_stopped(self) -> None:
+        """Continue the process if it was stopped (SIGSTOP): it forks nothing meanwhile, and nobody else notices."""
+        if (process := self._process) and process.poll() is None and progress_file.kernel(process.pid)[0] == "T":
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(process.pid, signal.SIGCONT)
 
     def kill(self) -> None:
         """Kill the process for good. Its forks, the training processes, die with it."""
