@@ -101,92 +101,45 @@ FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API gr
 ASKED = Subject("apply", kinds.JOB, "train", "team-a", "https://c")
 
 
+NODES = 'nodes is forbidden: User "e" cannot get resource "nodes" in API group "" at the cluster scope'
+QUOTA = 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
+WEBHOOK = 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'
+PATCH = "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
+UNKNOWN = "the server could not find the requested resource"
+SPEC, JSON = "core.Spec{" + "X:0, " * 40 + "}", json.dumps({"x": "}: y" * 40})
+
+
+def invalid(field: str, message: str) -> tuple[int, object]:
+    causes = [{"field": field, "message": f"Invalid value: {message}"}]
+    return apiserver.status(422, "Invalid", "Job.batch is invalid", causes=causes)
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "said"),
     [
         (apiserver.status(403, "Forbidden", FORBIDDEN), errors.Forbidden, "eve may not list pods in namespace team-a; "),
-        (
-            apiserver.status(
-                403, "Forbidden", 'nodes is forbidden: User "e" cannot get resource "nodes" in API group "" at the cluster scope'
-            ),
-            errors.Forbidden,
-            "e may not get nodes in the whole cluster; ",
-        ),
-        (
-            apiserver.status(
-                403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
-            ),
-            errors.Refused,
-            'Job train in namespace team-a cannot be applied: pods "x" is forbidden: exceeded quota: q',
-        ),
+        (apiserver.status(403, "Forbidden", NODES), errors.Forbidden, "e may not get nodes in the whole cluster; "),
+        (apiserver.status(403, "Forbidden", QUOTA), errors.Refused, f"team-a cannot be applied: {QUOTA[:42]}"),
         (apiserver.status(401, "Unauthorized", "Unauthorized"), errors.Unauthorized, "https://c does not accept the login"),
+        (apiserver.status(400, "BadRequest", WEBHOOK), errors.Refused, "policy.acme.io denied it: no pods on Fridays"),
         (
-            apiserver.status(400, "BadRequest", 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'),
+            apiserver.status(500, "InternalError", 'failed calling webhook "w": x'),
             errors.Refused,
-            "the admission webhook policy.acme.io denied it: no pods on Fridays",
+            "webhook of the cluster does not",
         ),
-        (
-            apiserver.status(500, "InternalError", 'failed calling webhook "w": connection refused'),
-            errors.Refused,
-            "an admission webhook of the cluster does not answer",
-        ),
-        (
-            apiserver.status(
-                422,
-                "Invalid",
-                "Job.batch is invalid",
-                causes=[
-                    {"field": "spec.template", "message": "Invalid value: core.Spec{" + "X:0, " * 40 + "}: field is immutable"}
-                ],
-            ),
-            errors.Refused,
-            "cannot be applied: spec.template: field is immutable",
-        ),
-        (
-            apiserver.status(
-                422,
-                "Invalid",
-                "Job.batch is invalid",
-                causes=[{"field": "spec.a", "message": "Invalid value: " + json.dumps({"x": "}: y" * 40}) + ": is: immutable"}],
-            ),
-            errors.Refused,
-            "cannot be applied: spec.a: is: immutable",
-        ),
-        (
-            apiserver.status(
-                422, "Invalid", "b is invalid", causes=[{"field": "metadata.name", "message": f"Invalid value: {LONG_RULE}"}]
-            ),
-            errors.Refused,
-            f"cannot be applied: metadata.name: {LONG_RULE}",
-        ),
-        (
-            apiserver.status(
-                500, "", "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
-            ),
-            errors.Refused,
-            "cannot be applied: .spec.x: field not declared in schema",
-        ),
+        (invalid("spec.template", f"{SPEC}: field is immutable"), errors.Refused, "applied: spec.template: field is immutable"),
+        (invalid("spec.a", f"{JSON}: is: immutable"), errors.Refused, "cannot be applied: spec.a: is: immutable"),
+        (invalid("metadata.name", LONG_RULE), errors.Refused, f"cannot be applied: metadata.name: {LONG_RULE}"),
+        (apiserver.status(500, "", PATCH), errors.Refused, "cannot be applied: .spec.x: field not declared in schema"),
         (apiserver.status(409, "AlreadyExists", "exists"), errors.Taken, "Job train in namespace team-a exists already"),
+        (apiserver.status(409, "Conflict", "it was modified"), errors.Conflict, "it has been changed since it was read"),
+        (apiserver.status(404, "NotFound", "", name="team-a", kind="namespaces"), errors.Absent, "there is no namespace team-a"),
         (
-            apiserver.status(409, "Conflict", "the object has been modified"),
-            errors.Conflict,
-            "it has been changed since it was read",
-        ),
-        (
-            apiserver.status(404, "NotFound", 'namespaces "team-a" not found', name="team-a", kind="namespaces"),
+            apiserver.status(404, "NotFound", "", name="train", kind="jobs"),
             errors.Absent,
-            "there is no namespace team-a; create it",
+            "Job train in namespace team-a does not",
         ),
-        (
-            apiserver.status(404, "NotFound", "no", name="train", kind="jobs"),
-            errors.Absent,
-            "Job train in namespace team-a does not exist",
-        ),
-        (
-            apiserver.status(404, "NotFound", "the server could not find the requested resource"),
-            errors.NotServed,
-            "Job (batch/v1) is not known to this cluster",
-        ),
+        (apiserver.status(404, "NotFound", UNKNOWN), errors.NotServed, "Job (batch/v1) is not known to this"),
         ((503, "<html>down</html>"), errors.Unanswered, "is not well (HTTP 503: "),
         (apiserver.status(429, "TooManyRequests", "slow down"), errors.Unanswered, "is not well (HTTP 429: slow down)"),
     ],
