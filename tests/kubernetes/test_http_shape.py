@@ -144,16 +144,15 @@ def test_what_is_asked_for_a_new_job(kubeconfig: Path) -> None:
     with Mock({JOBS: [JOB]}) as mock, operating(mock, kubeconfig):
         mock.until(lambda: len(mock.requests(method="POST", resource=PODS)) == 2)
     created = {shape(each): each for each in mock.requests(action="CREATE") if each.resource != EVENTS}
-    assert created.keys() == {
-        ("leases", "outlast-system", "outlast-operator"),
-        ("serviceaccounts", "ml", "train-worker"),
-        ("roles", "ml", "train-worker"),
-        ("rolebindings", "ml", "train-worker"),
-        ("services", "ml", "train-rdzv"),
-        ("poddisruptionbudgets", "ml", "train"),
-        ("pods", "ml", "train-worker-0"),
-        ("pods", "ml", "train-worker-1"),
-    }
+    named = [
+        ("services", "train-rdzv"),
+        ("poddisruptionbudgets", "train"),
+        ("pods", "train-worker-0"),
+        ("pods", "train-worker-1"),
+    ]
+    named += [(kind, "train-worker") for kind in ("serviceaccounts", "roles", "rolebindings")]
+    wanted = {(kind, "ml", name) for kind, name in named}
+    assert created.keys() == wanted | {("leases", "outlast-system", "outlast-operator")}
     for (_, namespace, _), request in created.items():
         assert request.params == {"fieldManager": "outlast", "fieldValidation": "Strict"}
         assert request.data["metadata"]["namespace"] == namespace

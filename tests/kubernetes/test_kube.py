@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -358,17 +358,35 @@ def test_a_watch_tells_what_there_is_and_then_what_changes(api: apiserver.ApiSer
     assert watched.error is None
 
 
-def test_a_watch_that_is_cut_goes_on_where_it_was(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+def cut_within_an_event(api: apiserver.ApiServer) -> None:
+    api.raw('{"type": "MODIFIED", "obj')
+    api.cut()
+
+
+def too_old(api: apiserver.ApiServer) -> None:
+    api.raw(json.dumps({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}) + "\n")
+
+
+def not_well(api: apiserver.ApiServer) -> None:
+    api.prescribe("watch=true", (503, "down"), (500, "down"))
+    api.cut()
+
+
+@pytest.mark.parametrize(("disturb", "lists", "lost"), [(cut_within_an_event, 1, 0), (too_old, 2, 1), (not_well, 1, 2)])
+def test_a_watch_that_is_disturbed_misses_nothing_and_lists_anew_only_if_it_must(
+    api: apiserver.ApiServer, cluster: kube.Cluster, disturb: Callable[[apiserver.ApiServer], None], lists: int, lost: int
+) -> None:
     watched = Watched(cluster)
     api.put(a_pod("one"))
     watched.wait(("added", "one"))
     api.until(lambda: api.watchers)
-    api.raw('{"type": "MODIFIED", "obj')  # the connection ends in the middle of an event
-    api.cut()
+    disturb(api)
+    api.until(lambda: len([path for path in api.asked if "/pods?limit" in path]) == lists)
     api.put(a_pod("two"))
     watched.wait(("added", "one"), ("added", "two"))
     watched.end()
-    assert len([path for path in api.asked if "/pods?limit" in path]) == 1
+    assert watched.versions.count(None) == lost
+    assert len([path for path in api.asked if "/pods?limit" in path]) == lists
 
 
 def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -393,18 +411,6 @@ def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserv
     watched.wait(*known, *anew)
     watched.end()
     assert watched.error is None
-
-
-def test_a_410_in_the_stream_lists_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    api.put(a_pod("one"))
-    watched = Watched(cluster)
-    watched.wait(("added", "one"))
-    api.until(lambda: api.watchers)
-    api.raw(json.dumps({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}) + "\n")
-    api.until(lambda: len([path for path in api.asked if "/pods?limit" in path]) == 2)
-    api.put(a_pod("two"))
-    watched.wait(("added", "one"), ("added", "two"))
-    watched.end()
 
 
 def test_bookmarks_move_a_watch_on_without_being_told(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -437,19 +443,6 @@ def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
     asked = [float(found[1]) for path in api.asked if (found := re.search(r"timeoutSeconds=(\d+)", path))]
     assert len(asked) == 4
     assert max(asked) < watch._SILENCE_S
-
-
-def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    watched = Watched(cluster)
-    api.put(a_pod("one"))
-    watched.wait(("added", "one"))
-    api.until(lambda: api.watchers)
-    api.prescribe("watch=true", (503, "down"), (500, "down"))
-    api.cut()
-    api.put(a_pod("two"))
-    watched.wait(("added", "one"), ("added", "two"))
-    watched.end()
-    assert [version is None for version in watched.versions] == [False, True, True, False]
 
 
 def test_a_watch_that_is_forbidden_says_so(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
