@@ -66,7 +66,7 @@ def templates(documents: list[Document]) -> Iterator[Document]:
     for document in documents:
         fields = document.get("spec", {})
         if document["kind"] != contract.KIND:
-            yield from (each["template"] for each in [fields, *fields.get("tasks", [])] if "template" in each)
+            yield from [fields["template"]] if "template" in fields else []
 
 
 def template(documents: list[Document]) -> Document:
