@@ -65,7 +65,7 @@ def a_service() -> Document:
 
 
 def writes(api: ApiServer) -> list[str]:
-    """What was asked to be changed: method and the end of the path."""
+    """Return the requests that change something: method and the end of the path."""
     asked = (each.partition("?")[0].split(" ") for each in api.asked)
     return [f"{method} {path.split('/namespaces/default/')[1]}" for method, path in asked if method != "GET"]
 
@@ -195,7 +195,7 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
 
 
 def an_owned_service(job: Document, **owner: str) -> Document:
-    """What a job needs, of this owner, or of the job."""
+    """Return the Service that a job needs; it belongs to this owner, or to the job."""
     whole = {**a_pod(job)["metadata"]["ownerReferences"][0], **owner}
     return {**a_service(), "metadata": {"name": "train", "namespace": "default", "ownerReferences": [whole]}}
 

@@ -46,7 +46,7 @@ class User:
         self._directory, self._namespace = directory, namespace
 
     def submit(self, topology: str) -> str:
-        """What submitting says until the job has ended."""
+        """Submit the job, and return the output when the job has ended."""
         words = ["submit", "job.yaml", "--as", topology, "-n", self._namespace.name, "--follow"]
         done = subprocess.run([OUTLAST, *words], cwd=self._directory, capture_output=True, text=True, check=False)
         return done.stdout + done.stderr

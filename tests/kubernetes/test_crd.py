@@ -120,7 +120,7 @@ HEAD: Document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "me
 
 
 def taken(document: Document) -> list[str]:
-    """What the schema says against a document; it is what the API server would say, but for the rules in CEL."""
+    """Return the errors of a document by the schema, as the API server would report them, without the rules in CEL."""
     return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(document)]
 
 
@@ -174,7 +174,7 @@ def test_what_the_job_file_refuses_the_schema_refuses(fields: Document) -> None:
 
 
 def test_a_fraction_of_a_core_is_sent_as_text_and_refused_as_a_number() -> None:
-    """What may be a number or a text is a whole number in a structural schema."""
+    """In a structural schema, a value that may be a number or a text is an integer or a text."""
     read = spec.parse(yaml.safe_dump({**HEAD, "spec": {"module": "m", "image": "i", "resources": {"cpu": 0.2, "cpuLimit": 1.5}}}))
     (sent,) = manifests.render(read)
     assert sent["spec"]["resources"] == {"cpu": "200m", "cpuLimit": "1500m"}

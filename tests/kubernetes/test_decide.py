@@ -1,4 +1,4 @@
-"""What the operator decides, in a cluster in memory where everything moves."""
+"""The operator's decisions, in a simulated cluster whose pods, nodes and agents all act."""
 
 from __future__ import annotations
 
@@ -246,7 +246,7 @@ def test_scaling_makes_exactly_so_many_pods_and_loses_no_step() -> None:
 
 
 def conditions(cluster: Cluster) -> set[str]:
-    """Those that are true."""
+    """Return the types of the true conditions."""
     return {each["type"] for each in cluster.status["conditions"] if each["status"] == "True"}
 
 
@@ -330,8 +330,7 @@ def crash(cluster: Cluster) -> None:
 def wrong_bits(cluster: Cluster) -> None:
     """End worker 1, whose rank has wrong bits."""
     cluster.fail(1)
-    agent = cluster.agent_of(1)
-    assert agent is not None
+    agent = next(each for each in cluster.agents.values() if each.index == 1)
     agent.standing, agent.failure = "training", {**(agent.failure or {}), "cause": "bits", "reason": "rank 1 has other bits"}
     cluster.report(agent)
     cluster.end(pod(cluster, 1), 1)
@@ -353,7 +352,7 @@ FAILURES: dict[str, tuple[Callable[[Cluster], object], str, str | None]] = {
     "wrong bits": (wrong_bits, "rank 1 has other bits", "rank 1 on worker 1 failed\n"),
     "stands still": (lambda c: setattr(c.agent_of(1), "frozen", True), "worker 1 has said nothing for 30 s", None),
 }
-"""What happens, and the reason and the end of the log of the failure as which it is counted."""
+"""A harm, and the reason and the end of the log in the failure that is recorded for it."""
 
 
 @pytest.mark.parametrize("what", FAILURES)

@@ -1,4 +1,4 @@
-"""What the operator does when members of a world do not hear each other, in a cluster in which everything moves."""
+"""The operator's decisions when members of a world do not hear each other, in a simulated cluster."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a look costs grows with the number of workers, and no faster: counted, not timed."""
+"""The cost of a look grows linearly with the number of workers: calls are counted, not timed."""
 
 from __future__ import annotations
 

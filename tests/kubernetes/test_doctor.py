@@ -324,7 +324,7 @@ def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...
 
 
 def in_pods(cluster: FakeCluster, wanted: check_pods.Options = WANTED) -> list[Finding]:
-    """What pods of this cluster find; whatever happens, none of them is left."""
+    """Return the findings of pods in this cluster, and check that none of the pods is left, whatever happens."""
     try:
         return list(check_pods.checks(cluster, wanted))  # type: ignore[arg-type]
     finally:
@@ -458,7 +458,7 @@ def test_two_processes_measure_what_is_between_them(address: str, tmp_path: Path
 
 
 def measured(to: Path, rank: int, **asked: Any) -> None:
-    """What one of two pods finds, which sends for a tenth of a second."""
+    """Write the findings of one of two pods, which sends for a tenth of a second."""
     image_checks.SEND_S = 0.1
     to.write_text(json.dumps(list(image_checks.peer(rank, **asked))))
 

@@ -70,7 +70,7 @@ class Etcd:
         namespace.apply(an_etcd(namespace.name))
 
     def wait(self) -> None:
-        """Until all members are ready."""
+        """Wait until all members are ready."""
         self.namespace.kubectl("wait", "--for=jsonpath={.status.readyReplicas}=3", f"statefulset/{SERVER}", "--timeout=240s")
 
     def ctl(self, *words: str) -> str:

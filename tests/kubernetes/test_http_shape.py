@@ -1,4 +1,4 @@
-"""What operator and node watcher ask of an API server, as another project, kmock, understands it: resources, names, actions.
+"""The requests of operator and node watcher, as another project, kmock, understands them: resources, names, actions.
 
 Only the shape of requests is looked at; how an API server behaves is the matter of `apiserver` and of tests marked `cluster`.
 """
@@ -98,7 +98,7 @@ class Mock:
         return {**request.data, "metadata": {"uid": f"uid-{version}", **request.data["metadata"], "resourceVersion": version}}
 
     def requests(self, **like: object) -> list[kmock.Request]:
-        """What has been asked, as far as it is like this, in order."""
+        """Return the requests with these attributes, in order."""
         return [each for each in list(self.handler) if all(getattr(each, name) == value for name, value in like.items())]
 
     def until(self, holds: Callable[[], object]) -> None:

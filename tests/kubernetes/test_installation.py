@@ -30,7 +30,7 @@ FILES = functools.cache(operator_deployment.files)
 
 @pytest.fixture(autouse=True)
 def read_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """What is installed is read from YAML once for each choice of options, and not hundreds of times."""
+    """Read the installed documents from YAML once for each choice of options, and not hundreds of times."""
     monkeypatch.setattr(operator_deployment, "files", lambda **options: copy.deepcopy(FILES(**options)))
 
 

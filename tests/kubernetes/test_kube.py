@@ -314,13 +314,13 @@ def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
 
 
 class Watched:
-    """What a watch says, in a thread of its own."""
+    """A watch in a thread of its own, with the changes that it reports."""
 
     def __init__(self, cluster: kube.Cluster) -> None:
         self.stop = kube.Stop()
         self.said: list[tuple[str, str]] = []
         self.versions: list[str | None] = []
-        """What the watch says of itself."""
+        """The resource versions that the watch reports; None while it has lost its connection."""
         self.error: BaseException | None = None
         self._more = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(cluster,), daemon=True)

@@ -88,7 +88,7 @@ def kind(documents: list[Document], wanted: str) -> Document:
 
 
 def wrong(job: spec.Job, topology: str = "indexed-job") -> list[str]:
-    """What is wrong with a job on Kubernetes."""
+    """Return the mistakes that keep a job from being rendered."""
     with pytest.raises(InvalidJob) as caught:
         manifests.render(job, topology)
     return [sentence for _, sentence in caught.value.problems]
@@ -132,7 +132,7 @@ def test_pods_are_restricted(topology: str, name: str) -> None:
 
 
 def unrestricted(pod: Document) -> Iterator[str]:
-    """What the restricted Pod Security Standard forbids in a pod, as its page lists it."""
+    """Yield the violations of the restricted Pod Security Standard in a pod, as its page lists them."""
     allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
     yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if pod.get(field))
     for volume in pod.get("volumes", []):
@@ -220,7 +220,7 @@ def test_a_literal_survives_what_kubernetes_makes_of_it(value: str) -> None:
 
 
 def expanded(value: str, known: dict[str, str]) -> str:
-    """What Kubernetes makes of a container's variable: `$(NAME)` is replaced if it is known, and `$$` is `$`."""
+    """Expand a container's variable as Kubernetes does: `$(NAME)` is replaced if it is known, and `$$` is `$`."""
 
     def replaced(match: re.Match[str]) -> str:
         return "$" if match[0] == "$$" else known.get(match[1], match[0])

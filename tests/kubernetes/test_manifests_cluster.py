@@ -1,4 +1,4 @@
-"""What a real API server says of our documents: schemas, the cost of rules in CEL, and what it makes of them.
+"""Our documents at a real API server: schemas, the cost of rules in CEL, and the objects that it stores.
 
 Changes nothing in the cluster but for the definition of ElasticJob, and a job that is suspended and deleted again:
 
