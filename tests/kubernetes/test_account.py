@@ -40,7 +40,7 @@ def member(cluster: Cluster, rank: int) -> Agent:
 
 
 def report(cluster: Cluster) -> goodput.Goodput:
-    """What `outlast report` makes of the ledger in the store and of what the cluster shows."""
+    """Return the account as `outlast report` computes it, from the ledger in the store and from the cluster."""
     status = shown.status(shown.Snapshot("train", cluster.job))
     entries = shown.cluster_events(cluster.job, status)
     stored = ledger.Events([]).merged(cluster.ledger).merged(cluster.noted)

@@ -35,17 +35,8 @@ def test_a_job_that_is_harmed_is_one_account_for_everybody(
     for name, value in login.items():
         monkeypatch.setenv(name, value)
     place = f"s3://bucket/{namespace.name}"
-    submit_exact(
-        namespace,
-        tmp_path,
-        "job",
-        "--steps=3000",
-        "--pause=0.1",
-        "--swell=/tmp/swell",
-        output=place,
-        env=login,
-        checkpoint={"every": "10s"},
-    )
+    args, fields = ("--steps=3000", "--pause=0.1", "--swell=/tmp/swell"), {"checkpoint": {"every": "10s"}}
+    submit_exact(namespace, tmp_path, "job", *args, output=place, env=login, **fields)
     output = store.open_(place).child("job")
 
     def settled(workers: int, after: int = 0) -> None:

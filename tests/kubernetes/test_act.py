@@ -11,10 +11,10 @@ from typing import Any
 import pytest
 
 import apiserver
+from apiserver import ApiServer
 from outlast.base import errors
 from outlast.job.contract import Label
-from outlast.kubernetes import api as kube
-from outlast.kubernetes.api import kinds
+from outlast.kubernetes.api import Cluster, kinds
 from outlast.kubernetes.operator import apply
 from outlast.kubernetes.operator.apply import RETRY_S, Outcome, event_document
 from outlast.kubernetes.operator.plan import Deletion, Event, Plan
@@ -31,51 +31,51 @@ def act(cluster: Any, job: Any, plan: Plan, now: float, parallel: Any = None, ba
 
 
 @pytest.fixture
-def api() -> apiserver.ApiServer:
-    return apiserver.ApiServer(unserved=())
+def api() -> ApiServer:
+    return ApiServer(unserved=())
 
 
 @pytest.fixture
-def cluster(api: apiserver.ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[kube.Cluster]:
+def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Cluster]:
     with apiserver.connected(api, tmp_path, monkeypatch, "default") as cluster:
         yield cluster
 
 
-def a_job(api: apiserver.ApiServer, name: str = "train", **status: Any) -> Document:
+def a_job(api: ApiServer, name: str = "train", **status: Any) -> Document:
     """An ElasticJob that is there."""
     return api.put(kinds.ELASTIC_JOB.document({"name": name}, spec={"image": "i"}, **({"status": status} if status else {})))
 
 
-def a_pod(job: Document, index: int = 0, **more: Any) -> Document:
+@pytest.fixture
+def job(api: ApiServer) -> Document:
+    return a_job(api)
+
+
+def a_pod(job: Document, index: int = 0) -> Document:
     """A worker of a job."""
-    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": job["metadata"]["name"], "uid": job["metadata"]["uid"]}
-    name = job["metadata"]["name"]
-    meta = {
-        "name": f"{name}-worker-{index}",
-        "namespace": "default",
-        "labels": {Label.JOB: name, Label.WORKER: str(index)},
-        "ownerReferences": [owner],
-    }
-    return kinds.POD.document(meta, spec={"containers": []}, **more)
+    name, uid = job["metadata"]["name"], job["metadata"]["uid"]
+    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
+    labels = {Label.JOB: name, Label.WORKER: str(index)}
+    meta = {"name": f"{name}-worker-{index}", "namespace": "default", "labels": labels, "ownerReferences": [owner]}
+    return kinds.POD.document(meta, spec={"containers": []})
 
 
 def a_service() -> Document:
     return kinds.SERVICE.document({"name": "train", "namespace": "default"}, spec={})
 
 
-def writes(api: apiserver.ApiServer) -> list[str]:
-    """What was asked to be changed: method and the end of the path."""
+def writes(api: ApiServer) -> list[str]:
+    """Return the requests that change something: method and the end of the path."""
     asked = (each.partition("?")[0].split(" ") for each in api.asked)
     return [f"{method} {path.split('/namespaces/default/')[1]}" for method, path in asked if method != "GET"]
 
 
-def told(cluster: kube.Cluster) -> list[tuple[str, str, str]]:
+def told(cluster: Cluster) -> list[tuple[str, str, str]]:
     """The Events that there are."""
     return [(each["type"], each["reason"], each["message"]) for each in cluster.list_(kinds.EVENT)]
 
 
-def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
+def test_a_plan_is_done_in_its_order(api: ApiServer, cluster: Cluster, job: Document) -> None:
     old = api.put(a_pod(job, 1))
     plan = Plan(
         prerequisites=(a_service(),),
@@ -88,17 +88,13 @@ def test_a_plan_is_done_in_its_order(api: apiserver.ApiServer, cluster: kube.Clu
     )
     assert act(cluster, job, plan, NOW) == Outcome(NOW + 30)
     assert writes(api) == [
-        "POST services",
-        "POST configmaps",
-        "PUT elasticjobs/train/status",
-        "POST events",
-        "DELETE pods/train-worker-1",
-        "POST pods",
+        *("POST services", "POST configmaps", "PUT elasticjobs/train/status"),
+        *("POST events", "DELETE pods/train-worker-1", "POST pods"),
     ]
 
 
 def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_before_its_role(
-    api: apiserver.ApiServer, cluster: kube.Cluster
+    api: ApiServer, cluster: Cluster
 ) -> None:
     job, meeting = a_job(api), threading.Barrier(3, timeout=60)
 
@@ -126,13 +122,13 @@ def test_what_one_part_of_a_plan_makes_is_asked_for_at_once_and_no_binding_befor
     assert writes(api)[-1] == "POST events"
 
 
-def test_the_status_is_replaced_as_a_whole(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+def test_the_status_is_replaced_as_a_whole(api: ApiServer, cluster: Cluster) -> None:
     job = a_job(api, state="Restarting", failure={"code": 1}, rendezvous={"called": {"generation": 2}})
     act(cluster, job, Plan(status={"state": "Running", "rendezvous": {}}), NOW)
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Running", "rendezvous": {}}
 
 
-def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: ApiServer, cluster: Cluster) -> None:
     job = {**a_job(api, state="Pending")}
     seen = {**job, "metadata": dict(job["metadata"])}
     a_job(api, state="Failed")
@@ -142,15 +138,13 @@ def test_a_stale_look_overwrites_nothing_and_does_nothing_more(api: apiserver.Ap
     assert not cluster.list_(kinds.POD)
 
 
-def test_a_job_that_is_gone_gets_nothing_more(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
+def test_a_job_that_is_gone_gets_nothing_more(api: ApiServer, cluster: Cluster, job: Document) -> None:
     api.remove(kinds.ELASTIC_JOB.resource, "train")
     assert act(cluster, job, Plan(status={}, creates=(a_pod(job),)), NOW) == Outcome(None, "the job is gone")
     assert not cluster.list_(kinds.POD)
 
 
-def test_doing_it_twice_does_no_harm(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
+def test_doing_it_twice_does_no_harm(api: ApiServer, cluster: Cluster, job: Document) -> None:
     old = api.put(a_pod(job, 1))
     gone = Deletion("train-worker-1", old["metadata"]["uid"], "it is surplus")
     plan = Plan(prerequisites=(a_service(),), deletes=(gone,), creates=(a_pod(job),), events=(Event("Normal", "A", "a"),))
@@ -159,40 +153,29 @@ def test_doing_it_twice_does_no_harm(api: apiserver.ApiServer, cluster: kube.Clu
     assert len(cluster.list_(kinds.EVENT)) == 1
 
 
-def test_a_deletion_means_one_pod_and_not_its_successor(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
-    api.put(a_pod(job))
-    act(cluster, job, Plan(deletes=(Deletion("train-worker-0", "the-uid-of-its-predecessor", "it failed"),)), NOW)
-    assert len(cluster.list_(kinds.POD)) == 1
-
-
-def test_the_grace_of_a_deletion_is_passed_on(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    api.graceful, job = True, a_job(api)
-    uids = [api.put(a_pod(job, index))["metadata"]["uid"] for index in (0, 1)]
-    deletes = (Deletion("train-worker-0", uids[0], "it left"), Deletion("train-worker-1", uids[1], "its node is lost", grace_s=0))
-    act(cluster, job, Plan(deletes=deletes), NOW)
-    assert [(pod["metadata"]["name"], "deletionTimestamp" in pod["metadata"]) for pod in cluster.list_(kinds.POD)] == [
-        ("train-worker-0", True)
-    ]
+def test_a_deletion_means_one_pod_and_not_its_successor_and_has_its_grace(
+    api: ApiServer, cluster: Cluster, job: Document
+) -> None:
+    api.graceful = True
+    uids = [api.put(a_pod(job, index))["metadata"]["uid"] for index in (0, 1, 2)]
+    deletions = ((uids[0], None), (uids[1], 0), ("of-its-predecessor", 0))
+    deletes = (Deletion(f"train-worker-{n}", uid, "it left", grace_s) for n, (uid, grace_s) in enumerate(deletions))
+    act(cluster, job, Plan(deletes=tuple(deletes)), NOW)
+    left = {pod["metadata"]["name"]: "deletionTimestamp" in pod["metadata"] for pod in cluster.list_(kinds.POD)}
+    assert left == {"train-worker-0": True, "train-worker-2": False}
 
 
 @pytest.mark.parametrize(
     ("there", "said"),
     [
-        ({"mine": True, "going": True}, "Pod train-worker-0 is still terminating; it is created again when it is gone"),
-        (
-            {"mine": False, "going": True},
-            "Pod train-worker-0 of another job is still terminating; this one is created when it is gone",
-        ),
-        (
-            {"mine": False, "going": False},
-            "Pod train-worker-0 exists and does not belong to this job; delete it, or give the job another name",
-        ),
+        ({"mine": True, "going": True}, "is still terminating; it is created again when it is gone"),
+        ({"mine": False, "going": True}, "of another job is still terminating; this one is created when it is gone"),
+        ({"mine": False, "going": False}, "exists and does not belong to this job; delete it, or give the job another name"),
         ({"mine": True, "going": False}, ""),
     ],
 )
 def test_a_pod_in_the_way_is_named_and_looked_for_again(
-    there: dict[str, bool], said: str, api: apiserver.ApiServer, cluster: kube.Cluster, caplog: pytest.LogCaptureFixture
+    there: dict[str, bool], said: str, api: ApiServer, cluster: Cluster, caplog: pytest.LogCaptureFixture
 ) -> None:
     job, other = a_job(api), a_job(api, "other")
     pod = a_pod(job)
@@ -204,6 +187,7 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
     api.put(found)
     with caplog.at_level(logging.WARNING):
         done = act(cluster, job, Plan(creates=(pod,), requeue_at=NOW + 60), NOW)
+    said = said and f"Pod train-worker-0 {said}"
     assert [record.getMessage() for record in caplog.records] == ([said] if said else [])
     stays = said if said.endswith("give the job another name") else ""
     assert done == Outcome(NOW + RETRY_S if said else NOW + 60, blocked_reason=stays)
@@ -211,35 +195,35 @@ def test_a_pod_in_the_way_is_named_and_looked_for_again(
 
 
 def an_owned_service(job: Document, **owner: str) -> Document:
-    """What a job needs, of this owner, or of the job."""
+    """Return the Service that a job needs; it belongs to this owner, or to the job."""
     whole = {**a_pod(job)["metadata"]["ownerReferences"][0], **owner}
     return {**a_service(), "metadata": {"name": "train", "namespace": "default", "ownerReferences": [whole]}}
 
 
+@pytest.mark.parametrize("part", ["prerequisites", "apply"])
 def test_what_goes_with_an_earlier_job_of_the_name_is_waited_for_and_made_anew(
-    api: apiserver.ApiServer, cluster: kube.Cluster
+    part: str, api: ApiServer, cluster: Cluster, job: Document
 ) -> None:
-    job = a_job(api)
     api.put(an_owned_service(job, uid="of-the-earlier-job"))
-    plan = Plan(prerequisites=(an_owned_service(job),), status={"state": "Pending"}, creates=(a_pod(job),))
+    plan = Plan(**{part: (an_owned_service(job),)}, status={"state": "Pending"}, creates=(a_pod(job),))
     said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
     assert act(cluster, job, plan, NOW) == Outcome(NOW + RETRY_S, said)
     assert told(cluster) == [("Normal", "NameTaken", said)]
-    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
+    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
     assert not cluster.list_(kinds.POD)
     api.remove("services", "train")  # by the garbage collector
-    assert [act(cluster, job, plan, NOW + 1), act(cluster, job, Plan(prerequisites=plan.prerequisites), NOW + 1)] == [
-        Outcome(None)
-    ] * 2
+    after = Plan(**{part: ({**an_owned_service(job), "spec": {"n": 2}},)})
+    assert [act(cluster, job, plan, NOW + 1), act(cluster, job, after, NOW + 1)] == [Outcome(None)] * 2
     (made,) = cluster.list_(kinds.SERVICE)
     assert made["metadata"]["ownerReferences"][0]["uid"] == job["metadata"]["uid"]
+    assert made["spec"] == ({"n": 2} if part == "apply" else {}), "what is applied follows the changes of the job"
     assert cluster.get(kinds.ELASTIC_JOB, "train")["status"] == {"state": "Pending"}
 
 
 @pytest.mark.parametrize("kind", [kinds.SERVICE, kinds.DISRUPTION_BUDGET, kinds.POD_GROUP, kinds.VOLCANO_GROUP])
 @pytest.mark.parametrize("owner", [None, {"kind": "Release", "uid": "r"}])
 def test_what_others_have_made_is_not_changed_when_the_job_changes(
-    owner: dict[str, str] | None, kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
+    owner: dict[str, str] | None, kind: kinds.Kind, api: ApiServer, cluster: Cluster
 ) -> None:
     """A PodDisruptionBudget of the application that has the job's name protects that, and does not go with the job."""
     job = a_job(api)
@@ -257,26 +241,10 @@ def test_what_others_have_made_is_not_changed_when_the_job_changes(
     assert len(cluster.list_(kinds.POD)) == 1
 
 
-def test_what_is_the_jobs_follows_its_changes_and_what_is_an_earlier_jobs_is_waited_for(
-    api: apiserver.ApiServer, cluster: kube.Cluster
-) -> None:
-    job = a_job(api)
-    plan = Plan(apply=({**an_owned_service(job), "spec": {"n": 2}},), status={"n": 2})
-    api.put(an_owned_service(job, uid="of-the-earlier-job"))
-    said = "Service train of an earlier job of this name still exists; this one is created when it is gone"
-    assert act(cluster, job, plan, NOW) == Outcome(NOW + RETRY_S, said)
-    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train"), "what is written there is not asked for again"
-    api.remove("services", "train")
-    api.put(an_owned_service(job))
-    assert act(cluster, job, plan, NOW + 1) == Outcome(None)
-    assert cluster.get(kinds.SERVICE, "train")["spec"] == {"n": 2}
-
-
 @pytest.mark.parametrize("kind", [kinds.ROLE, kinds.ROLE_BINDING])
 def test_rights_that_others_have_given_are_not_handed_to_pods(
-    kind: kinds.Kind, api: apiserver.ApiServer, cluster: kube.Cluster
+    kind: kinds.Kind, api: ApiServer, cluster: Cluster, job: Document
 ) -> None:
-    job = a_job(api)
     owned = kind.document(an_owned_service(job)["metadata"])
     api.put(theirs := kind.document({"name": "train", "namespace": "default"}, rules=[{"verbs": ["*"]}]))
     with pytest.raises(errors.Refused) as caught:
@@ -287,8 +255,7 @@ def test_rights_that_others_have_given_are_not_handed_to_pods(
     assert not cluster.list_(kinds.POD)
 
 
-def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
+def test_what_the_server_refuses_ends_the_plan(api: ApiServer, cluster: Cluster, job: Document) -> None:
     title = 'pods "train-worker-0" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
     api.prescribe("POST .*/pods", apiserver.status(403, "Forbidden", title))
     lost = Event("Warning", "NodeLost", "worker 0 was lost")
@@ -302,28 +269,25 @@ def test_what_the_server_refuses_ends_the_plan(api: apiserver.ApiServer, cluster
     assert not cluster.list_(kinds.POD)
 
 
-def test_a_quota_that_is_used_up_by_what_is_there_is_no_obstacle(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
-    api.put(an_owned_service(job))
+@pytest.mark.parametrize("there", [True, False])
+def test_a_quota_that_is_used_up_hinders_the_pods_only_if_what_they_need_is_not_there(
+    there: bool, api: ApiServer, cluster: Cluster, job: Document
+) -> None:
     api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
-    assert act(cluster, job, Plan(prerequisites=(an_owned_service(job),), creates=(a_pod(job),)), NOW) == Outcome(None)
-    assert len(cluster.list_(kinds.POD)) == 1
-
-
-def test_without_what_pods_need_no_pod_is_made(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
-    api.prescribe("POST .*/services", apiserver.status(403, "Forbidden", 'services "train" is forbidden: exceeded quota: q'))
-    with pytest.raises(errors.Refused, match="exceeded quota: q"):
-        act(cluster, job, Plan(prerequisites=(a_service(),), status={"state": "Created"}, creates=(a_pod(job),)), NOW)
-    assert "status" not in cluster.get(kinds.ELASTIC_JOB, "train")
-    assert not cluster.list_(kinds.POD)
+    plan = Plan(prerequisites=(an_owned_service(job),), status={"state": "Created"}, creates=(a_pod(job),))
+    if there:
+        api.put(an_owned_service(job))
+        assert act(cluster, job, plan, NOW) == Outcome(None)
+    else:
+        with pytest.raises(errors.Refused, match="exceeded quota: q"):
+            act(cluster, job, plan, NOW)
+    assert ("status" in cluster.get(kinds.ELASTIC_JOB, "train"), len(cluster.list_(kinds.POD))) == (there, there)
 
 
 @pytest.mark.parametrize("given", [{}, {Label.JOB: "other"}], ids=["none", "of another job"])
 def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watched(
-    given: dict[str, str], api: apiserver.ApiServer, cluster: kube.Cluster
+    given: dict[str, str], api: ApiServer, cluster: Cluster, job: Document
 ) -> None:
-    job = a_job(api)
     pod = a_pod(job, 0)
     labels = pod["metadata"]["labels"]
     old = api.put({**pod, "metadata": {**pod["metadata"], "labels": {"job-name": "train", **given}}})
@@ -333,9 +297,8 @@ def test_a_pod_of_the_job_without_its_label_gets_the_label_by_which_it_is_watche
 
 
 def test_an_event_that_cannot_be_written_is_only_said(
-    api: apiserver.ApiServer, cluster: kube.Cluster, caplog: pytest.LogCaptureFixture
+    api: ApiServer, cluster: Cluster, job: Document, caplog: pytest.LogCaptureFixture
 ) -> None:
-    job = a_job(api)
     api.prescribe("POST .*/events", apiserver.status(403, "Forbidden", "events is forbidden"))
     assert act(cluster, job, Plan(events=(Event("Warning", "WorkerLost", "lost worker 3"),)), NOW) == Outcome(None)
     assert [record.getMessage().partition(":")[0] for record in caplog.records] == [
@@ -349,19 +312,12 @@ def test_the_same_event_within_ten_minutes_is_one() -> None:
     names = [event_document(job, note, NOW + after)["metadata"]["name"] for after in (0, 599, 600)]
     assert names[0] == names[1] != names[2]
     made = event_document(job, note, NOW)
-    assert made["involvedObject"] == {
-        "apiVersion": "a/v1",
-        "kind": "ElasticJob",
-        "name": "train",
-        "namespace": "team",
-        "uid": "u",
-    }
+    assert made["involvedObject"] == {"apiVersion": "a/v1", "kind": "ElasticJob", **job["metadata"]}
     assert (made["type"], made["reason"], made["message"]) == ("Warning", "WorkerLost", "lost worker 3")
     assert made["firstTimestamp"] == made["lastTimestamp"] == "2026-01-01T00:00:00Z"
 
 
-def test_what_is_said_again_is_counted(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    job = a_job(api)
+def test_what_is_said_again_is_counted(api: ApiServer, cluster: Cluster, job: Document) -> None:
     plan = Plan(events=(Event("Normal", "WorkerInterrupted", "worker 1 was told to leave; it is created again"),))
     for after in (0, 60, 120, 600):
         act(cluster, job, plan, NOW + after)

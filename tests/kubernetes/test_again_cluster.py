@@ -19,7 +19,7 @@ import pytest
 import yaml
 
 from namespaces import Namespace
-from outlast.job import contract
+from outlast.kubernetes.api import kinds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 STORE = os.environ.get("OUTLAST_TEST_STORE", "")
@@ -38,27 +38,15 @@ class User:
         name = f"store-{uuid.uuid4().hex[:8]}"
         keys = [f"--from-literal={key}={value}" for key, value in os.environ.items() if key.startswith("AWS_")]
         namespace.kubectl("create", "secret", "generic", name, *keys)
-        fields = {
-            "script": "train.py",
-            "args": args,
-            "image": os.environ["OUTLAST_TEST_IMAGE"],
-            "workers": {"replicas": 2},
-            "checkpoint": {"every": "10 steps"},
-            "restarts": {"limit": 3},
-            "output": f"{STORE}/{uuid.uuid4().hex[:8]}",
-            "secrets": [{"name": name}],
-        }
-        document = {
-            "apiVersion": contract.API_VERSION,
-            "kind": contract.KIND,
-            "metadata": {"name": f"mine-{name}"},
-            "spec": fields,
-        }
+        fields = {"script": "train.py", "args": args, "image": os.environ["OUTLAST_TEST_IMAGE"], "workers": {"replicas": 2}}
+        fields |= {"checkpoint": {"every": "10 steps"}, "restarts": {"limit": 3}, "secrets": [{"name": name}]}
+        fields["output"] = f"{STORE}/{uuid.uuid4().hex[:8]}"
+        document = kinds.ELASTIC_JOB.document({"name": f"mine-{name}"}, spec=fields)
         (directory / "job.yaml").write_text(yaml.safe_dump(document))
         self._directory, self._namespace = directory, namespace
 
     def submit(self, topology: str) -> str:
-        """What submitting says until the job has ended."""
+        """Submit the job, and return the output when the job has ended."""
         words = ["submit", "job.yaml", "--as", topology, "-n", self._namespace.name, "--follow"]
         done = subprocess.run([OUTLAST, *words], cwd=self._directory, capture_output=True, text=True, check=False)
         return done.stdout + done.stderr

@@ -135,7 +135,7 @@ def test_an_image_that_has_outlast_uses_its_own(agent: Path, tmp_path: Path):
 
 
 def test_the_agent_finds_its_libraries_in_its_own_directory(agent: Path):
-    """What an agent imports at some time runs in an empty environment, with no shared library of the image."""
+    """All modules that an agent imports load in an empty environment, without a shared library of the image."""
     modules = "outlast.worker.agent.agent, outlast.worker.agent.upload, outlast.cli.commands, outlast.kubernetes.board"
     libraries = "ssl, sqlite3, lzma, bz2, ctypes, zlib, hashlib, obstore, botocore.session, psutil, pydantic, yaml, httpx2"
     program = f"import {modules}, {libraries}; print(open('/proc/self/maps').read())"

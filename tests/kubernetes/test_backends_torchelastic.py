@@ -38,9 +38,8 @@ class Team:
             api.logs[f"cifar-worker-{index}"] = [f"2027-01-15T08:00:1{index}Z here is {index}"]
 
     def pod(self, index: int, state: Document, phase: str = "Running") -> Document:
-        statuses = [
-            {"name": name, "ready": True, "restartCount": 0, "state": state} for name in ("proxy", torchrun_pod.CONTAINER)
-        ]
+        names = ("proxy", torchrun_pod.CONTAINER)
+        statuses = [{"name": name, "ready": True, "restartCount": 0, "state": state} for name in names]
         pod = torchrun_pod.pod(self.job, index)
         pod["spec"]["nodeName"] = "node-a"
         return {**pod, "status": {"phase": phase, "containerStatuses": statuses}}
@@ -68,10 +67,8 @@ def test_it_is_listed_and_its_status_is_what_its_operator_and_its_pods_say(team:
     assert (listed.name, listed.state, listed.replicas, listed.min, listed.max) == ("cifar", State.RUNNING, 2, 1, 128)
     found = team.place.status("cifar")
     assert (found.state, found.reason, found.restarts, found.processes) == (State.RUNNING, "all 2 workers train", 3, 8)
-    assert [(each.index, each.state, each.pod) for each in found.workers] == [
-        (0, "training", "cifar-worker-0"),
-        (1, "training", "cifar-worker-1"),
-    ]
+    workers = [(each.index, each.state, each.pod) for each in found.workers]
+    assert workers == [(index, "training", f"cifar-worker-{index}") for index in (0, 1)]
     assert not [path for path in team.api.asked if "/proxy/" in path], "it has no agents"
 
 
@@ -124,9 +121,7 @@ def forever(handler: BaseHTTPRequestHandler) -> bool:
     [{"state": "Failed"}, {"conditions": [{"type": "Succeeded", "status": "True"}]}],
     ids=["by the operator", "by the archived controller"],
 )
-def test_following_ends_with_the_job_whatever_becomes_of_its_pods(
-    team: Team, monkeypatch: pytest.MonkeyPatch, status: Document
-) -> None:
+def test_following_ends_with_the_job_whatever_becomes_of_its_pods(team, monkeypatch, status: Document) -> None:
     """A pod may be told to run for ever: its node is lost, or nobody is there to delete it."""
     monkeypatch.setattr(logs, "_QUIET_S", 0.3)
     monkeypatch.setattr(logs, "_POLL_S", 0.05)

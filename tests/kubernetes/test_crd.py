@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 import runpy
 from collections.abc import Callable, Iterator
@@ -53,29 +54,26 @@ PARTS = dict(parts(SCHEMA))
 
 
 def test_the_schema_is_structural() -> None:
+    """The API server refuses others. Patterns are for RE2, which knows no look-around and no references back."""
+    unknown = {"$ref", "allOf", "oneOf", "not", "const", "title", "nullable", "definitions", "$defs", "examples"}
     assert len(PARTS) > 200
     for place, part in PARTS.items():
-        structural(place, part)
-
-
-def structural(place: str, part: Schema) -> None:
-    """Fails for a part that the API server refuses."""
-    either = part.get("x-kubernetes-int-or-string", False)
-    assert not part.keys() & {"$ref", "allOf", "oneOf", "not", "const", "title", "nullable", "definitions", "$defs", "examples"}
-    whole = part.keys() == {"description", "x-kubernetes-preserve-unknown-fields"} and place.startswith(".spec.template.")
-    assert ("type" in part) is not (either or whole)
-    assert part.get("anyOf") == ([{"type": "integer"}, {"type": "string"}] if either else None)
-    assert part.get("additionalProperties") is not False
-    if part.get("type") == "object":
-        open_ = part.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in part or place == ".metadata"
-        assert "properties" in part or open_
-    if "default" in part:
-        assert place in (".spec.workers", ".spec.workers.replicas")
-
-
-def test_metadata_says_nothing_but_the_name() -> None:
-    assert set(SCHEMA["properties"]["metadata"]) == {"type", "properties"}
-    assert set(SCHEMA["properties"]["metadata"]["properties"]) == {"name"}
+        either = part.get("x-kubernetes-int-or-string", False)
+        assert not part.keys() & unknown
+        whole = part.keys() == {"description", "x-kubernetes-preserve-unknown-fields"} and place.startswith(".spec.template.")
+        assert ("type" in part) is not (either or whole)
+        assert part.get("anyOf") == ([{"type": "integer"}, {"type": "string"}] if either else None)
+        assert part.get("additionalProperties") is not False
+        if part.get("type") == "object":
+            open_ = part.get("x-kubernetes-preserve-unknown-fields") or "additionalProperties" in part or place == ".metadata"
+            assert "properties" in part or open_
+        if "default" in part:
+            assert place in (".spec.workers", ".spec.workers.replicas")
+        if pattern := part.get("pattern"):
+            re.compile(pattern)
+            assert not re.search(r"\(\?[=!<]|\\[1-9]", pattern), place
+    metadata = SCHEMA["properties"]["metadata"]
+    assert (set(metadata), set(metadata["properties"])) == ({"type", "properties"}, {"name"}), "it may say nothing else"
 
 
 @pytest.mark.parametrize(("length", "said"), [(51, []), (52, [SCHEMA["x-kubernetes-validations"][0]["message"]])])
@@ -95,27 +93,15 @@ def test_every_field_of_the_spec_is_explained() -> None:
 
 
 def test_every_field_of_the_job_file_is_in_the_schema() -> None:
-    named = spec.schema()["$defs"]
-    fields = {name: set(model["properties"]) for name, model in named.items() if name not in ("Metadata",)}
+    fields = [set(model["properties"]) for name, model in spec.schema()["$defs"].items() if name != "Metadata"]
     known = [set(part["properties"]) for place, part in parts(SPEC) if "properties" in part and not place.startswith(".template")]
-    assert sorted(map(sorted, known)) == sorted(map(sorted, fields.values()))
-
-
-def test_patterns_are_those_that_the_api_server_can_read() -> None:
-    """RE2 knows no look-around and no references back."""
-    for place, part in PARTS.items():
-        if pattern := part.get("pattern"):
-            re.compile(pattern)
-            assert not re.search(r"\(\?[=!<]|\\[1-9]", pattern), place
+    assert sorted(map(sorted, known)) == sorted(map(sorted, fields))
 
 
 def test_it_can_be_scaled_and_looked_at() -> None:
     scale = VERSION["subresources"]["scale"]
-    assert scale == {
-        "specReplicasPath": ".spec.workers.replicas",
-        "statusReplicasPath": ".status.replicas",
-        "labelSelectorPath": ".status.selector",
-    }
+    paths = {"specReplicas": ".spec.workers.replicas", "statusReplicas": ".status.replicas", "labelSelector": ".status.selector"}
+    assert scale == {f"{name}Path": path for name, path in paths.items()}
     assert VERSION["subresources"]["status"] == {}
     for path in [*scale.values(), *(column["jsonPath"] for column in VERSION["additionalPrinterColumns"])]:
         assert path in PARTS or path == ".metadata.creationTimestamp"
@@ -134,7 +120,7 @@ HEAD: Document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "me
 
 
 def taken(document: Document) -> list[str]:
-    """What the schema says against a document; it is what the API server would say, but for the rules in CEL."""
+    """Return the errors of a document by the schema, as the API server would report them, without the rules in CEL."""
     return [error.message for error in jsonschema.Draft202012Validator(SCHEMA).iter_errors(document)]
 
 
@@ -188,7 +174,7 @@ def test_what_the_job_file_refuses_the_schema_refuses(fields: Document) -> None:
 
 
 def test_a_fraction_of_a_core_is_sent_as_text_and_refused_as_a_number() -> None:
-    """What may be a number or a text is a whole number in a structural schema."""
+    """In a structural schema, a value that may be a number or a text is an integer or a text."""
     read = spec.parse(yaml.safe_dump({**HEAD, "spec": {"module": "m", "image": "i", "resources": {"cpu": 0.2, "cpuLimit": 1.5}}}))
     (sent,) = manifests.render(read)
     assert sent["spec"]["resources"] == {"cpu": "200m", "cpuLimit": "1500m"}
@@ -205,11 +191,8 @@ def rules() -> Iterator[tuple[str, Schema, cel.Rule]]:
             yield place, part, rule
 
 
-def test_rules_are_where_the_models_have_some() -> None:
+def test_rules_are_where_the_models_have_some_and_name_fields_that_there_are() -> None:
     assert {place for place, _, _ in rules()} == {"", ".spec", ".spec.workers", ".spec.rendezvous", ".spec.environment"}
-
-
-def test_rules_name_fields_that_there_are() -> None:
     for _, part, rule in rules():
         assert set(re.findall(r"self\.(\w+)", rule["rule"])) <= part["properties"].keys()
         assert rule.get("fieldPath", ".").split(".")[1] in {"", *part["properties"]}
@@ -434,16 +417,8 @@ def test_the_queue_of_a_job_cannot_change_nor_what_it_runs() -> None:
 
 def test_whether_a_field_can_change_is_decided_for_all_of_them() -> None:
     """A new field of the job file needs a word about it."""
-    free = {
-        "workers",
-        "suspend",
-        "activeDeadlineSeconds",
-        "startupDeadlineSeconds",
-        "ttlSecondsAfterFinished",
-        "cleanPodPolicy",
-        "restarts",
-        "scheduling",
-    }
+    free = {"workers", "suspend", "cleanPodPolicy", "restarts", "scheduling"}
+    free |= {"activeDeadlineSeconds", "startupDeadlineSeconds", "ttlSecondsAfterFinished"}
     assert set(cel.IMMUTABLE) | free == set(SPEC["properties"])
     assert {*cel.IMMUTABLE_SCHEDULING, "priorityClassName"} == set(SPEC["properties"]["scheduling"]["properties"])
 
@@ -501,11 +476,15 @@ INSTALLED = [
     for document in documents
     if not document["apiVersion"].startswith(("kustomize", "monitoring.coreos.com"))
 ]
+OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a", "uid": "u", "controller": True}
+META = {"namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
+ACCESS = configmaps_and_service.worker_access("a", "team", 2, {"x": "y"}, OWNER)
+BUDGET = disruption.budget("a", "team", 2, {"x": "y"}, OWNER)
 
 
 @each_minor
-def test_kubernetes_takes_what_is_installed(version: str) -> None:
-    for document in INSTALLED:
+def test_kubernetes_takes_what_is_installed_and_what_is_made_for_a_job(version: str) -> None:
+    for document in [*INSTALLED, *ACCESS, BUDGET]:
         schemas.validate(document, version, strict=True)
 
 
@@ -527,80 +506,35 @@ def test_nobody_may_do_everything() -> None:
         assert not set(rule["verbs"]) & {"escalate", "bind", "impersonate"}
 
 
-OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a", "uid": "u", "controller": True}
-
-
 def test_workers_may_say_that_they_are_there_and_read_their_job() -> None:
-    account, role, binding = configmaps_and_service.worker_access("a", "team", 2, {"x": "y"}, OWNER)
-    meta = {"name": "a-worker", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
-    assert [account["metadata"], role["metadata"], binding["metadata"]] == [meta] * 3
+    account, role, binding = ACCESS
+    assert [each["metadata"] for each in ACCESS] == [{"name": "a-worker", **META}] * 3
     assert account["automountServiceAccountToken"] is False
-    assert role["rules"] == [
-        {
-            "apiGroups": ["coordination.k8s.io"],
-            "resources": ["leases"],
-            "verbs": ["create", "patch"],
-            "resourceNames": ["a-worker-0", "a-worker-1"],
-        },
-        {
-            "apiGroups": ["outlast.dev"],
-            "resources": ["elasticjobs"],
-            "verbs": ["get", "list", "watch"],
-            "resourceNames": ["a"],
-        },
-    ]
+    leases = {"apiGroups": ["coordination.k8s.io"], "resources": ["leases"], "verbs": ["create", "patch"]}
+    job = {"apiGroups": ["outlast.dev"], "resources": ["elasticjobs"], "verbs": ["get", "list", "watch"]}
+    assert role["rules"] == [{**leases, "resourceNames": ["a-worker-0", "a-worker-1"]}, {**job, "resourceNames": ["a"]}]
     assert binding["roleRef"] == {"apiGroup": "rbac.authorization.k8s.io", "kind": "Role", "name": "a-worker"}
     assert binding["subjects"] == [{"kind": "ServiceAccount", "name": "a-worker", "namespace": "team"}]
 
 
-def test_the_operator_may_do_what_it_lets_workers_do() -> None:
-    """Else the API server would refuse the role: https://kubernetes.io/docs/reference/access-authn-authz/rbac/#privilege-escalation-prevention-and-bootstrapping"""
-    (held,) = [
-        each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
-    ]
-    given = configmaps_and_service.worker_access("a", "team", 1, {}, OWNER)[1]["rules"]
-    assert triples(given) <= triples(held)
-
-
-def test_the_operator_may_look_at_all_that_it_makes_beside_pods() -> None:
-    """It looks whose a document is that has the name of one that it makes."""
-    (held,) = [
-        each["rules"] for each in INSTALLED if each["metadata"]["name"] == "outlast-operator" and each["kind"] == "ClusterRole"
-    ]
-    made = [*configmaps_and_service.worker_access("a", "team", 1, {}, OWNER), disruption.budget("a", "team", 1, {}, OWNER)]
-    found = [kinds.kind_of(document) for document in made]
-    wanted = {(kind.group, kind.plural, "get") for kind in (*found, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
-    assert wanted <= triples(held)
+def test_the_operator_may_do_what_it_lets_workers_do_and_look_at_all_that_it_makes_beside_pods() -> None:
+    """Else the API server would refuse the role (https://kubernetes.io/docs/reference/access-authn-authz/rbac/, privilege
+    escalation prevention), and the operator could not see whose a document is that has the name of one that it makes."""
+    roles = [each for each in INSTALLED if each["kind"] == "ClusterRole" and each["metadata"]["name"] == "outlast-operator"]
+    made = [kinds.kind_of(document) for document in (*ACCESS, BUDGET)]
+    seen = {(kind.group, kind.plural, "get") for kind in (*made, kinds.SERVICE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)}
+    (held,) = (triples(each["rules"]) for each in roles)
+    assert triples(ACCESS[1]["rules"]) | seen <= held
 
 
 def triples(rules: list[Document]) -> set[tuple[str, str, str]]:
-    return {
-        (group, resource, verb)
-        for rule in rules
-        for group in rule["apiGroups"]
-        for resource in rule["resources"]
-        for verb in rule["verbs"]
-    }
-
-
-@each_minor
-def test_kubernetes_takes_what_is_made_for_a_job(version: str) -> None:
-    budget = disruption.budget("a", "team", 2, {}, OWNER)
-    for document in [*configmaps_and_service.worker_access("a", "team", 2, {}, OWNER), budget]:
-        schemas.validate(document, version, strict=True)
+    return {triple for rule in rules for triple in itertools.product(rule["apiGroups"], rule["resources"], rule["verbs"])}
 
 
 def test_a_drain_leaves_a_job_its_fewest_workers_and_waits_for_none_that_is_not_ready() -> None:
-    assert disruption.budget("a", "team", 2, {"x": "y"}, OWNER) == {
-        "apiVersion": "policy/v1",
-        "kind": "PodDisruptionBudget",
-        "metadata": {"name": "a", "namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]},
-        "spec": {
-            "minAvailable": 2,
-            "unhealthyPodEvictionPolicy": "AlwaysAllow",
-            "selector": {"matchLabels": labels.selector("a")},
-        },
-    }
+    selector = {"matchLabels": labels.selector("a")}
+    assert BUDGET["metadata"] == {"name": "a", **META}
+    assert BUDGET["spec"] == {"minAvailable": 2, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
 
 
 def test_users_of_a_namespace_may_use_its_elasticjobs() -> None:

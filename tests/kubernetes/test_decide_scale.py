@@ -1,4 +1,4 @@
-"""What a look costs grows with the number of workers, and no faster: counted, not timed."""
+"""The cost of a look grows linearly with the number of workers: calls are counted, not timed."""
 
 from __future__ import annotations
 
@@ -143,14 +143,12 @@ def test_steps_that_are_heard_of_are_told_at_the_next_look_which_comes_by_itself
     job, pods, leases, nodes = documents(2)
     for lease in leases:
         lease["metadata"]["annotations"][Annotation.PROGRESS] = json.dumps({"generation": 1, "step": 7, "time": NOW - 1})
-    status = decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW)).status
-    assert status is not None
-    job["status"] = status
+    cached = CachedJob(job, pods, leases, nodes, NOW - 1000)
+    job["status"] = decide(observed_job.take_snapshot(cached, NOW)).status
+    assert job["status"] is not None
     for lease in leases:
         lease[RECEIVED_AT] = NOW + 10
-    assert decide(observed_job.take_snapshot(CachedJob(job, pods, leases, nodes, NOW - 1000), NOW + 10)) == Plan(
-        requeue_at=NOW + 13
-    )
+    assert decide(observed_job.take_snapshot(cached, NOW + 10)) == Plan(requeue_at=NOW + 13)
 
 
 @pytest.mark.parametrize(("jobs", "workers", "pause_s"), [(1, 2, 3), (10_000, 2, 100), (1, 4000, 56)])
@@ -161,9 +159,8 @@ def test_how_often_steps_are_told_depends_on_how_many_hear_it(jobs: int, workers
         lease["spec"]["leaseDurationSeconds"] = 600  # so that no silence is looked for before
 
     def look(now: float) -> Plan:
-        return reconciler_by_kind.reconcilers(Limits())[ELASTIC_JOB](
-            CachedJob(job, pods, leases, nodes, NOW - 1000, job_count=jobs), now, ClusterFeatures()
-        )
+        cached = CachedJob(job, pods, leases, nodes, NOW - 1000, job_count=jobs)
+        return reconciler_by_kind.reconcilers(Limits())[ELASTIC_JOB](cached, now, ClusterFeatures())
 
     job["status"] = look(NOW).status
     assert look(NOW + 1) == Plan(requeue_at=NOW + pause_s)

@@ -20,6 +20,7 @@ import fake
 import ports
 import worlds
 from fake_cluster import Document, FakeCluster
+from minors import each_minor
 from outlast import __version__
 from outlast.base.errors import Forbidden, Refused, Unanswered
 from outlast.job import accelerators, spec
@@ -32,17 +33,14 @@ from outlast.kubernetes.diagnosis.nodes import TOLERATED
 from outlast.worker.launch import bytecode
 
 IMAGE = "docker.io/library/outlast:test"
-MINORS = sorted(set(schemas.all_versions()), key=lambda version: [int(part) for part in version.split(".")])[-4:]
 
 
 # This machine
 
 
 def test_this_machine_can_run_this_test() -> None:
-    found = {check.name: check.outcome for check in machine.checks()}
-    assert {name: found[name] for name in ("python", "outlast", "torch", "store", "kubernetes")} == dict.fromkeys(
-        ("python", "outlast", "torch", "store", "kubernetes"), "pass"
-    )
+    passing = {check.name for check in machine.checks() if check.outcome == "pass"}
+    assert passing >= {"python", "outlast", "torch", "store", "kubernetes"}
 
 
 def test_a_python_that_is_too_old_is_told() -> None:
@@ -53,15 +51,13 @@ def test_a_torch_that_cannot_be_imported_is_told(tmp_path: Path) -> None:
     python = tmp_path / "python"
     python.write_text("#!/bin/sh\necho 'ModuleNotFoundError: No module named torch' >&2\nexit 1\n")
     python.chmod(0o755)
-    assert machine.torch(str(python)) == [
-        Finding("torch", "ModuleNotFoundError: No module named torch", "pip install 'outlast[train]'")
-    ]
+    said = Finding("torch", "ModuleNotFoundError: No module named torch", "pip install 'outlast[train]'")
+    assert machine.torch(str(python)) == [said]
 
 
 def test_an_extra_that_is_not_there_says_what_needs_it() -> None:
-    assert machine.installed("moon", ("lunar_lander",), "landing") == warned(
-        "moon", "lunar_lander is not installed: needed for landing", "pip install 'outlast[moon]'"
-    )
+    said = warned("moon", "lunar_lander is not installed: needed for landing", "pip install 'outlast[moon]'")
+    assert machine.installed("moon", ("lunar_lander",), "landing") == said
 
 
 def test_a_disk_that_is_nearly_full_is_told(tmp_path: Path) -> None:
@@ -81,15 +77,12 @@ def test_a_kernel_that_kills_a_container_as_a_whole_is_told(tmp_path: Path, writ
 
 
 def a_namespace(**labels: str) -> Document:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team", "labels": labels}}
+    return kinds.NAMESPACE.document({"name": "team", "labels": labels})
 
 
-def a_node(
-    name: str = "node-a", *, ready: str = "True", labels: Document | None = None, spec: Document | None = None, **has: str
-) -> Document:
+def a_node(name: str = "node-a", *, ready: str = "True", labels: Any = (), spec: Any = (), **has: str) -> Document:
     status = {"conditions": [{"type": "Ready", "status": ready}], "allocatable": {"cpu": "8", "memory": "32Gi", **has}}
-    meta = {"name": name, "labels": labels or {}}
-    return {"apiVersion": "v1", "kind": "Node", "metadata": meta, "spec": spec or {}, "status": status}
+    return kinds.NODE.document({"name": name, "labels": dict(labels)}, spec=dict(spec), status=status)
 
 
 def tainted(key: str, effect: str = "NoSchedule") -> Document:
@@ -102,16 +95,9 @@ def a_class(name: str, *, default: bool = False) -> Document:
 
 
 def a_deployment(available: int, namespace: str = "outlast-system") -> Document:
-    containers = [{"image": "operator:1"}]
-    spec = {"replicas": 2, "template": {"spec": {"containers": containers}}}
+    spec = {"replicas": 2, "template": {"spec": {"containers": [{"image": "operator:1"}]}}}
     meta = {"name": "outlast-operator", "namespace": namespace, "labels": {"app.kubernetes.io/name": "outlast"}}
-    return {
-        "apiVersion": "apps/v1",
-        "kind": "Deployment",
-        "metadata": meta,
-        "spec": spec,
-        "status": {"availableReplicas": available},
-    }
+    return kinds.DEPLOYMENT.document(meta, spec=spec, status={"availableReplicas": available})
 
 
 GOING = {**a_namespace(), "metadata": {"name": "team", "deletionTimestamp": "2026-11-21T16:00:00Z"}}
@@ -121,31 +107,18 @@ FULL = {"metadata": {"name": "team"}, "status": {"hard": {"pods": "4", "cpu": "8
 CREATE, LIST = gather_evidence.RIGHTS[0], gather_evidence.RIGHTS[-1]
 DEFINED = frozenset({kinds.ELASTIC_JOB})
 PARTS = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
-OTHERS = a_node(**{"amd.com/gpu": "4", "aws.amazon.com/neuroncore": "32", "aws.amazon.com/neurondevice": "16"})
+NEURON = "aws.amazon.com/neuron"
+OTHERS = a_node(**{"amd.com/gpu": "4", f"{NEURON}core": "32", f"{NEURON}device": "16"})
+UNPLUGGED, EBS = a_node(labels={"nvidia.com/gpu.present": "true"}), a_class("ebs", default=True)
 BLIND = {kind.resource: "you may not" for kind in (kinds.NAMESPACE, kinds.NODE, kinds.STORAGE_CLASS, kinds.DEPLOYMENT)}
 FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.server, {"version": "v1.36.2"}, "pass", "Kubernetes v1.36.2"),
     (judged.server, {"version": "v1.34.0-eks-1"}, "pass", "Kubernetes v1.34.0-eks-1"),
     (judged.server, {"version": "v1.31.1"}, "warn", "Kubernetes v1.31.1; what we render is tested with 1.34 and newer"),
     (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
-    (
-        judged.namespace,
-        {"namespace_document": a_namespace()},
-        "pass",
-        "team, Pod Security level not set: workers comply with the strictest level",
-    ),
-    (
-        judged.namespace,
-        {"namespace_document": RESTRICTED},
-        "pass",
-        "team, Pod Security level restricted: workers comply; a `template` must com",
-    ),
-    (
-        judged.namespace,
-        {"forbidden": BLIND},
-        "pass",
-        "team (its Pod Security level may not be read; workers comply with the strictest)",
-    ),
+    (judged.namespace, {"namespace_document": a_namespace()}, "pass", "team, Pod Security level not set: workers comply with"),
+    (judged.namespace, {"namespace_document": RESTRICTED}, "pass", "team, Pod Security level restricted: workers comply; a `te"),
+    (judged.namespace, {"forbidden": BLIND}, "pass", "team (its Pod Security level may not be read; workers comply with the"),
     (judged.namespace, {}, "fail", "team does not exist"),
     (judged.namespace, {"namespace_document": GOING}, "fail", "team is being deleted"),
     (judged.rights, {}, "pass", "all that submit, logs and why need"),
@@ -171,26 +144,11 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.nodes, {"nodes": (tainted("nvidia.com/gpu", "NoExecute"),)}, "fail", "none of 1 takes pods"),
     (judged.devices, {"nodes": (a_node(**{"nvidia.com/gpu": "8"}),) * 2}, "pass", "16 × nvidia.com/gpu"),
     (judged.devices, {"nodes": (PARTS,)}, "pass", "7 × nvidia.com/mig-1g.10gb"),
-    (
-        judged.devices,
-        {"nodes": (PARTS, OTHERS)},
-        "pass",
-        "4 × amd.com/gpu, 32 × aws.amazon.com/neuroncore, 16 × aws.amazon.com/neurondevice and 7 × nvidia.com/mig-1g.10gb",
-    ),
+    (judged.devices, {"nodes": (PARTS, OTHERS)}, "pass", f"4 × amd.com/gpu, 32 × {NEURON}core, 16 × {NEURON}device and 7 × nv"),
     (judged.devices, {"nodes": (a_node(),)}, "warn", "none is offered by any node"),
     (judged.devices, {"forbidden": BLIND}, "warn", "you may not list nodes"),
-    (
-        judged.devices,
-        {"nodes": (a_node(labels={"nvidia.com/gpu.present": "true"}),)},
-        "fail",
-        "node-a have GPUs that no device plugin offers",
-    ),
-    (
-        judged.storage,
-        {"storage_classes": (a_class("ebs", default=True), a_class("efs"))},
-        "pass",
-        "ebs and efs; ebs is the default",
-    ),
+    (judged.devices, {"nodes": (UNPLUGGED,)}, "fail", "node-a have GPUs that no device plugin offers"),
+    (judged.storage, {"storage_classes": (EBS, a_class("efs"))}, "pass", "ebs and efs; ebs is the default"),
     (judged.storage, {"storage_classes": (a_class("ebs"),)}, "warn", "ebs; none is the default"),
     (judged.storage, {}, "warn", "there are no storage classes: new claims stay pending"),
     (judged.storage, {"forbidden": BLIND}, "warn", "you may not list storage classes"),
@@ -224,33 +182,25 @@ def found(cluster: FakeCluster) -> dict[str, Finding]:
 
 
 def a_binding(namespace: str) -> Document:
-    meta = {"name": "outlast-operator"}
     subjects = [{"kind": "ServiceAccount", "name": "outlast-operator", "namespace": namespace}]
-    return {
-        "apiVersion": "rbac.authorization.k8s.io/v1",
-        "kind": "ClusterRoleBinding",
-        "metadata": meta,
-        "subjects": subjects,
-    }
+    return kinds.CLUSTER_ROLE_BINDING.document({"name": "outlast-operator"}, subjects=subjects)
 
 
 def test_the_operator_is_found_in_whichever_namespace_it_is() -> None:
-    said = "2 of 2 run in namespace ml, operator:1"
-    stale = a_deployment(0, "before")
     deployment = a_deployment(2, "ml")
-    assert found(FakeCluster(stale, deployment, a_binding("ml")))["operator"].what == said
-    assert found(FakeCluster(deployment))["operator"].what == said
-    assert found(FakeCluster(deployment, forbidden=(kinds.CLUSTER_ROLE_BINDING,)))["operator"].what == said
+    for cluster in (
+        FakeCluster(a_deployment(0, "before"), deployment, a_binding("ml")),
+        FakeCluster(deployment),
+        FakeCluster(deployment, forbidden=(kinds.CLUSTER_ROLE_BINDING,)),
+    ):
+        assert found(cluster)["operator"].what == "2 of 2 run in namespace ml, operator:1"
 
 
 def test_an_archived_controller_that_runs_is_a_failure() -> None:
-    controller = {**a_deployment(1, "elastic-job")}
-    controller["metadata"] = {"name": "elastic-job-k8s-controller", "namespace": "elastic-job"}
+    name = "elastic-job-k8s-controller"
+    controller = {**a_deployment(1), "metadata": {"name": name, "namespace": "elastic-job"}}
     check = found(FakeCluster(controller))["controller"]
-    assert (check.outcome, check.remedy) == (
-        "fail",
-        "kubectl -n elastic-job scale deployment elastic-job-k8s-controller --replicas=0",
-    )
+    assert (check.outcome, check.remedy) == ("fail", f"kubectl -n elastic-job scale deployment {name} --replicas=0")
     assert "controller" not in found(FakeCluster(a_deployment(2)))
 
 
@@ -264,17 +214,16 @@ class Defined(FakeCluster):
 def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_without() -> None:
     checks = found(Defined(a_deployment(2), forbidden=(kinds.ELASTIC_JOB,)))
     assert checks["rights"].outcome == "pass"
-    assert checks["ElasticJob"] == warned(
-        "ElasticJob",
-        "is defined; you may not create, list, patch or delete elasticjobs",
-        "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both; "
-        "`outlast submit --as indexed-job` works without",
-    )
+    assert (check := checks["ElasticJob"]).outcome == "warn"
+    assert check.what == "is defined; you may not create, list, patch or delete elasticjobs"
+    assert all(said in check.remedy for said in ("ClusterRole outlast-edit", "`outlast submit --as indexed-job` works without"))
     assert found(Defined(a_deployment(2)))["ElasticJob"].outcome == "pass"
 
 
 SMALL = "one with 100m cores and 256Mi"
-NOT_IN = f"{SMALL} would not be admitted: "
+QUOTA = "lets in only pods that say what they need: limits.cpu is not set"
+LIMIT = "minimum cpu usage per Container is 1, but request is 100m"
+POD = 'it cannot be applied: pods "a" is forbidden: '
 
 
 class Refusing(FakeCluster):
@@ -290,21 +239,9 @@ class Refusing(FakeCluster):
 @pytest.mark.parametrize(
     ("error", "outcome", "said"),
     [
-        (
-            Refused('it cannot be applied: pods "a" is forbidden: failed quota: team: must specify limits.cpu for: worker'),
-            "fail",
-            NOT_IN + "the quota team of the namespace lets in only pods that say what they need: limits.cpu is not set",
-        ),
-        (
-            Refused('it cannot be applied: pods "a" is forbidden: minimum cpu usage per Container is 1, but request is 100m'),
-            "warn",
-            NOT_IN + "a LimitRange of the namespace refuses the pods: minimum cpu usage per Container is 1, but request is 100m",
-        ),
-        (
-            Refused("admission webhook x does not support dry run"),
-            "warn",
-            "not tried: admission webhook x does not support dry run",
-        ),
+        (Refused(f"{POD}failed quota: team: must specify limits.cpu for: worker"), "fail", f"team of the namespace {QUOTA}"),
+        (Refused(POD + LIMIT), "warn", f"{SMALL} would not be admitted: a LimitRange of the namespace refuses the pods: {LIMIT}"),
+        (Refused("webhook x does not support dry run"), "warn", "not tried: webhook x does not support dry run"),
         (Forbidden("you may not patch pods"), "warn", "not tried: you may not patch pods"),
     ],
 )
@@ -312,11 +249,12 @@ def test_what_lets_no_worker_in_is_told(error: Exception, outcome: str, said: st
     cluster = Refusing(a_namespace(), a_node())
     cluster.error = error
     worker = found(cluster)["worker"]
-    assert (worker.outcome, worker.what) == (outcome, said)
+    assert worker.outcome == outcome
+    assert worker.what.endswith(said)
     assert worker.remedy
 
 
-@pytest.mark.parametrize("version", MINORS)
+@each_minor
 def test_the_worker_that_is_tried_is_a_pod_and_restricted(version: str) -> None:
     tried: list[Document] = []
     cluster = FakeCluster(a_namespace())
@@ -348,7 +286,7 @@ def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
 WANTED = check_pods.Options(IMAGE, "s3://bucket/runs", ("s3-keys",), timeout_s=5)
 
 
-@pytest.mark.parametrize("version", MINORS)
+@each_minor
 @pytest.mark.parametrize("index", [0, 1])
 def test_kubernetes_takes_the_pods_and_they_are_restricted(index: int, version: str) -> None:
     pod = check_pods.pod("outlast-doctor-a", index, WANTED, peer=True, accelerator=accelerators.TABLE[0])
@@ -385,25 +323,26 @@ def ending(cluster: FakeCluster, phase: str = "Succeeded", lines: tuple[str, ...
     return cluster
 
 
+def in_pods(cluster: FakeCluster, wanted: check_pods.Options = WANTED) -> list[Finding]:
+    """Return the findings of pods in this cluster, and check that none of the pods is left, whatever happens."""
+    try:
+        return list(check_pods.checks(cluster, wanted))  # type: ignore[arg-type]
+    finally:
+        assert cluster.list_(kinds.POD) == []
+
+
 def test_two_pods_look_and_are_deleted() -> None:
     cluster = ending(FakeCluster(a_node("a"), a_node("b")), lines=(line("all-reduce"), line("command", "fail")))
-    found = list(check_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
-    assert [(check.name, check.outcome) for check in found] == [
-        ("dns", "pass"),
-        ("command", "fail"),
-        ("network", "pass"),
-        ("all-reduce", "pass"),
+    assert [(check.name, check.outcome) for check in in_pods(cluster)] == [
+        *(("dns", "pass"), ("command", "fail"), ("network", "pass"), ("all-reduce", "pass")),
     ]
     assert [each.split()[0] for each in cluster.order] == ["create", "create", "delete", "delete"]
-    assert cluster.list_(kinds.POD) == []
 
 
 def test_with_one_node_or_without_network_there_is_one_pod() -> None:
-    alone = ending(FakeCluster(a_node("a")))
-    assert [check.name for check in check_pods.checks(alone, WANTED)] == ["network", "dns"]  # type: ignore[arg-type]
+    assert [check.name for check in in_pods(ending(FakeCluster(a_node("a"))))] == ["network", "dns"]
     quiet = ending(FakeCluster(a_node("a"), a_node("b")))
-    wanted = check_pods.Options(IMAGE, network=False, timeout_s=5)
-    assert [check.name for check in check_pods.checks(quiet, wanted)] == ["dns"]  # type: ignore[arg-type]
+    assert [check.name for check in in_pods(quiet, check_pods.Options(IMAGE, network=False, timeout_s=5))] == ["dns"]
     assert [each.split()[0] for each in quiet.order] == ["create", "delete"]
 
 
@@ -415,18 +354,16 @@ def test_pods_whose_image_cannot_be_had_say_so_and_are_deleted() -> None:
         document["status"] = {"phase": "Pending", "containerStatuses": [{"name": "worker", "image": IMAGE, "state": waits}]}
 
     cluster.then = hang
-    (check,) = check_pods.checks(cluster, WANTED)  # type: ignore[arg-type]
+    (check,) = in_pods(cluster)
     assert (check.outcome, check.name) == ("fail", "pods")
     assert check.what.endswith(f"for the image {IMAGE}, which cannot be pulled: the name of its registry is unknown (DNS)")
-    assert cluster.list_(kinds.POD) == []
 
 
 def test_pods_that_never_end_are_given_up_and_deleted() -> None:
     cluster = FakeCluster(a_node("a"))
     cluster.then = lambda document: document.update(status={"phase": "Running", "podIP": "10.0.0.1"})
-    *_, check = check_pods.checks(cluster, check_pods.Options(IMAGE, network=False, timeout_s=0.1))  # type: ignore[arg-type]
+    *_, check = in_pods(cluster, check_pods.Options(IMAGE, network=False, timeout_s=0.1))
     assert check == Finding("pods", "they had not ended after 0 s", check.remedy)
-    assert cluster.list_(kinds.POD) == []
 
 
 def test_ctrl_c_deletes_the_pods() -> None:
@@ -437,30 +374,19 @@ def test_ctrl_c_deletes_the_pods() -> None:
 
     cluster.then = interrupt
     with pytest.raises(KeyboardInterrupt):
-        list(check_pods.checks(cluster, WANTED))  # type: ignore[arg-type]
-    assert cluster.list_(kinds.POD) == []
+        in_pods(cluster)
 
 
 # What runs in them
 
 
-def run(name: str, **arguments: Any) -> subprocess.Popen[str]:
+def test_an_image_is_looked_at_from_inside() -> None:
     environ = {name: value for name, value in os.environ.items() if name != "PYTHONDONTWRITEBYTECODE"}
     environ["PATH"] = f"{Path(sys.executable).parent}{os.pathsep}{environ['PATH']}"
-    command = [sys.executable, "-c", check_pods.source(), json.dumps([(name, arguments)])]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, text=True, env=environ)
-
-
-def told(process: subprocess.Popen[str]) -> dict[str, Finding]:
-    out, _ = process.communicate(timeout=120)
-    assert process.returncode == 0
-    return {check.name: check for check in check_pods.parse_findings(out.splitlines())}
-
-
-def test_an_image_is_looked_at_from_inside() -> None:
-    found = told(run("image", expected=__version__))
-    names = ("python", "outlast", "torch", "obstore", "bytecode", "command")
-    assert {name: found[name].outcome for name in names} == dict.fromkeys(names, "pass")
+    command = [sys.executable, "-c", check_pods.source(), json.dumps([("image", {"expected": __version__})])]
+    out = subprocess.check_output(command, text=True, env=environ, timeout=120)
+    passing = {check.name for check in check_pods.parse_findings(out.splitlines()) if check.outcome == "pass"}
+    assert passing >= {"python", "outlast", "torch", "obstore", "bytecode", "command"}
 
 
 @pytest.mark.parametrize(
@@ -532,7 +458,7 @@ def test_two_processes_measure_what_is_between_them(address: str, tmp_path: Path
 
 
 def measured(to: Path, rank: int, **asked: Any) -> None:
-    """What one of two pods finds, which sends for a tenth of a second."""
+    """Write the findings of one of two pods, which sends for a tenth of a second."""
     image_checks.SEND_S = 0.1
     to.write_text(json.dumps(list(image_checks.peer(rank, **asked))))
 
@@ -626,21 +552,11 @@ def test_a_real_cluster_is_looked_at_from_inside() -> None:
 
 
 def look_at(cluster: api.Cluster) -> None:
-    bad = [
-        check
-        for check in judged.checks(gather_evidence.namespace(cluster))
-        if check.outcome == "fail" and check.name != "operator"
-    ]
-    assert bad == []  # whether an operator is there is the cluster's business
-    found = {
-        check.name: check
-        for check in check_pods.checks(
-            cluster, check_pods.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe")
-        )
-    }
-    assert {check.name for check in found.values() if check.outcome == "pass"} >= {
-        "python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store",
-    }  # fmt: skip
+    bad = {check.name for check in judged.checks(gather_evidence.namespace(cluster)) if check.outcome == "fail"}
+    assert bad <= {"operator"}  # whether an operator is there is the cluster's business
+    wanted = check_pods.Options(os.environ.get("OUTLAST_TEST_IMAGE", IMAGE), "file:///out/probe")
+    passing = {check.name for check in check_pods.checks(cluster, wanted) if check.outcome == "pass"}
+    assert passing >= {"python", "outlast", "torch", "command", "dns", "network", "all-reduce", "store"}
     assert cluster.list_(kinds.POD) == []
     absent = list(check_pods.checks(cluster, check_pods.Options("127.0.0.1:5056/no/image:1", network=False)))
     assert [(check.name, check.outcome) for check in absent] == [("pods", "fail")]

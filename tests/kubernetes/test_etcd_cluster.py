@@ -50,14 +50,9 @@ def disks(name: str, nodes: list[str]) -> list[Document]:
         place.mkdir(parents=True)
         place.chmod(0o777)
         there = {"key": "kubernetes.io/hostname", "operator": "In", "values": [node]}
-        spec = {
-            "storageClassName": name,
-            "capacity": {"storage": "2Gi"},
-            "accessModes": ["ReadWriteOnce"],
-            "persistentVolumeReclaimPolicy": "Retain",
-            "local": {"path": str(place)},
-            "nodeAffinity": {"required": {"nodeSelectorTerms": [{"matchExpressions": [there]}]}},
-        }
+        spec = {"storageClassName": name, "capacity": {"storage": "2Gi"}, "accessModes": ["ReadWriteOnce"]}
+        spec |= {"persistentVolumeReclaimPolicy": "Retain", "local": {"path": str(place)}}
+        spec["nodeAffinity"] = {"required": {"nodeSelectorTerms": [{"matchExpressions": [there]}]}}
         found.append({"apiVersion": "v1", "kind": "PersistentVolume", "metadata": {"name": f"{name}-{node}"}, "spec": spec})
     return found
 
@@ -75,7 +70,7 @@ class Etcd:
         namespace.apply(an_etcd(namespace.name))
 
     def wait(self) -> None:
-        """Until all members are ready."""
+        """Wait until all members are ready."""
         self.namespace.kubectl("wait", "--for=jsonpath={.status.readyReplicas}=3", f"statefulset/{SERVER}", "--timeout=240s")
 
     def ctl(self, *words: str) -> str:

@@ -1,4 +1,4 @@
-"""What operator and node watcher ask of an API server, as another project, kmock, understands it: resources, names, actions.
+"""The requests of operator and node watcher, as another project, kmock, understands them: resources, names, actions.
 
 Only the shape of requests is looked at; how an API server behaves is the matter of `apiserver` and of tests marked `cluster`.
 """
@@ -98,7 +98,7 @@ class Mock:
         return {**request.data, "metadata": {"uid": f"uid-{version}", **request.data["metadata"], "resourceVersion": version}}
 
     def requests(self, **like: object) -> list[kmock.Request]:
-        """What has been asked, as far as it is like this, in order."""
+        """Return the requests with these attributes, in order."""
         return [each for each in list(self.handler) if all(getattr(each, name) == value for name, value in like.items())]
 
     def until(self, holds: Callable[[], object]) -> None:
@@ -144,16 +144,15 @@ def test_what_is_asked_for_a_new_job(kubeconfig: Path) -> None:
     with Mock({JOBS: [JOB]}) as mock, operating(mock, kubeconfig):
         mock.until(lambda: len(mock.requests(method="POST", resource=PODS)) == 2)
     created = {shape(each): each for each in mock.requests(action="CREATE") if each.resource != EVENTS}
-    assert created.keys() == {
-        ("leases", "outlast-system", "outlast-operator"),
-        ("serviceaccounts", "ml", "train-worker"),
-        ("roles", "ml", "train-worker"),
-        ("rolebindings", "ml", "train-worker"),
-        ("services", "ml", "train-rdzv"),
-        ("poddisruptionbudgets", "ml", "train"),
-        ("pods", "ml", "train-worker-0"),
-        ("pods", "ml", "train-worker-1"),
-    }
+    named = [
+        ("services", "train-rdzv"),
+        ("poddisruptionbudgets", "train"),
+        ("pods", "train-worker-0"),
+        ("pods", "train-worker-1"),
+    ]
+    named += [(kind, "train-worker") for kind in ("serviceaccounts", "roles", "rolebindings")]
+    wanted = {(kind, "ml", name) for kind, name in named}
+    assert created.keys() == wanted | {("leases", "outlast-system", "outlast-operator")}
     for (_, namespace, _), request in created.items():
         assert request.params == {"fieldManager": "outlast", "fieldValidation": "Strict"}
         assert request.data["metadata"]["namespace"] == namespace

@@ -8,7 +8,7 @@ import re
 import shutil
 import stat
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 
@@ -101,92 +101,45 @@ FORBIDDEN = 'pods is forbidden: User "eve" cannot list resource "pods" in API gr
 ASKED = Subject("apply", kinds.JOB, "train", "team-a", "https://c")
 
 
+NODES = 'nodes is forbidden: User "e" cannot get resource "nodes" in API group "" at the cluster scope'
+QUOTA = 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
+WEBHOOK = 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'
+PATCH = "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
+UNKNOWN = "the server could not find the requested resource"
+SPEC, JSON = "core.Spec{" + "X:0, " * 40 + "}", json.dumps({"x": "}: y" * 40})
+
+
+def invalid(field: str, message: str) -> tuple[int, object]:
+    causes = [{"field": field, "message": f"Invalid value: {message}"}]
+    return apiserver.status(422, "Invalid", "Job.batch is invalid", causes=causes)
+
+
 @pytest.mark.parametrize(
     ("answer", "error", "said"),
     [
         (apiserver.status(403, "Forbidden", FORBIDDEN), errors.Forbidden, "eve may not list pods in namespace team-a; "),
-        (
-            apiserver.status(
-                403, "Forbidden", 'nodes is forbidden: User "e" cannot get resource "nodes" in API group "" at the cluster scope'
-            ),
-            errors.Forbidden,
-            "e may not get nodes in the whole cluster; ",
-        ),
-        (
-            apiserver.status(
-                403, "Forbidden", 'pods "x" is forbidden: exceeded quota: q, requested: pods=1, used: pods=2, limited: pods=2'
-            ),
-            errors.Refused,
-            'Job train in namespace team-a cannot be applied: pods "x" is forbidden: exceeded quota: q',
-        ),
+        (apiserver.status(403, "Forbidden", NODES), errors.Forbidden, "e may not get nodes in the whole cluster; "),
+        (apiserver.status(403, "Forbidden", QUOTA), errors.Refused, f"team-a cannot be applied: {QUOTA[:42]}"),
         (apiserver.status(401, "Unauthorized", "Unauthorized"), errors.Unauthorized, "https://c does not accept the login"),
+        (apiserver.status(400, "BadRequest", WEBHOOK), errors.Refused, "policy.acme.io denied it: no pods on Fridays"),
         (
-            apiserver.status(400, "BadRequest", 'admission webhook "policy.acme.io" denied the request: no pods\non Fridays'),
+            apiserver.status(500, "InternalError", 'failed calling webhook "w": x'),
             errors.Refused,
-            "the admission webhook policy.acme.io denied it: no pods on Fridays",
+            "webhook of the cluster does not",
         ),
-        (
-            apiserver.status(500, "InternalError", 'failed calling webhook "w": connection refused'),
-            errors.Refused,
-            "an admission webhook of the cluster does not answer",
-        ),
-        (
-            apiserver.status(
-                422,
-                "Invalid",
-                "Job.batch is invalid",
-                causes=[
-                    {"field": "spec.template", "message": "Invalid value: core.Spec{" + "X:0, " * 40 + "}: field is immutable"}
-                ],
-            ),
-            errors.Refused,
-            "cannot be applied: spec.template: field is immutable",
-        ),
-        (
-            apiserver.status(
-                422,
-                "Invalid",
-                "Job.batch is invalid",
-                causes=[{"field": "spec.a", "message": "Invalid value: " + json.dumps({"x": "}: y" * 40}) + ": is: immutable"}],
-            ),
-            errors.Refused,
-            "cannot be applied: spec.a: is: immutable",
-        ),
-        (
-            apiserver.status(
-                422, "Invalid", "b is invalid", causes=[{"field": "metadata.name", "message": f"Invalid value: {LONG_RULE}"}]
-            ),
-            errors.Refused,
-            f"cannot be applied: metadata.name: {LONG_RULE}",
-        ),
-        (
-            apiserver.status(
-                500, "", "failed to create typed patch object (a/b; batch/v1, Kind=Job): .spec.x: field not declared in schema"
-            ),
-            errors.Refused,
-            "cannot be applied: .spec.x: field not declared in schema",
-        ),
+        (invalid("spec.template", f"{SPEC}: field is immutable"), errors.Refused, "applied: spec.template: field is immutable"),
+        (invalid("spec.a", f"{JSON}: is: immutable"), errors.Refused, "cannot be applied: spec.a: is: immutable"),
+        (invalid("metadata.name", LONG_RULE), errors.Refused, f"cannot be applied: metadata.name: {LONG_RULE}"),
+        (apiserver.status(500, "", PATCH), errors.Refused, "cannot be applied: .spec.x: field not declared in schema"),
         (apiserver.status(409, "AlreadyExists", "exists"), errors.Taken, "Job train in namespace team-a exists already"),
+        (apiserver.status(409, "Conflict", "it was modified"), errors.Conflict, "it has been changed since it was read"),
+        (apiserver.status(404, "NotFound", "", name="team-a", kind="namespaces"), errors.Absent, "there is no namespace team-a"),
         (
-            apiserver.status(409, "Conflict", "the object has been modified"),
-            errors.Conflict,
-            "it has been changed since it was read",
-        ),
-        (
-            apiserver.status(404, "NotFound", 'namespaces "team-a" not found', name="team-a", kind="namespaces"),
+            apiserver.status(404, "NotFound", "", name="train", kind="jobs"),
             errors.Absent,
-            "there is no namespace team-a; create it",
+            "Job train in namespace team-a does not",
         ),
-        (
-            apiserver.status(404, "NotFound", "no", name="train", kind="jobs"),
-            errors.Absent,
-            "Job train in namespace team-a does not exist",
-        ),
-        (
-            apiserver.status(404, "NotFound", "the server could not find the requested resource"),
-            errors.NotServed,
-            "Job (batch/v1) is not known to this cluster",
-        ),
+        (apiserver.status(404, "NotFound", UNKNOWN), errors.NotServed, "Job (batch/v1) is not known to this"),
         ((503, "<html>down</html>"), errors.Unanswered, "is not well (HTTP 503: "),
         (apiserver.status(429, "TooManyRequests", "slow down"), errors.Unanswered, "is not well (HTTP 429: slow down)"),
     ],
@@ -361,13 +314,13 @@ def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
 
 
 class Watched:
-    """What a watch says, in a thread of its own."""
+    """A watch in a thread of its own, with the changes that it reports."""
 
     def __init__(self, cluster: kube.Cluster) -> None:
         self.stop = kube.Stop()
         self.said: list[tuple[str, str]] = []
         self.versions: list[str | None] = []
-        """What the watch says of itself."""
+        """The resource versions that the watch reports; None while it has lost its connection."""
         self.error: BaseException | None = None
         self._more = threading.Condition()
         self._thread = threading.Thread(target=self._run, args=(cluster,), daemon=True)
@@ -405,17 +358,35 @@ def test_a_watch_tells_what_there_is_and_then_what_changes(api: apiserver.ApiSer
     assert watched.error is None
 
 
-def test_a_watch_that_is_cut_goes_on_where_it_was(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
+def cut_within_an_event(api: apiserver.ApiServer) -> None:
+    api.raw('{"type": "MODIFIED", "obj')
+    api.cut()
+
+
+def too_old(api: apiserver.ApiServer) -> None:
+    api.raw(json.dumps({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}) + "\n")
+
+
+def not_well(api: apiserver.ApiServer) -> None:
+    api.prescribe("watch=true", (503, "down"), (500, "down"))
+    api.cut()
+
+
+@pytest.mark.parametrize(("disturb", "lists", "lost"), [(cut_within_an_event, 1, 0), (too_old, 2, 1), (not_well, 1, 2)])
+def test_a_watch_that_is_disturbed_misses_nothing_and_lists_anew_only_if_it_must(
+    api: apiserver.ApiServer, cluster: kube.Cluster, disturb: Callable[[apiserver.ApiServer], None], lists: int, lost: int
+) -> None:
     watched = Watched(cluster)
     api.put(a_pod("one"))
     watched.wait(("added", "one"))
     api.until(lambda: api.watchers)
-    api.raw('{"type": "MODIFIED", "obj')  # the connection ends in the middle of an event
-    api.cut()
+    disturb(api)
+    api.until(lambda: len([path for path in api.asked if "/pods?limit" in path]) == lists)
     api.put(a_pod("two"))
     watched.wait(("added", "one"), ("added", "two"))
     watched.end()
-    assert len([path for path in api.asked if "/pods?limit" in path]) == 1
+    assert watched.versions.count(None) == lost
+    assert len([path for path in api.asked if "/pods?limit" in path]) == lists
 
 
 def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -440,18 +411,6 @@ def test_a_watch_that_is_too_old_lists_anew_and_tells_what_vanished(api: apiserv
     watched.wait(*known, *anew)
     watched.end()
     assert watched.error is None
-
-
-def test_a_410_in_the_stream_lists_anew(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    api.put(a_pod("one"))
-    watched = Watched(cluster)
-    watched.wait(("added", "one"))
-    api.until(lambda: api.watchers)
-    api.raw(json.dumps({"type": "ERROR", "object": {"code": 410, "reason": "Expired", "message": "too old"}}) + "\n")
-    api.until(lambda: len([path for path in api.asked if "/pods?limit" in path]) == 2)
-    api.put(a_pod("two"))
-    watched.wait(("added", "one"), ("added", "two"))
-    watched.end()
 
 
 def test_bookmarks_move_a_watch_on_without_being_told(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
@@ -484,19 +443,6 @@ def test_a_watch_of_what_never_changes_is_neither_lost_nor_begun_late(
     asked = [float(found[1]) for path in api.asked if (found := re.search(r"timeoutSeconds=(\d+)", path))]
     assert len(asked) == 4
     assert max(asked) < watch._SILENCE_S
-
-
-def test_a_watch_survives_a_server_that_is_not_well(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:
-    watched = Watched(cluster)
-    api.put(a_pod("one"))
-    watched.wait(("added", "one"))
-    api.until(lambda: api.watchers)
-    api.prescribe("watch=true", (503, "down"), (500, "down"))
-    api.cut()
-    api.put(a_pod("two"))
-    watched.wait(("added", "one"), ("added", "two"))
-    watched.end()
-    assert [version is None for version in watched.versions] == [False, True, True, False]
 
 
 def test_a_watch_that_is_forbidden_says_so(api: apiserver.ApiServer, cluster: kube.Cluster) -> None:

@@ -27,7 +27,7 @@ http.server.HTTPServer(('', 8080), http.server.SimpleHTTPRequestHandler).serve_f
 def cluster() -> Iterator[api.Cluster]:
     namespace = f"kube-{uuid.uuid4().hex[:8]}"
     cluster = api.connect(namespace=namespace)
-    cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
+    cluster.create(kinds.NAMESPACE.document({"name": namespace}))
     yield cluster
     cluster.delete(kinds.NAMESPACE, namespace)
     cluster.close()
@@ -40,7 +40,7 @@ def pod(cluster: api.Cluster) -> str:
     container = {"name": "worker", "image": image, "imagePullPolicy": "IfNotPresent", "command": ["python3", "-c", SERVER]}
     container |= {"readinessProbe": {"tcpSocket": {"port": 8080}, "periodSeconds": 1}}
     spec = {"terminationGracePeriodSeconds": 1, "containers": [container]}
-    cluster.apply({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": "server"}, "spec": spec})
+    cluster.apply(kinds.POD.document({"name": "server"}, spec=spec))
     with api.within(120) as stop:
         for change in cluster.watch(kinds.POD, stop=stop):
             states = change.document.get("status", {}).get("containerStatuses") or ()
@@ -50,7 +50,7 @@ def pod(cluster: api.Cluster) -> str:
 
 
 def test_unknown_fields_are_refused(cluster: api.Cluster) -> None:
-    document = {"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x"}, "dta": {}}
+    document = kinds.CONFIG_MAP.document({"name": "x"}, dta={})
     with pytest.raises(errors.Refused, match=r"cannot be applied: .dta: field not declared in schema"):
         cluster.apply(document, dry_run=True)
     with pytest.raises(errors.Refused, match='unknown field "dta"'):
@@ -59,7 +59,7 @@ def test_unknown_fields_are_refused(cluster: api.Cluster) -> None:
 
 def test_a_namespace_that_is_not_there_is_named(cluster: api.Cluster) -> None:
     with pytest.raises(errors.Absent, match="there is no namespace kube-nowhere; create it"):
-        cluster.apply({"apiVersion": "v1", "kind": "ConfigMap", "metadata": {"name": "x", "namespace": "kube-nowhere"}})
+        cluster.apply(kinds.CONFIG_MAP.document({"name": "x", "namespace": "kube-nowhere"}))
 
 
 def test_commands_are_run_with_input_output_and_exit_code(cluster: api.Cluster, pod: str) -> None:

@@ -5,13 +5,13 @@ The training is code of the document itself, as in Kubeflow's own examples, so t
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
-import yaml
 
 import outlast
 from namespaces import Namespace
@@ -34,22 +34,24 @@ for step in range(1, 201):
 """
 
 
+DOCUMENT = """\
+apiVersion: trainer.kubeflow.org/v1alpha1
+kind: TrainJob
+metadata: {name: multi-node}
+spec:
+  runtimeRef: {name: torch-distributed}
+  trainer:
+    image: %s
+    command: [torchrun, --no-python, python3, -c, %s]
+    env: [{name: PET_NNODES, value: "1:2"}]
+    numNodes: 2
+    numProcPerNode: 1
+    resourcesPerNode: {requests: {cpu: 200m, memory: 1Gi}, limits: {memory: 1Gi}}
+"""
+
+
 def test_a_train_job_submitted_unchanged_survives_the_loss_of_a_worker(namespace: Namespace, tmp_path: Path) -> None:
-    trainer = {
-        "image": os.environ["OUTLAST_TEST_IMAGE"],
-        "command": ["torchrun", "--no-python", "python3", "-c", CODE],
-        "env": [{"name": "PET_NNODES", "value": "1:2"}],
-        "numNodes": 2,
-        "numProcPerNode": 1,
-        "resourcesPerNode": {"requests": {"cpu": "200m", "memory": "1Gi"}, "limits": {"memory": "1Gi"}},
-    }
-    document = {
-        "apiVersion": "trainer.kubeflow.org/v1alpha1",
-        "kind": "TrainJob",
-        "metadata": {"name": "multi-node"},
-        "spec": {"runtimeRef": {"name": "torch-distributed"}, "trainer": trainer},
-    }
-    (tmp_path / "trainjob.yaml").write_text(yaml.safe_dump(document))
+    (tmp_path / "trainjob.yaml").write_text(DOCUMENT % (os.environ["OUTLAST_TEST_IMAGE"], json.dumps(CODE)))
     command = [sys.executable, "-m", "outlast", "submit", "trainjob.yaml", "-n", namespace.name]
     done = subprocess.run(command, cwd=tmp_path, check=False, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr

@@ -51,33 +51,27 @@ def converted(document: dict[str, Any], directory: Path = Path("/absent")) -> tu
 
 
 GPUS = {"requests": {"cpu": "2", "memory": "4Gi"}, "limits": {"cpu": 4, "memory": "8Gi", "nvidia.com/gpu": "2"}}
-POD_PATCH = {
-    "serviceAccountName": "trainer",
-    "nodeSelector": {"pool": "gpu"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-    "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}],
-    "containers": [{"name": "node", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
-}
-PATCHED = {
-    "nodeSelector": {"pool": "gpu"},
-    "tolerations": [{"key": "gpu", "operator": "Exists"}],
-    "template": {
-        "spec": {
-            "serviceAccountName": "trainer",
-            "volumes": POD_PATCH["volumes"],
-            "containers": [{"name": "trainer", "volumeMounts": [{"name": "data", "mountPath": "/data"}]}],
-        }
-    },
-}
+AS_GPUS = {"cpu": "2", "cpuLimit": 4, "memory": "8Gi", "gpu": 2, "accelerator": "nvidia"}
+TAKEN = "is taken for torch-distributed of Kubeflow Trainer 2.3, one node"
+PLACED = {"nodeSelector": {"pool": "gpu"}, "tolerations": [{"key": "gpu", "operator": "Exists"}]}
+MOUNTS = {"volumeMounts": [{"name": "data", "mountPath": "/data"}]}
+POD = {"serviceAccountName": "trainer", "volumes": [{"name": "data", "persistentVolumeClaim": {"claimName": "data"}}]}
+POD_PATCH = {**PLACED, **POD, "containers": [{"name": "node", **MOUNTS}]}
+PATCHED = {**PLACED, "template": {"spec": {**POD, "containers": [{"name": "trainer", **MOUNTS}]}}}
 OF_JOBSET = {
     "metadata": {"labels": {"team": "ml"}},
     "spec": {
         "replicatedJobs": [
-            {"name": "node", "template": {"spec": {"template": {"spec": POD_PATCH}}}},
-            {"name": "launcher", "template": {"spec": {"template": {"spec": {}}}}},
+            {"name": name, "template": {"spec": {"template": {"spec": patch}}}}
+            for name, patch in (("node", POD_PATCH), ("launcher", {}))
         ]
     },
 }
+TOKEN = {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}
+PULLED = {"imagePullPolicy": "Always", "resources": {"limits": {"rdma/hca": 1}}}
+SUSPENDED = {"suspend": True, "activeDeadlineSeconds": 60, "managedBy": "kueue.x-k8s.io/multikueue"}
+STORED = {"storageUri": "s3://bucket/set", "secretRef": {"name": "s3"}, "env": [{"name": "A"}]}
+PET = [{"name": name, "value": value} for name, value in (("PET_NNODES", "1:2"), ("MASTER_ADDR", "here"), ("LR", "3e-3"))]
 TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ("a script of the image", train_job(), {**RUNS, "workers": {"replicas": 1}, "processesPerWorker": 1}, []),
     (
@@ -85,24 +79,15 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         train_job({"command": ["torchrun", "/app/train.py"], "numNodes": 3}),
         {"image": IMAGE, "workers": {"replicas": 3, "min": 1}},
         [
-            "runtimeRef.name (torch-distributed) is taken for torch-distributed of Kubeflow Trainer 2.3, one node, "
-            f"image {IMAGE}: --set image=NAME takes another",
+            f"runtimeRef.name (torch-distributed) {TAKEN}, image {IMAGE}: --set image=NAME takes another",
             f"trainer.numNodes (3) {ELASTIC.format(3)}",
         ],
     ),
-    (
-        "another runtime",
-        train_job(runtime="team-torch"),
-        RUNS,
-        ["runtimeRef.name (team-torch) is taken for torch-distributed of Kubeflow Trainer 2.3, one node"],
-    ),
+    ("another runtime", train_job(runtime="team-torch"), RUNS, [f"runtimeRef.name (team-torch) {TAKEN}"]),
     (
         "GPUs, with a process each",
         train_job({**TORCHRUN, "resourcesPerNode": GPUS, "numProcPerNode": "auto"}),
-        {
-            "resources": {"cpu": "2", "cpuLimit": 4, "memory": "8Gi", "gpu": 2, "accelerator": "nvidia"},
-            "processesPerWorker": None,
-        },
+        {"resources": AS_GPUS, "processesPerWorker": None},
         ["trainer: memory (8Gi) is requested and the limit: a job file has one number"],
     ),
     (
@@ -119,36 +104,17 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     ),
     (
         "variables",
-        train_job(
-            {
-                **TORCHRUN,
-                "numNodes": 2,
-                "env": [
-                    {"name": "PET_NNODES", "value": "1:2"},
-                    {"name": "MASTER_ADDR", "value": "here"},
-                    {"name": "LR", "value": "3e-3"},
-                    {"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}},
-                ],
-            }
-        ),
+        train_job({**TORCHRUN, "numNodes": 2, "env": [*PET, TOKEN]}),
         {
             "env": {"LR": "3e-3"},
             "workers": {"replicas": 2, "min": 1, "max": 2},
-            "template": {
-                "spec": {
-                    "containers": [
-                        {"name": "trainer", "env": [{"name": "TOKEN", "valueFrom": {"secretKeyRef": {"name": "s", "key": "k"}}}]}
-                    ]
-                }
-            },
+            "template": {"spec": {"containers": [{"name": "trainer", "env": [TOKEN]}]}},
         },
         ["trainer: env MASTER_ADDR is dropped: Outlast sets what training processes need"],
     ),
     (
         "what initializers bring",
-        train_job(
-            initializer={"dataset": {"storageUri": "s3://bucket/set", "secretRef": {"name": "s3"}, "env": [{"name": "A"}]}}
-        ),
+        train_job(initializer={"dataset": STORED}),
         {"data": [{"from": "s3://bucket/set", "to": "/workspace/dataset"}], "secrets": [{"name": "s3"}]},
         ["initializer.dataset.env is dropped: variables for the store belong into trainer.env"],
     ),
@@ -164,12 +130,7 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
         {**PATCHED, "metadata.labels": {"team": "ml"}},
         [],
     ),
-    (
-        "limits, and another manager",
-        train_job(suspend=True, activeDeadlineSeconds=60, managedBy="kueue.x-k8s.io/multikueue"),
-        {"suspend": True, "activeDeadlineSeconds": 60, "managedBy": "kueue.x-k8s.io/multikueue"},
-        [],
-    ),
+    ("limits, and another manager", train_job(**SUSPENDED), SUSPENDED, []),
     (
         "workers of a PyTorchJob, which count torchrun's options as needless",
         pytorch_job({**TORCHRUN, "command": ["torchrun", "--rdzv_backend=c10d", "/app/t.py"]}, workers=2, nprocPerNode="2"),
@@ -215,18 +176,13 @@ TABLE: list[tuple[str, dict[str, Any], dict[str, Any], list[str]]] = [
     (
         "a pod's own fields",
         pytorch_job(
-            {**TORCHRUN, "imagePullPolicy": "Always", "livenessProbe": {"exec": {}}, "resources": {"limits": {"rdma/hca": 1}}},
+            {**TORCHRUN, **PULLED, "livenessProbe": {"exec": {}}},
             pod={"terminationGracePeriodSeconds": 20, "restartPolicy": "Never", "imagePullSecrets": [{"name": "r"}]},
             nprocPerNode="1",
         ),
         {
             "interruption": {"grace": "20s"},
-            "template": {
-                "spec": {
-                    "imagePullSecrets": [{"name": "r"}],
-                    "containers": [{"name": "trainer", "imagePullPolicy": "Always", "resources": {"limits": {"rdma/hca": 1}}}],
-                }
-            },
+            "template": {"spec": {"imagePullSecrets": [{"name": "r"}], "containers": [{"name": "trainer", **PULLED}]}},
         },
         ["pytorchReplicaSpecs.Worker.template: livenessProbe is dropped: Outlast's agent has its own"],
     ),
@@ -260,12 +216,8 @@ def test_master_and_worker_are_workers_of_one_kind() -> None:
 
 def test_what_servers_and_queues_write_is_not_copied() -> None:
     document = train_job(suspend=True)
-    document["metadata"] |= {
-        "uid": "1",
-        "namespace": "team",
-        "labels": {"kueue.x-k8s.io/queue-name": "q", "a": "b"},
-        "annotations": {"kubectl.kubernetes.io/last-applied-configuration": "{}"},
-    }
+    document["metadata"] |= {"uid": "1", "namespace": "team", "labels": {"kueue.x-k8s.io/queue-name": "q", "a": "b"}}
+    document["metadata"]["annotations"] = {"kubectl.kubernetes.io/last-applied-configuration": "{}"}
     document["status"] = {"conditions": []}
     job, _ = converted(document)
     assert job["metadata"] == {"name": "train", "namespace": "team", "labels": {"a": "b"}}
@@ -296,6 +248,9 @@ FUNCTION = (
 )
 
 
+PACKAGES = "put the packages into a file, add --set environment.requirements=FILE, and remove this line"
+
+
 @pytest.mark.parametrize(
     ("words", "program"),
     [
@@ -314,10 +269,7 @@ FUNCTION = (
             ),
         ),
         (["sh", "-c", "python t.py"], Program(script="t.py")),
-        (
-            ["bash", "-c", f'{FUNCTION}torchrun "a.py"'],
-            Program(code="def train():\n    print(f'{1}')\ntrain()\n", options={}),
-        ),
+        (["bash", "-c", f'{FUNCTION}torchrun "a.py"'], Program(code="def train():\n    print(f'{1}')\ntrain()\n", options={})),
     ],
 )
 def test_commands_are_read(words: list[str], program: Program) -> None:
@@ -330,13 +282,8 @@ def test_commands_are_read(words: list[str], program: Program) -> None:
         ([], "is missing, and what the image starts is not known here; write the command"),
         (["--epochs=1"], "is missing, and what the image starts is not known here; write the command"),
         (["mpirun", "-n", "2", "python", "t.py"], "is not understood; start the training with torchrun or python"),
-        (["deepspeed", "t.py"], "is not understood; start the training with torchrun or python"),
         (["torchrun", "--nnodes"], "has no script behind torchrun's options; name it"),
-        (
-            ["bash", "-c", "pip install a b && torchrun t.py"],
-            "runs `pip install a b` before the training; put the packages into a file, add --set environment.requirements=FILE, "
-            "and remove this line",
-        ),
+        (["bash", "-c", "pip install a b && torchrun t.py"], f"runs `pip install a b` before the training; {PACKAGES}"),
         (["bash", "-c", "make\npython t.py"], "runs `make` before the training; let the image have what it makes"),
         (["bash", "-c", "python t.py | tee log"], "uses | of the shell; start the training with torchrun or python alone"),
         (["bash", "-c", 'python t.py "$(date)"'], "has '$(date)', which a worker cannot replace; write the value"),
@@ -348,6 +295,10 @@ def test_a_command_that_cannot_be_translated_is_one_sentence(words: list[str], s
     with pytest.raises(Unknown) as error:
         container_command.read(words)
     assert str(error.value) == sentence
+
+
+UNNAMED = {"targetJobs": [{"name": "node"}], "spec": {"volumes": [{}]}}
+JAX = "a.yaml:2: JAXJob (kubeflow.org/v1) cannot be converted; TrainJob (trainer.kubeflow.org/v1alpha1) and PyTorchJob ("
 
 
 @pytest.mark.parametrize(
@@ -362,21 +313,11 @@ def test_a_command_that_cannot_be_translated_is_one_sentence(words: list[str], s
         (train_job(initializer={"model": {"storageUri": "hf://a/b"}}), "initializer.model.storageUri (hf://a/b) is in no store"),
         (train_job(suspend="yes"), "a.yaml: suspend (yes) must be true or false"),
         ({**train_job(), "metadata": {}}, "a.yaml: metadata.name is missing; add it"),
-        (
-            train_job(podTemplateOverrides=[{"targetJobs": [{"name": "node"}], "spec": {"volumes": [{}]}}]),
-            "podTemplateOverrides[0].spec.volumes[0] has no name; give it",
-        ),
+        (train_job(podTemplateOverrides=[UNNAMED]), "podTemplateOverrides[0].spec.volumes[0] has no name; give it"),
         (pytorch_job(elasticPolicy={"minReplica": 1}), "elasticPolicy.minReplica is unknown; did you mean minReplicas?"),
-        (
-            pytorch_job({**TORCHRUN, "name": "main"}),
-            "pytorchReplicaSpecs.Worker.template.spec.containers has none for the training",
-        ),
+        (pytorch_job({**TORCHRUN, "name": "main"}), "Worker.template.spec.containers has none for the training"),
         ({**pytorch_job(), "spec": {}}, "a.yaml: pytorchReplicaSpecs is missing; give Worker, with the pods that train"),
-        (
-            {**train_job(), "kind": "JAXJob", "apiVersion": "kubeflow.org/v1"},
-            "a.yaml:2: JAXJob (kubeflow.org/v1) cannot be converted; "
-            "TrainJob (trainer.kubeflow.org/v1alpha1) and PyTorchJob (kubeflow.org/v1) can",
-        ),
+        ({**train_job(), "kind": "JAXJob", "apiVersion": "kubeflow.org/v1"}, JAX),
     ],
 )
 def test_a_mistake_or_what_cannot_be_honoured_is_one_sentence(document: dict[str, Any], sentence: str) -> None:

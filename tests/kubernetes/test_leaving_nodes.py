@@ -23,16 +23,15 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
     return {"metadata": meta, "spec": {"taints": found}, leaving_nodes.TAINTED_AT: NOW}
 
 
-def cordoned(
-    condition: str, *, unschedulable: bool = True, labels: dict[str, str] | None = None, message: str = ""
-) -> dict[str, Any]:
-    node = a_node(labels=labels)
-    conditions = [{"type": condition, "status": "True", "message": message}]
-    return {**node, "spec": {"unschedulable": unschedulable}, "status": {"conditions": conditions}}
+def scheduled(message: str = "", *, cordoned: bool = True, labels: dict[str, str] | None = None) -> dict[str, Any]:
+    """A node of Azure with an event."""
+    conditions = [{"type": "VMEventScheduled", "status": "True", "message": message}]
+    return {**a_node(labels=labels), "spec": {"unschedulable": cordoned}, "status": {"conditions": conditions}}
 
 
 AT = "2023-11-14T22:13:35Z"  # NOW + 15
-SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
+SPOT, AZURE = {"eks.amazonaws.com/capacityType": "SPOT"}, {"kubernetes.azure.com/scalesetpriority": "spot"}
+ITN, REBALANCE = (f"aws-node-termination-handler/{kind}" for kind in ("spot-itn", "rebalance-recommendation"))
 
 
 @pytest.mark.parametrize(
@@ -46,25 +45,16 @@ SPOT = {"eks.amazonaws.com/capacityType": "SPOT"}
         (a_node(f"{LEAVING}=spot", at="soon"), Departure(f"{LEAVING}=spot", NOW + 120)),
         (a_node(f"{LEAVING}=rebalance"), Departure(f"{LEAVING}=rebalance")),
         (a_node(f"{LEAVING}=of-another-version"), Departure(LEAVING)),
-        (a_node("aws-node-termination-handler/spot-itn=x"), Departure("aws-node-termination-handler/spot-itn", NOW + 120)),
-        (
-            a_node("aws-node-termination-handler/rebalance-recommendation=x"),
-            Departure("aws-node-termination-handler/rebalance-recommendation"),
-        ),
-        (
-            a_node("aws-node-termination-handler/rebalance-recommendation", "aws-node-termination-handler/spot-itn"),
-            Departure("aws-node-termination-handler/rebalance-recommendation", NOW + 120),
-        ),
+        (a_node(f"{ITN}=x"), Departure(ITN, NOW + 120)),
+        (a_node(f"{REBALANCE}=x"), Departure(REBALANCE)),
+        (a_node(REBALANCE, ITN), Departure(REBALANCE, NOW + 120)),
         (a_node(f"{LEAVING}=maintenance", at=AT), Departure(f"{LEAVING}=maintenance", NOW + 15)),
         (a_node(f"{LEAVING}=maintenance", at="2023-11-13T22:13:20Z"), Departure(f"{LEAVING}=maintenance")),  # it has begun
         (a_node("remediator.kubernetes.azure.com/unschedulable"), Departure("remediator.kubernetes.azure.com/unschedulable")),
-        (
-            cordoned("VMEventScheduled", labels={"kubernetes.azure.com/scalesetpriority": "spot"}),
-            Departure("VMEventScheduled", NOW + 30),
-        ),
-        (cordoned("VMEventScheduled", unschedulable=False), None),  # it still takes pods: a freeze of some seconds
-        (cordoned("VMEventScheduled", message="Freeze is scheduled for this VM"), None),  # seconds, although somebody cordoned it
-        (cordoned("VMEventScheduled", message="Preempt is scheduled for this VM"), Departure("VMEventScheduled")),
+        (scheduled(labels=AZURE), Departure("VMEventScheduled", NOW + 30)),
+        (scheduled(cordoned=False), None),  # it still takes pods: a freeze of some seconds
+        (scheduled("Freeze is scheduled for this VM"), None),  # seconds, although somebody cordoned it
+        (scheduled("Preempt is scheduled for this VM"), Departure("VMEventScheduled")),
         (a_node("karpenter.sh/disrupted"), Departure("karpenter.sh/disrupted")),
         (a_node("karpenter.sh/disrupted", labels=SPOT), Departure("karpenter.sh/disrupted", NOW + 120)),
         (a_node("karpenter.sh/disrupted", labels=SPOT, at=AT), Departure("karpenter.sh/disrupted", NOW + 15)),
@@ -118,11 +108,8 @@ def notice(cluster: Cluster, index: int, left_s: float | None, kind: str = "spot
 @pytest.mark.parametrize("left_s", [15, 120, None])
 def test_a_worker_is_gone_before_its_machine_is_and_nothing_is_lost(left_s: float | None) -> None:
     cluster = training()
-    began, generation, uid = (
-        cluster.now,
-        cluster.status["generation"],
-        cluster.documents["Pod", "train-worker-1"]["metadata"]["uid"],
-    )
+    began, generation = cluster.now, cluster.status["generation"]
+    uid = cluster.documents["Pod", "train-worker-1"]["metadata"]["uid"]
     node = notice(cluster, 1, left_s, "spot" if left_s else "rebalance")
     plan = cluster.look()
     [deletion] = plan.deletes

@@ -16,6 +16,7 @@ import pytest
 
 from namespaces import Namespace
 from operated import KILL_RANKS, OUTLAST, status, trains, until, weights
+from outlast.kubernetes.api import kinds
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(2400)]
 ROOT = Path(__file__).parents[2]
@@ -63,16 +64,9 @@ def test_a_script_in_pods_that_is_struck_five_times_and_resized_has_the_undistur
 ) -> None:
     script, argument = SCRIPTS[name]
     (tmp_path / "train.py").write_text(script())
-    spec = {
-        "image": os.environ["OUTLAST_TEST_IMAGE"],
-        "script": "train.py",
-        "code": str(tmp_path),
-        "args": [str(argument)],
-        "env": ENV,
-        "workers": {"replicas": 2, "min": 1, "max": 2},
-        "resources": {"cpu": "0.2", "memory": "2Gi"},
-    }
-    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": spec}
+    spec = {"script": "train.py", "code": str(tmp_path), "args": [str(argument)], "env": ENV}
+    spec |= {"workers": {"replicas": 2, "min": 1, "max": 2}, "resources": {"cpu": "0.2", "memory": "2Gi"}}
+    document = kinds.ELASTIC_JOB.document({"name": name}, spec=spec | {"image": os.environ["OUTLAST_TEST_IMAGE"]})
     (tmp_path / "job.json").write_text(json.dumps(document))
     done = subprocess.run([OUTLAST, "submit", "job.json", "-n", namespace.name], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr

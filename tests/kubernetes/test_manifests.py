@@ -53,13 +53,12 @@ every_job = pytest.mark.parametrize("name", JOBS)
 def a_job(name: str = "a", **fields: Any) -> spec.Job:
     """A job with these fields in its spec."""
     usual = {"image": "example.com/image:1", "module": "recipes.smoke", "output": "s3://bucket/runs"}
-    document = {
-        "apiVersion": contract.API_VERSION,
-        "kind": contract.KIND,
-        "metadata": {"name": name},
-        "spec": {**usual, **fields},
-    }
-    return spec.parse(yaml.safe_dump(document))
+    head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}}
+    return spec.parse(yaml.safe_dump({**head, "spec": {**usual, **fields}}))
+
+
+def rendered(topology: str = "job", **fields: Any) -> list[Document]:
+    return manifests.render(a_job(**fields), topology)
 
 
 def templates(documents: list[Document]) -> Iterator[Document]:
@@ -67,7 +66,7 @@ def templates(documents: list[Document]) -> Iterator[Document]:
     for document in documents:
         fields = document.get("spec", {})
         if document["kind"] != contract.KIND:
-            yield from (each["template"] for each in [fields, *fields.get("tasks", [])] if "template" in each)
+            yield from [fields["template"]] if "template" in fields else []
 
 
 def template(documents: list[Document]) -> Document:
@@ -89,7 +88,7 @@ def kind(documents: list[Document], wanted: str) -> Document:
 
 
 def wrong(job: spec.Job, topology: str = "indexed-job") -> list[str]:
-    """What is wrong with a job on Kubernetes."""
+    """Return the mistakes that keep a job from being rendered."""
     with pytest.raises(InvalidJob) as caught:
         manifests.render(job, topology)
     return [sentence for _, sentence in caught.value.problems]
@@ -101,9 +100,9 @@ def wrong(job: spec.Job, topology: str = "indexed-job") -> list[str]:
 @every_topology
 @every_job
 def test_documents_are_what_they_were(topology: str, name: str) -> None:
-    assert (ROOT / "tests" / "shared" / "golden" / topology / f"{name}.yaml").read_text() == GOLDEN["pages"]()[
-        f"{topology}/{name}.yaml"
-    ], "run: python tests/shared/golden/render.py, and look at what has changed"
+    page = f"{topology}/{name}.yaml"
+    there = (ROOT / "tests" / "shared" / "golden" / page).read_text()
+    assert there == GOLDEN["pages"]()[page], "run: python tests/shared/golden/render.py, and look at what has changed"
 
 
 @each_minor
@@ -111,12 +110,15 @@ def test_documents_are_what_they_were(topology: str, name: str) -> None:
 @every_job
 def test_kubernetes_takes_the_documents(topology: str, name: str, version: str) -> None:
     documents = GOLDEN["documents"](name, topology)
-    of_others = [each for each in documents if "." in each["apiVersion"] and not each["apiVersion"].count("k8s.io")]
-    for document in documents:
-        if document not in of_others and not document["apiVersion"].startswith("scheduling.x-k8s.io"):
-            schemas.validate(document, version, strict=True)
-    for each in templates(documents):
-        schemas.validate({"apiVersion": "v1", "kind": "Pod", **each}, version, strict=True)
+    pods = [{"apiVersion": "v1", "kind": "Pod", **each} for each in templates(documents)]
+    for document in [each for each in documents if known(each)] + pods:
+        schemas.validate(document, version, strict=True)
+
+
+def known(document: Document) -> bool:
+    """Whether its kind is one of Kubernetes itself."""
+    group = document["apiVersion"].partition("/")[0]
+    return "." not in group or (group.endswith("k8s.io") and group != "scheduling.x-k8s.io")
 
 
 def test_four_minors_are_looked_at() -> None:
@@ -130,7 +132,7 @@ def test_pods_are_restricted(topology: str, name: str) -> None:
 
 
 def unrestricted(pod: Document) -> Iterator[str]:
-    """What the restricted Pod Security Standard forbids in a pod, as its page lists it."""
+    """Yield the violations of the restricted Pod Security Standard in a pod, as its page lists them."""
     allowed = {"configMap", "csi", "downwardAPI", "emptyDir", "ephemeral", "persistentVolumeClaim", "projected", "secret"}
     yield from (field for field in ("hostNetwork", "hostPID", "hostIPC") if pod.get(field))
     for volume in pod.get("volumes", []):
@@ -218,10 +220,12 @@ def test_a_literal_survives_what_kubernetes_makes_of_it(value: str) -> None:
 
 
 def expanded(value: str, known: dict[str, str]) -> str:
-    """What Kubernetes makes of a container's variable: `$(NAME)` is replaced if it is known, and `$$` is `$`."""
-    return re.sub(
-        r"\$\$|\$\((.*?)\)", lambda match: "$" if match[0] == "$$" else known.get(match[1], match[0]), value, flags=re.S
-    )
+    """Expand a container's variable as Kubernetes does: `$(NAME)` is replaced if it is known, and `$$` is `$`."""
+
+    def replaced(match: re.Match[str]) -> str:
+        return "$" if match[0] == "$$" else known.get(match[1], match[0])
+
+    return re.sub(r"\$\$|\$\((.*?)\)", replaced, value, flags=re.S)
 
 
 @every_topology_of_pods
@@ -245,17 +249,16 @@ SPOT_NOTICE_S, ARRIVES_S = 120, 15
 
 
 def test_by_default_a_worker_saves_and_pushes_within_the_notice_of_a_spot_machine() -> None:
-    seconds = template(manifests.render(a_job(), "job"))["spec"]["terminationGracePeriodSeconds"]
+    seconds = template(rendered())["spec"]["terminationGracePeriodSeconds"]
     assert ARRIVES_S + seconds <= SPOT_NOTICE_S
-    assert (
-        upload_supervisor.STOP_TIMEOUT_S + lifecycle.LAST_FLUSH_S + upload_supervisor.STOP_TIMEOUT_S <= contract.Pod.LAST_PUSH_S
-    ), "what may follow the grace"
+    follows = 2 * upload_supervisor.STOP_TIMEOUT_S + lifecycle.LAST_FLUSH_S
+    assert follows <= contract.Pod.LAST_PUSH_S, "what may follow the grace"
 
 
 def test_labels_are_the_settings_that_training_has() -> None:
     args = ["--batch=1200", "--moe-coef", "0.1", "--name=not a label", "--flag", "--out=$(OUTLAST_OUTPUT)", "positional"]
     assert labels.settings(args) == {"args.outlast.dev/batch": "1200", "args.outlast.dev/moe-coef": "0.1"}
-    found = template(manifests.render(a_job(args=args), "job"))["metadata"]["labels"]
+    found = template(rendered(args=args))["metadata"]["labels"]
     assert found["args.outlast.dev/batch"] == "1200"
 
 
@@ -275,25 +278,22 @@ def test_no_argument_makes_a_label_that_is_none(args: list[str]) -> None:
 EACH_A_HOST = "is the Service of all pods, and each would be host; leave rendezvous out: it is pod 0 then"
 LISTED = "template.spec.containers must be a list of mappings, each with its name"
 NO_ETCD = "rendezvous.backend is etcd, but the operator decides here; leave rendezvous out, or say --as indexed-job"
-SCHEMES = "etcd:// or http:// or etcds:// or https://"
+UNIX = (
+    "rendezvous.endpoint (unix://etcd:2379) begins with unix://; write etcd:2379, or etcd:// or http:// or etcds:// or https://"
+)
+SHARED = (
+    "resources.sharedMemory (4Gi), which counts as memory, leaves nothing of resources.memory (4Gi); lower it or raise memory"
+)
+CPU = "resources.cpu (4) is above resources.cpuLimit (3500m); lower it or raise cpuLimit"
 REFUSED: list[tuple[dict[str, Any], str]] = [
+    ({"rendezvous": {"backend": "etcd", "endpoint": "https://etcd:2379"}}, NO_ETCD),
     *(
         ({"rendezvous": {"backend": "c10d", "endpoint": place}}, f"rendezvous.endpoint ({place}) {EACH_A_HOST}")
         for place in ("a-rdzv:29400", "a-rdzv.train.svc.cluster.local:29400")
     ),
-    (
-        {"rendezvous": {"backend": "etcd", "endpoint": "unix://etcd:2379"}},
-        f"rendezvous.endpoint (unix://etcd:2379) begins with unix://; write etcd:2379, or {SCHEMES}",
-    ),
-    (
-        {"resources": {"memory": "4Gi", "sharedMemory": "4Gi"}},
-        "resources.sharedMemory (4Gi), which counts as memory, leaves nothing of resources.memory (4Gi); lower it or raise "
-        "memory",
-    ),
-    (
-        {"resources": {"cpu": 4, "cpuLimit": "3500m"}},
-        "resources.cpu (4) is above resources.cpuLimit (3500m); lower it or raise cpuLimit",
-    ),
+    ({"rendezvous": {"backend": "etcd", "endpoint": "unix://etcd:2379"}}, UNIX),
+    ({"resources": {"memory": "4Gi", "sharedMemory": "4Gi"}}, SHARED),
+    ({"resources": {"cpu": 4, "cpuLimit": "3500m"}}, CPU),
     *(
         ({"template": patch}, sentence)
         for patch, sentence in (
@@ -308,11 +308,19 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
 
 @pytest.mark.parametrize(("fields", "sentence"), REFUSED, ids=[sentence for _, sentence in REFUSED])
 def test_what_no_pod_can_be_made_of_is_one_sentence(fields: dict[str, Any], sentence: str) -> None:
-    assert wrong(a_job(**fields)) == [sentence]
+    assert wrong(a_job(**fields), "elasticjob" if sentence == NO_ETCD else "indexed-job") == [sentence]
 
 
-def test_an_elasticjob_meets_at_no_etcd() -> None:
-    assert wrong(a_job(rendezvous={"backend": "etcd", "endpoint": "https://etcd:2379"}), "elasticjob") == [NO_ETCD]
+@pytest.mark.parametrize(
+    ("topology", "said"),
+    [
+        ("volcano", r"--as elasticjob with scheduling\.gang: volcano"),
+        ("daemonset", "there is no topology daemonset; choose one of elasticjob, job, "),
+    ],
+)
+def test_another_topology_is_refused_with_those_that_there_are(topology: str, said: str) -> None:
+    with pytest.raises(OutlastError, match=said):
+        rendered(topology)
 
 
 @pytest.mark.parametrize(
@@ -354,7 +362,7 @@ CHANGES: list[dict[str, Any]] = [
 @pytest.mark.parametrize("topology", ["job", "indexed-job"])
 @pytest.mark.parametrize("change", CHANGES, ids=str)
 def test_a_changed_job_has_new_names_so_that_it_can_be_applied(topology: str, change: dict[str, Any]) -> None:
-    before, after = manifests.render(a_job(), topology), manifests.render(a_job(**change), topology)
+    before, after = rendered(topology), rendered(topology, **change)
     for which in ("ConfigMap", "Job"):
         assert kind(before, which)["metadata"]["name"] != kind(after, which)["metadata"]["name"]
     assert env(before)["OUTLAST_RUN"] != env(after)["OUTLAST_RUN"]
@@ -362,13 +370,13 @@ def test_a_changed_job_has_new_names_so_that_it_can_be_applied(topology: str, ch
 
 @pytest.mark.parametrize("topology", ["job", "indexed-job"])
 def test_suspending_changes_nothing_else(topology: str) -> None:
-    running, held = manifests.render(a_job(), topology), manifests.render(a_job(suspend=True), topology)
+    running, held = rendered(topology), rendered(topology, suspend=True)
     assert kind(held, "Job")["spec"].pop("suspend") is True
     assert held == running
 
 
 def test_a_changed_statefulset_keeps_its_name_and_what_cannot_be_changed() -> None:
-    before, after = (kind(manifests.render(a_job(args=args), "statefulset"), "StatefulSet") for args in (["a"], ["b"]))
+    before, after = (kind(rendered("statefulset", args=args), "StatefulSet") for args in (["a"], ["b"]))
     fixed = ("serviceName", "selector", "podManagementPolicy")
     assert before["metadata"]["name"] == after["metadata"]["name"] == "a"
     assert [before["spec"][field] for field in fixed] == [after["spec"][field] for field in fixed]
@@ -383,11 +391,9 @@ def test_the_job_file_of_a_pod_is_the_job() -> None:
     read = spec.parse(data["job.yaml"])
     assert read.spec.environment.requirements == "/etc/outlast/requirements.txt"
     assert read.spec.model_copy(update={"environment": job.spec.environment}) == job.spec
-    mount = {"name": "config", "mountPath": "/etc/outlast"}
-    assert mount in worker(documents)["volumeMounts"]
-    assert {"name": "config", "configMap": {"name": kind(documents, "ConfigMap")["metadata"]["name"]}} in template(documents)[
-        "spec"
-    ]["volumes"]
+    assert {"name": "config", "mountPath": "/etc/outlast"} in worker(documents)["volumeMounts"]
+    volume = {"name": "config", "configMap": {"name": kind(documents, "ConfigMap")["metadata"]["name"]}}
+    assert volume in template(documents)["spec"]["volumes"]
 
 
 # Rendezvous
@@ -405,19 +411,7 @@ def test_the_job_file_of_a_pod_is_the_job() -> None:
 )
 @every_topology_of_pods
 def test_a_rendezvous_that_is_given_is_taken(topology: str, given_: dict[str, str], expected: str) -> None:
-    assert env(manifests.render(a_job(rendezvous=given_), topology))["OUTLAST_RENDEZVOUS"] == expected
-
-
-def test_an_etcd_is_asked_by_who_the_job_file_says() -> None:
-    rendezvous = {"backend": "etcd", "endpoint": "https://etcd:2379"}
-    secrets = [{"name": "login"}, {"name": "etcd-tls", "to": "/etc/etcd"}]
-    made = manifests.render(
-        a_job(rendezvous=rendezvous, secrets=secrets, env={"OUTLAST_ETCD_CACERT": "/etc/etcd/ca.crt"}), "indexed-job"
-    )
-    (container,) = template(made)["spec"]["containers"]
-    assert (env(made)["OUTLAST_RENDEZVOUS"], env(made)["OUTLAST_ETCD_CACERT"]) == ("etcds://etcd:2379", "/etc/etcd/ca.crt")
-    assert container["envFrom"] == [{"secretRef": {"name": "login"}}]
-    assert "/etc/etcd" in [mount["mountPath"] for mount in container["volumeMounts"]]
+    assert env(rendered(topology, rendezvous=given_))["OUTLAST_RENDEZVOUS"] == expected
 
 
 # Each topology
@@ -427,44 +421,38 @@ def test_a_job_of_one_pod_needs_no_more_than_one() -> None:
     assert wrong(a_job(workers={"replicas": 2}), "job") == [
         "workers.min (2) is more than the one pod of this topology; render it as indexed-job"
     ]
-    data = kind(manifests.render(a_job(workers={"replicas": 2, "min": 1, "max": 4}), "job"), "ConfigMap")["data"]
+    data = kind(rendered(workers={"replicas": 2, "min": 1, "max": 4}), "ConfigMap")["data"]
     assert spec.parse(data["job.yaml"]).spec.workers.allowed() == (1,)
-
-
-def test_a_job_of_volcano_says_what_to_do_instead() -> None:
-    with pytest.raises(OutlastError, match=r"--as elasticjob with scheduling\.gang: volcano"):
-        manifests.render(a_job(), "volcano")
 
 
 @pytest.mark.parametrize("gang", ["coscheduling", "volcano"])
 def test_the_one_pod_of_an_evaluation_waits_for_no_gang(gang: str) -> None:
-    job = a_job(scheduling={"gang": gang}, template={"metadata": {"annotations": {"team": "a"}}})
-    alone = evaluation_job.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
+    trained = rendered("indexed-job", scheduling={"gang": gang}, template={"metadata": {"annotations": {"team": "a"}}})
+    alone = evaluated(template(trained))
     assert alone["metadata"].get("annotations") == {"team": "a"}
     assert "scheduling.x-k8s.io/pod-group" not in alone["metadata"]["labels"]
     assert "schedulerName" not in alone["spec"]
-    job = a_job(template={"spec": {"schedulerName": "ours"}})
-    alone = evaluation_job.document("a", template(manifests.render(job, "indexed-job")), [], unique="1")["spec"]["template"]
-    assert alone["spec"]["schedulerName"] == "ours"
+    own = evaluated(template(rendered("indexed-job", template={"spec": {"schedulerName": "ours"}})))
+    assert own["spec"]["schedulerName"] == "ours"
+
+
+def evaluated(trained: Document) -> Document:
+    """The pod of an evaluation, made of that of a worker."""
+    pod: Document = evaluation_job.document("a", trained, [], unique="1")["spec"]["template"]
+    return pod
 
 
 def test_an_evaluation_does_not_claim_to_be_a_pod_of_the_job_that_trained() -> None:
-    found = template(manifests.render(a_job(), "indexed-job"))
-    written = {
-        "controller-uid": "1",
-        "job-name": "a",
-        "batch.kubernetes.io/controller-uid": "1",
-        "batch.kubernetes.io/job-name": "a",
-    }
+    found = template(rendered("indexed-job"))
+    written = {f"{group}{name}": "1" for group in ("", "batch.kubernetes.io/") for name in ("controller-uid", "job-name")}
     found["metadata"]["labels"] |= written  # by the API server, into the template of a Job
-    labels = evaluation_job.document("a", found, [], unique="1")["spec"]["template"]["metadata"]["labels"]
-    assert not labels.keys() & written.keys()
+    assert not evaluated(found)["metadata"]["labels"].keys() & written.keys()
 
 
 @pytest.mark.parametrize("topology", ["indexed-job", "statefulset"])
 def test_a_gang_of_volcano_has_a_group_that_its_pods_name(topology: str) -> None:
     workers = {"replicas": 4, "min": 2, "max": 4}
-    documents = manifests.render(a_job(workers=workers, scheduling={"gang": "volcano", "queue": "q"}), topology)
+    documents = rendered(topology, workers=workers, scheduling={"gang": "volcano", "queue": "q"})
     group, found = kind(documents, "PodGroup"), template(documents)
     assert (group["apiVersion"], group["spec"]) == ("scheduling.volcano.sh/v1beta1", {"minMember": 2, "queue": "q"})
     assert found["metadata"]["annotations"]["scheduling.k8s.io/group-name"] == group["metadata"]["name"]
@@ -506,11 +494,6 @@ def test_a_job_without_an_image_is_refused(topology: str) -> None:
     assert wrong(bare, topology) == ["image is missing; say which one pods run, e.g. image: ghcr.io/outlast/outlast:0.1"]
 
 
-def test_an_unknown_topology_is_refused() -> None:
-    with pytest.raises(OutlastError, match="there is no topology daemonset; choose one of elasticjob, job, "):
-        manifests.render(a_job(), "daemonset")
-
-
 # What pods can see
 
 
@@ -529,14 +512,14 @@ def test_what_pods_cannot_see_is_refused(topology: str) -> None:
 
 def test_data_of_this_machine_is_in_pods_what_a_volume_has() -> None:
     fields = {"data": [{"from": "/home/me/data", "to": "/datasets/a"}], "volumes": [{"claim": "pvc", "to": "/datasets"}]}
-    documents = manifests.render(a_job(**fields), "job")
+    documents = rendered(**fields)
     assert spec.parse(kind(documents, "ConfigMap")["data"]["job.yaml"]).spec.data[0].from_ == "/datasets/a"
     assert {"name": "claim-0", "mountPath": "/datasets"} in worker(documents)["volumeMounts"]
 
 
 def test_a_claim_takes_the_place_of_what_would_end_with_the_pod() -> None:
     volumes = [{"claim": "pvc", "to": "/out", "subPath": "a"}, {"claim": "pvc", "to": "/data", "subPath": "b", "readOnly": True}]
-    documents = manifests.render(a_job(volumes=volumes), "job")
+    documents = rendered(volumes=volumes)
     mounts = {mount["mountPath"]: mount for mount in worker(documents)["volumeMounts"]}
     assert mounts["/out"] == {"name": "claim-0", "subPath": "a", "mountPath": "/out"}
     assert mounts["/data"] == {"name": "claim-0", "subPath": "b", "readOnly": True, "mountPath": "/data"}
@@ -547,7 +530,7 @@ def test_a_claim_takes_the_place_of_what_would_end_with_the_pod() -> None:
 def test_a_claim_is_for_one_pod_or_all_unless_its_access_mode_is_given() -> None:
     def modes(topology: str, **fields: str) -> list[str]:
         volumes = [{"claim": "pvc", "to": "/out", "size": "1Gi", **fields}]
-        claim = kind(manifests.render(a_job(volumes=volumes), topology), "PersistentVolumeClaim")
+        claim = kind(rendered(topology, volumes=volumes), "PersistentVolumeClaim")
         return list(claim["spec"]["accessModes"])
 
     assert [modes(topology) for topology in TOPOLOGIES] == [
@@ -562,25 +545,16 @@ def test_what_a_claim_has_and_is_not_asked_for_is_said() -> None:
         wanted = {"accessModes": ["ReadWriteMany"], "resources": {"requests": {"storage": size}}, **fields}
         return {"kind": "PersistentVolumeClaim", "metadata": {"name": "pvc"}, "spec": wanted}
 
-    there = a_claim("102400Mi", storageClassName="slow")
-    assert (
-        configmaps_and_service.existing_claim(a_claim("100Gi"), there) == "PersistentVolumeClaim pvc exists and is used as it is"
-    )
-    assert configmaps_and_service.existing_claim(a_claim("200Gi", storageClassName="fast"), there) == (
-        "PersistentVolumeClaim pvc exists and is used as it is; its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"
-    )
-
-
-def test_code_of_the_image_is_not_hidden_by_an_empty_directory() -> None:
-    in_image = worker(manifests.render(a_job(), "job"))
-    fetched = worker(manifests.render(a_job(code="s3://bucket/code"), "job"))
-    assert (in_image["workingDir"], fetched["workingDir"]) == ("/workspace", "/workspace")
-    assert "/workspace" not in {mount["mountPath"] for mount in in_image["volumeMounts"]}
-    assert "/workspace" in {mount["mountPath"] for mount in fetched["volumeMounts"]}
+    there, said = a_claim("102400Mi", storageClassName="slow"), "PersistentVolumeClaim pvc exists and is used as it is"
+    for wanted, differs in (
+        (a_claim("100Gi"), ""),
+        (a_claim("200Gi", storageClassName="fast"), "; its size is 100Gi, not 200Gi; its StorageClass is slow, not fast"),
+    ):
+        assert configmaps_and_service.existing_claim(wanted, there) == said + differs
 
 
 def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() -> None:
-    documents = manifests.render(a_job(secrets=[{"name": "hf-token"}, {"name": "mlflow", "to": "/etc/mlflow"}]), "job")
+    documents = rendered(secrets=[{"name": "hf-token"}, {"name": "mlflow", "to": "/etc/mlflow"}])
     container = worker(documents)
     assert container["envFrom"] == [{"secretRef": {"name": "hf-token"}}]
     assert {"name": "secret-1", "readOnly": True, "mountPath": "/etc/mlflow"} in container["volumeMounts"]
@@ -589,6 +563,8 @@ def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() ->
 
 # Resources and scheduling
 
+GPUS, NEURON = {"memory": "16Gi", "nvidia.com/gpu": 4}, {"aws.amazon.com/neuron": 16}
+
 
 @pytest.mark.parametrize(
     ("given_", "expected"),
@@ -596,15 +572,10 @@ def test_secrets_are_variables_or_files_and_never_in_the_job_file_as_values() ->
         ({}, resources.Share({}, {}, 1, 1, None)),
         (
             {"cpu": 4, "memory": "16Gi", "gpu": 4, "sharedMemory": "4Gi"},
-            resources.Share(
-                {"cpu": "4", "memory": "16Gi", "nvidia.com/gpu": 4}, {"memory": "16Gi", "nvidia.com/gpu": 4}, 4, 1, 4 * 2**30
-            ),
+            resources.Share({"cpu": "4", **GPUS}, GPUS, 4, 1, 4 * 2**30),
         ),
         ({"gpu": 1, "accelerator": "amd"}, resources.Share({"amd.com/gpu": 1}, {"amd.com/gpu": 1}, 1, 1, None)),
-        (
-            {"cpu": 64, "gpu": 16, "accelerator": "neuron"},
-            resources.Share({"cpu": "64", "aws.amazon.com/neuron": 16}, {"aws.amazon.com/neuron": 16}, 16, 4, None),
-        ),
+        ({"cpu": 64, "gpu": 16, "accelerator": "neuron"}, resources.Share({"cpu": "64", **NEURON}, NEURON, 16, 4, None)),
         ({"cpu": 2, "cpuLimit": 4}, resources.Share({"cpu": "2"}, {"cpu": "4"}, 1, 2, None)),
         ({"cpuLimit": 4}, resources.Share({"cpu": "4"}, {"cpu": "4"}, 1, 4, None)),
         ({"gpu": 2, "accelerator": "google.com/tpu"}, resources.Share({"google.com/tpu": 2}, {"google.com/tpu": 2}, 2, 1, None)),
@@ -644,7 +615,7 @@ def test_the_taints_of_an_accelerators_nodes_are_tolerated(accelerator: str, tai
 
 
 def affinity(**fields: Any) -> Document:
-    found: Document = template(manifests.render(a_job(**fields), "job"))["spec"].get("affinity", {}).get("nodeAffinity", {})
+    found: Document = template(rendered(**fields))["spec"].get("affinity", {}).get("nodeAffinity", {})
     return found
 
 
@@ -671,7 +642,7 @@ def test_worker_0_alone_can_be_kept_off_spot_machines() -> None:
             InvalidJob, match=r"scheduling\.worker0 \(on-demand\) cannot be had in an? .*whose pods are all alike; "
         ):
             manifests.render(job, topology)
-    alone = template(manifests.render(a_job(scheduling={"worker0": "on-demand"}), "job"))
+    alone = template(rendered(scheduling={"worker0": "on-demand"}))
     assert len(required(alone["spec"]["affinity"]["nodeAffinity"])) == 1
 
 
@@ -686,25 +657,20 @@ def test_an_operated_pod_keeps_its_node_from_being_saved_and_the_template_wins()
 
 def test_fabric_adapters_come_with_their_huge_pages_and_their_provider() -> None:
     job = a_job(resources={"gpu": 8, "efa": 4, "memory": "64Gi"})
-    (container,) = template(manifests.render(job, "indexed-job"))["spec"]["containers"]
+    container = worker(manifests.render(job, "indexed-job"))
     wanted = {"vpc.amazonaws.com/efa": 4, "hugepages-2Mi": "5120Mi"}
-    for kind in ("requests", "limits"):
-        assert wanted.items() <= container["resources"][kind].items()
+    assert all(wanted.items() <= container["resources"][kind].items() for kind in ("requests", "limits"))
     assert {"name": "FI_PROVIDER", "value": "efa"} in container["env"]
     assert resources.total(job.spec, 2)["vpc.amazonaws.com/efa"] == 8
-    own = a_job(resources={"efa": 1, "memory": "1Gi"}, env={"FI_PROVIDER": "tcp"})
-    (container,) = template(manifests.render(own, "job"))["spec"]["containers"]
-    assert [each["value"] for each in container["env"] if each["name"] == "FI_PROVIDER"] == ["tcp"]
-    limits = {"limits": {"hugepages-2Mi": "10Gi"}, "requests": {"hugepages-2Mi": "10Gi"}}
-    more = a_job(
-        resources={"efa": 1, "memory": "1Gi"}, template={"spec": {"containers": [{"name": "trainer", "resources": limits}]}}
-    )
-    (container,) = template(manifests.render(more, "job"))["spec"]["containers"]
-    assert container["resources"]["limits"]["hugepages-2Mi"] == "10Gi"
-    (container,) = template(manifests.render(a_job(), "job"))["spec"]["containers"]
-    assert not {each["name"] for each in container["env"]} & {"FI_PROVIDER"}
+    one = {"efa": 1, "memory": "1Gi"}
+    own = worker(rendered(resources=one, env={"FI_PROVIDER": "tcp"}))
+    assert [each["value"] for each in own["env"] if each["name"] == "FI_PROVIDER"] == ["tcp"]
+    limits = {kind: {"hugepages-2Mi": "10Gi"} for kind in ("limits", "requests")}
+    more = worker(rendered(resources=one, template={"spec": {"containers": [{"name": "trainer", "resources": limits}]}}))
+    assert more["resources"]["limits"]["hugepages-2Mi"] == "10Gi"
+    assert "FI_PROVIDER" not in env(rendered())
     with pytest.raises(InvalidJob, match=r"resources\.efa \(1\) takes huge pages.* set resources\.memory"):
-        manifests.render(a_job(resources={"efa": 1}), "job")
+        rendered(resources={"efa": 1})
 
 
 def test_spot_machines_are_preferred_required_avoided_or_nobodys_business() -> None:
@@ -714,28 +680,16 @@ def test_spot_machines_are_preferred_required_avoided_or_nobodys_business() -> N
     assert ("karpenter.sh/capacity-type", "NotIn", ["spot"]) in avoided
     assert affinity(scheduling={"spot": "any"}) == {}
     for spot, tolerated in (("prefer", True), ("require", True), ("any", True), ("avoid", False)):
-        pod = template(manifests.render(a_job(scheduling={"spot": spot}), "job"))["spec"]
+        pod = template(rendered(scheduling={"spot": spot}))["spec"]
         keys = {toleration["key"] for toleration in pod.get("tolerations", [])}
         assert ("kubernetes.azure.com/scalesetpriority" in keys) is tolerated
-
-
-def test_nodes_are_selected_by_one_instance_type_or_any_of_several() -> None:
-    kinds = {"beta.kubernetes.io/instance-type": "p3.2xlarge, p3.8xlarge", "zone": "a"}
-    job = a_job(nodeSelector=kinds, scheduling={"spot": "any"})
-    pod = template(manifests.render(job, "job"))["spec"]
-    assert pod["nodeSelector"] == {"zone": "a"}
-    assert required(pod["affinity"]["nodeAffinity"]) == [
-        [("node.kubernetes.io/instance-type", "In", ["p3.2xlarge", "p3.8xlarge"])]
-    ]
-    both = required(affinity(nodeSelector=kinds, scheduling={"spot": "require"}))
-    assert all(("node.kubernetes.io/instance-type", "In", ["p3.2xlarge", "p3.8xlarge"]) in term for term in both)
 
 
 # The template that is laid over
 
 
 def overlaid(patch: Document) -> Document:
-    return template(manifests.render(a_job(template=patch), "job"))
+    return template(rendered(template=patch))
 
 
 @pytest.mark.parametrize("name", ["trainer", "worker"])  # the latter stands in older job files
@@ -827,7 +781,7 @@ def test_an_image_gets_outlast_unless_its_name_or_the_job_says_that_it_has_it(
     assert (made["metadata"]["name"], told.items() <= made["metadata"]["labels"].items()) == ("a-worker-1", True)
     assert (made["spec"]["serviceAccountName"], made["spec"]["automountServiceAccountToken"]) == ("outlast-worker", True)
     (trainer,) = made["spec"]["containers"]
-    evaluation = evaluation_job.document("a", made, [], unique="1")["spec"]["template"]["spec"]["containers"][0]
+    evaluation = evaluated(made)["spec"]["containers"][0]
     if not injected:
         assert "initContainers" not in made["spec"]
         assert (trainer["command"], evaluation["command"]) == (["outlast", "agent"], ["outlast", "evaluation", "--"])
@@ -945,7 +899,7 @@ def test_an_example_for_kubernetes_renders(file: Path, topology: str) -> None:
     job = spec.load(file)
     files = dict.fromkeys(manifests.volumes.files(job.spec), "")
     for document in manifests.render(job, topology, files=files):
-        if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
+        if known(document):
             schemas.validate(document, MINORS[-1], strict=True)
 
 
@@ -955,14 +909,14 @@ def test_no_workers_suspend_a_job() -> None:
     assert applied["spec"]["workers"]["replicas"] == 0
     indexed = kind(manifests.render(job, "indexed-job"), "Job")["spec"]
     assert (indexed["suspend"], indexed["completions"], indexed["parallelism"]) == (True, 2, 2)
-    assert kind(manifests.render(a_job(workers={"replicas": 0}), "job"), "Job")["spec"]["suspend"] is True
+    assert kind(rendered(workers={"replicas": 0}), "Job")["spec"]["suspend"] is True
     assert kind(manifests.render(job, "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
-    assert kind(manifests.render(a_job(suspend=True), "statefulset"), "StatefulSet")["spec"]["replicas"] == 0
+    assert kind(rendered("statefulset", suspend=True), "StatefulSet")["spec"]["replicas"] == 0
 
 
 @every_topology_of_pods
 def test_istio_puts_no_proxy_beside_a_worker_unless_the_job_asks_for_one(topology: str) -> None:
     label = "sidecar.istio.io/inject"
     asked = {"metadata": {"labels": {label: "true"}}}
-    assert template(manifests.render(a_job(), topology))["metadata"]["labels"][label] == "false"
-    assert template(manifests.render(a_job(template=asked), topology))["metadata"]["labels"][label] == "true"
+    assert template(rendered(topology))["metadata"]["labels"][label] == "false"
+    assert template(rendered(topology, template=asked))["metadata"]["labels"][label] == "true"

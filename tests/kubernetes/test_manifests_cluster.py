@@ -1,4 +1,4 @@
-"""What a real API server says of our documents: schemas, the cost of rules in CEL, and what it makes of them.
+"""Our documents at a real API server: schemas, the cost of rules in CEL, and the objects that it stores.
 
 Changes nothing in the cluster but for the definition of ElasticJob, and a job that is suspended and deleted again:
 
@@ -17,6 +17,7 @@ import pytest
 
 from outlast.job import spec
 from outlast.kubernetes import manifests
+from outlast.kubernetes.api import kinds
 
 pytestmark = pytest.mark.cluster
 ROOT = Path(__file__).parents[2]
@@ -27,6 +28,10 @@ def kubectl(*words: str, documents: list[dict[str, Any]] | None = None) -> subpr
     """Run kubectl, with documents as its input."""
     given = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}) if documents is not None else None
     return subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
+
+
+def a_job(name: str, **fields: Any) -> dict[str, Any]:
+    return kinds.ELASTIC_JOB.document({"name": name, "namespace": "default"}, spec={"module": "m", **fields})
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -56,19 +61,13 @@ def test_the_api_server_takes_the_documents(topology: str, name: str) -> None:
     ],
 )
 def test_the_api_server_says_what_the_job_file_says(fields: dict[str, Any], sentence: str) -> None:
-    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": "a", "namespace": "default"}}
-    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m", **fields}}])
+    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[a_job("a", **fields)])
     assert said.returncode != 0
     assert sentence in said.stderr
 
 
 def test_a_name_that_is_too_long_is_said_plainly() -> None:
-    document = {
-        "apiVersion": "outlast.dev/v1alpha1",
-        "kind": "ElasticJob",
-        "metadata": {"name": "j" * 60, "namespace": "default"},
-    }
-    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[{**document, "spec": {"module": "m"}}])
+    said = kubectl("create", "--dry-run=server", "-f", "-", documents=[a_job("j" * 60)])
     assert "metadata.name is longer than 51 characters; shorten it" in said.stderr
 
 
@@ -85,15 +84,10 @@ def test_a_name_that_is_too_long_is_said_plainly() -> None:
     ids=str,
 )
 def test_nothing_in_the_template_of_a_job_can_change(change: dict[str, Any]) -> None:
-    template = {
-        "metadata": {"labels": {"a": "a"}},
-        "spec": {"nodeName": "a", "containers": [{"name": "worker", "stdin": True}]},
-    }
-    name = "a-job-whose-template-is-fixed"
-    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name, "namespace": "default"}}
+    pod = {"nodeName": "a", "containers": [{"name": "worker", "stdin": True}]}
+    name, template = "a-job-whose-template-is-fixed", {"metadata": {"labels": {"a": "a"}}, "spec": pod}
     # suspended, so that an operator makes nothing of it
-    spec = {"module": "m", "image": "i", "suspend": True, "template": template}
-    made = kubectl("create", "-f", "-", documents=[{**document, "spec": spec}])
+    made = kubectl("create", "-f", "-", documents=[a_job(name, image="i", suspend=True, template=template)])
     assert made.returncode == 0, made.stderr
     try:
         patch = json.dumps({"spec": {"template": change}})

@@ -67,7 +67,7 @@ def test_a_recommendation_and_maintenance_can_be_withdrawn_and_an_interruption_c
     assert notices.effective([], SPOT, T0 + 180) is None  # the machine was stopped, and has come back
 
 
-# ------------------------------------------------------------------------------------------------------------------- node
+# Node
 
 
 def patched(document: Document, change: Document) -> Document:
@@ -102,7 +102,7 @@ def test_a_node_is_marked_and_cleared_and_everything_of_others_stays(spec: Docum
     assert notices.read(marked) == Notice(LeavingKind.SPOT, None, "taken back"), "whoever wrote that does not end the watcher"
 
 
-# ------------------------------------------------------------------------------------------------------------------ drain
+# Drain
 
 
 END = T0 + 120
@@ -113,13 +113,9 @@ OPERATOR = a_pod("operator", labels={"app.kubernetes.io/part-of": "outlast"})
 
 
 def test_what_stays_with_its_node_is_left_alone() -> None:
-    left = [
-        a_pod("proxy", "DaemonSet"),
-        a_pod("static", "Node", annotations={"kubernetes.io/config.mirror": "x"}),
-        a_pod("done", phase="Succeeded"),
-        a_pod("failed", phase="Failed"),
-    ]
-    assert drain.plan(left, END, T0) == ([], [])
+    static = a_pod("static", "Node", annotations={"kubernetes.io/config.mirror": "x"})
+    ended = [a_pod(phase.lower(), phase=phase) for phase in ("Succeeded", "Failed")]
+    assert drain.plan([a_pod("proxy", "DaemonSet"), static, *ended], END, T0) == ([], [])
 
 
 def test_others_go_at_once_and_workers_that_the_operator_runs_have_until_the_last_call() -> None:
@@ -136,7 +132,7 @@ def test_a_pod_that_is_going_is_waited_for_and_the_last_has_a_second() -> None:
     assert drain.plan([WEB], END, T0 + 500) == ([Step(WEB, 1, last=True)], [])
 
 
-# --------------------------------------------------------------------------------------------------------------- metadata
+# Metadata
 
 
 @pytest.fixture
@@ -168,9 +164,7 @@ def test_a_service_that_refuses_is_slow_is_away_or_says_nonsense_is_named_with_t
     with pytest.raises(MetadataAway, match="scheduled events that are not understood: they are no list of events"):
         Metadata(service.address, timeout_s=30).read(T0)
     service.refused = True
-    with pytest.raises(
-        MetadataAway, match=r"answers /latest/meta-data/spot/instance-action with HTTP 403; see that the machine's"
-    ):
+    with pytest.raises(MetadataAway, match=r"/latest/meta-data/spot/instance-action with HTTP 403; see that the machine's"):
         Metadata(service.address, timeout_s=30).read(T0)
     service.silent.set()
     with pytest.raises(MetadataAway, match=r"does not answer in time; see that"):

@@ -35,11 +35,8 @@ _LABELS = {f"app.kubernetes.io/{key}": value for key, value in (("name", "outlas
 REQUIRED_NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
 """Names that every pod in a cluster must be able to resolve."""
 _FATAL_REASONS = (
-    "ImagePullBackOff",
-    "InvalidImageName",
-    "ErrImageNeverPull",
-    "CreateContainerConfigError",
-    "CreateContainerError",
+    *("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
+    *("CreateContainerConfigError", "CreateContainerError"),
 )
 _PORT = 29400
 _MEMORY = "2Gi"
@@ -71,21 +68,18 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
     name = f"{sample_pod.NAME}-{uuid.uuid4().hex[:8]}"
     accelerator = _common_accelerator(usable_nodes) if test_network else None
     if options.network and not test_network:
-        yield warned(
-            "network", f"{len(usable_nodes)} node takes pods: the network test needs two", "add a node to test the network"
-        )
+        what = f"{len(usable_nodes)} node takes pods: the network test needs two"
+        yield warned("network", what, "add a node to test the network")
     try:
         names = [pod_status.name(cluster.create(pod(name, 0, options, peer=test_network, accelerator=accelerator)))]
         if test_network:
             has_address = lambda pods: any(each.get("status", {}).get("podIP") for each in pods)  # noqa: E731
             if addressed_pods := _wait_for(cluster, name, has_address, options.timeout_s):
                 address = addressed_pods[0]["status"]["podIP"]
-                names.append(
-                    pod_status.name(cluster.create(pod(name, 1, options, peer=True, accelerator=accelerator, address=address)))
-                )
-        finished = _wait_for(
-            cluster, name, lambda pods: len(pods) == len(names) and all(map(pod_status.finished, pods)), options.timeout_s
-        )
+                second = pod(name, 1, options, peer=True, accelerator=accelerator, address=address)
+                names.append(pod_status.name(cluster.create(second)))
+        all_finished = lambda pods: len(pods) == len(names) and all(map(pod_status.finished, pods))  # noqa: E731
+        finished = _wait_for(cluster, name, all_finished, options.timeout_s)
         yield from _reported(cluster, names)
         if finished is None or any(each["status"]["phase"] != "Succeeded" for each in finished):
             yield from _unfinished(cluster, name, options)

@@ -96,15 +96,9 @@ def operator(snapshot: Snapshot) -> Iterator[Finding]:
         remedy = "outlast install --wait; `outlast submit --as indexed-job` needs none"
         yield Finding("operator", what, remedy, outcome="fail" if defined else "warn")
     else:
-        ready, replicas = (
-            snapshot.operator.get("status", {}).get("availableReplicas", 0),
-            snapshot.operator["spec"].get("replicas", 1),
-        )
-        where, image = (
-            snapshot.operator["metadata"]["namespace"],
-            pod_status.container(snapshot.operator["spec"]["template"]).get("image"),
-        )
-        detail = f"in namespace {where}, {image}"
+        fields, where = snapshot.operator["spec"], snapshot.operator["metadata"]["namespace"]
+        ready, replicas = snapshot.operator.get("status", {}).get("availableReplicas", 0), fields.get("replicas", 1)
+        detail = f"in namespace {where}, {pod_status.container(fields['template']).get('image')}"
         remedy = f"outlast install --wait{f' --namespace {where}' * (where != OPERATOR_NAMESPACE)} says why"
         running = passed("operator", f"{ready} of {replicas} run {detail}")
         yield running if ready else Finding("operator", f"none of {replicas} runs {detail}", remedy)
@@ -112,12 +106,8 @@ def operator(snapshot: Snapshot) -> Iterator[Finding]:
 
 def conflicting_controllers(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that no controller that the operator replaces is running."""
-    if snapshot.conflicting_controllers:
-        yield Finding(
-            "controller",
-            f"{joined(snapshot.conflicting_controllers)} runs too and makes the same pods",
-            stop(snapshot.conflicting_controllers),
-        )
+    if rivals := snapshot.conflicting_controllers:
+        yield Finding("controller", f"{joined(rivals)} runs too and makes the same pods", stop(rivals))
 
 
 def stop(controllers: Sequence[str]) -> str:

@@ -17,12 +17,8 @@ from outlast.kubernetes.manifests.render_request import Document
 # Images and starts
 
 _IMAGE_REASONS = (
-    "ErrImagePull",
-    "ImagePullBackOff",
-    "RegistryUnavailable",
-    "ErrImageNeverPull",
-    "InvalidImageName",
-    "ImageInspectError",
+    *("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable"),
+    *("ErrImageNeverPull", "InvalidImageName", "ImageInspectError"),
 )
 _START_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError")
 _NEVER_RAN = ("StartError", "ContainerCannotRun")
@@ -37,9 +33,8 @@ def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
             events = reversed(snapshot.events_about(pod, "Failed", "InspectFailed"))
             texts = [str(each.get("message") or "") for each in (waiting, *events)]
             texts_with_reason = [f"{reason}: {text}" for text in texts if text] or [str(reason)]
-            text = next(
-                (each for each in texts_with_reason if messages.has_meaning("images", _without_image(each))), texts_with_reason[0]
-            )
+            known = (each for each in texts_with_reason if messages.has_meaning("images", _without_image(each)))
+            text = next(known, texts_with_reason[0])
             yield messages.meaning("images", _without_image(text), (text,), image=status.get("image", ""))
 
 
@@ -61,9 +56,8 @@ def start_failures(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
             yield messages.meaning("starts", text, (text,))
             continue
         remedy = "use an image that has Outlast, or correct the template's command; `outlast doctor --image` tries an image"
-        what = (
-            f"cannot be started: there is no {missing or 'the command'} in the image {pod_status.container(pod).get('image', '')}"
-        )
+        image = pod_status.container(pod).get("image", "")
+        what = f"cannot be started: there is no {missing or 'the command'} in the image {image}"
         yield Finding("command-missing", what, pod_status.WITHOUT_OUTLAST if missing == "outlast" else remedy, (text,))
 
 

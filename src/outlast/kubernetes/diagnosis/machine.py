@@ -25,10 +25,7 @@ _MIN_SHARED = 2**30
 """Minimum free space in /dev/shm in bytes. Data loader workers pass samples through it."""
 _TORCH_S = 120
 
-EXTRAS = (
-    ("store", ("obstore", "botocore"), "outputs, code and data in a store"),
-    ("kubernetes", ("lightkube",), "clusters"),
-)
+EXTRAS = (("store", ("obstore", "botocore"), "outputs, code and data in a store"), ("kubernetes", ("lightkube",), "clusters"))
 """The package's extras, with their modules and the features that require them."""
 
 

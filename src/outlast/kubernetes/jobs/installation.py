@@ -37,17 +37,8 @@ _DELETION_S = 120.0
 """Timeout for a deletion, in seconds: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
-    kinds.DEPLOYMENT,
-    kinds.STATEFUL_SET,
-    kinds.DAEMON_SET,
-    kinds.CRON_JOB,
-    kinds.JOB,
-    kinds.ELASTIC_JOB,
-    kinds.POD,
-    kinds.SERVICE,
-    kinds.CONFIG_MAP,
-    kinds.SECRET,
-    kinds.CLAIM,
+    *(kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.DAEMON_SET, kinds.CRON_JOB, kinds.JOB, kinds.ELASTIC_JOB),
+    *(kinds.POD, kinds.SERVICE, kinds.CONFIG_MAP, kinds.SECRET, kinds.CLAIM),
 )
 """A namespace must not be deleted if it contains objects of these kinds that are not Outlast's."""
 
@@ -68,11 +59,7 @@ class Outcome:
 
 
 def documents(
-    *,
-    namespace: str = OPERATOR_NAMESPACE,
-    image: str = OPERATOR_IMAGE,
-    watch: bool = False,
-    on_demand: bool = False,
+    *, namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, watch: bool = False, on_demand: bool = False
 ) -> list[Document]:
     """Return all documents for an installation, in creation order. `watch` includes the node watcher; for `on_demand` see
     `operator_deployment.files`."""
@@ -164,13 +151,7 @@ def _wait_established(cluster: Cluster, name: str) -> None:
 
 
 def wait_for(
-    cluster: Cluster,
-    kind: Kind,
-    name: str,
-    holds: Callable[[Document], bool],
-    *,
-    timeout_s: float,
-    namespace: str | None = None,
+    cluster: Cluster, kind: Kind, name: str, holds: Callable[[Document], bool], *, timeout_s: float, namespace: str | None = None
 ) -> Document | None:
     """Wait until `holds` is true for an object, and return the object, or None on timeout."""
     with within(timeout_s) as stop:
@@ -270,16 +251,8 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
         _delete(cluster, namespace, namespace)
     if apply_documents.existing(cluster, namespace):
         yield Outcome("deleting", namespace, "what is in it ends first")
-    yield (
-        Outcome("deleted", namespace)
-        if _wait_until_gone(cluster, namespace)
-        else Outcome("deleting", namespace, _still_deleting(namespace))
-    )
-
-
-def _is_installed(document: Document) -> bool:
-    """Return whether `ensure` created an object; a job's objects have the same label, but also their job's label."""
-    return ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {})
+    gone = _wait_until_gone(cluster, namespace)
+    yield Outcome("deleted", namespace) if gone else Outcome("deleting", namespace, _still_deleting(namespace))
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
@@ -294,16 +267,15 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
             continue
         except Forbidden:
             return f"its {kind.plural} may not be listed: they may be those of others"
-        others += [
-            f"{kind} {each['metadata']['name']}"
-            for each in objects
-            if not _is_installed(each) and not _is_created_by_cluster(kind, each)
-        ]
+        others += [f"{kind} {each['metadata']['name']}" for each in objects if not _goes_with_namespace(kind, each)]
     return f"there is more in it: {', '.join(others[:5])}" if others else ""
 
 
-def _is_created_by_cluster(kind: Kind, document: Document) -> bool:
-    """Return whether the cluster itself creates such an object in every namespace."""
+def _goes_with_namespace(kind: Kind, document: Document) -> bool:
+    """Return whether `ensure` created an object, or the cluster itself creates such an object in every namespace. A job's objects
+    also have the label of what `ensure` creates, but they have their job's label, too."""
+    if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
+        return True
     if kind == kinds.CONFIG_MAP:
         return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
     return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"

@@ -115,13 +115,7 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
         fields |= {"step": observed.step, "steps": observed.steps}
     if observed.workers:  # pods show where workers run as well as the operator does
         fields["workers"] = [each.model_dump() for each in observed.workers]
-    fields |= {
-        "name": observed.name,
-        "replicas": observed.replicas,
-        "min": observed.min,
-        "max": observed.max,
-        "submitted": observed.submitted,
-    }
+    fields |= {name: getattr(observed, name) for name in ("name", "replicas", "min", "max", "submitted")}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *observed.warnings])]
     return JobStatus.model_validate(fields)
 
@@ -193,13 +187,11 @@ def _state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> 
             return State.RESTARTING, f"worker {index} {problem}"
     not_running = [(index, pod) for index, pod in sorted(newest.items()) if index not in alive and pods.phase(pod) != "Succeeded"]
     if len(alive) + sum(pods.phase(pod) == "Succeeded" for pod in newest.values()) >= desired:
-        ready = sum(pods.ready(pod) for pod in newest.values())
         if _is_download(snapshot.workload):
             return State.RUNNING, "brings the data; its log says how far it is"
-        return (
-            State.RUNNING,
-            f"{ready} of {desired} workers are in a world" if ready < desired else f"all {desired} workers train",
-        )
+        ready = sum(pods.ready(pod) for pod in newest.values())
+        in_world = f"{ready} of {desired} workers are in a world" if ready < desired else f"all {desired} workers train"
+        return State.RUNNING, in_world
     began = any(pods.has_started(pod) for pod in snapshot.pods)
     if not_running:
         index, pod = not_running[0]

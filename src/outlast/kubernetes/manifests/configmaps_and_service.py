@@ -58,9 +58,7 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
     """Return the name of the Secret that the pods, or an ElasticJob's future pods, refer to; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
-    fields = workload["spec"]
-    template = (fields.get("tasks") or [fields])[0].get("template") or {}
-    containers = template.get("spec", {}).get("containers", ())
+    containers = workload["spec"]["template"]["spec"]["containers"]
     env = [each for container in containers for each in container.get("env", ()) if each.get("name") == Env.RENDEZVOUS_KEY]
     return next((each["valueFrom"]["secretKeyRef"]["name"] for each in env if "valueFrom" in each), "")
 
@@ -103,18 +101,12 @@ def worker_access(
     POST. `bound_account` is the account of the workers' pods; it defaults to the account created here."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
-    leases = {
-        "apiGroups": [kinds.LEASE.group],
-        "resources": [kinds.LEASE.plural],
-        "verbs": ["create", "patch"],
-        "resourceNames": [contract.worker_name(job, index) for index in range(max_workers)],
-    }
-    own_job = {
-        "apiGroups": [kinds.ELASTIC_JOB.group],
-        "resources": [kinds.ELASTIC_JOB.plural],
-        "verbs": ["get", "list", "watch"],
-        "resourceNames": [job],
-    }
+
+    def rule(kind: kinds.Kind, verbs: list[str], names: list[str]) -> Document:
+        return {"apiGroups": [kind.group], "resources": [kind.plural], "verbs": verbs, "resourceNames": names}
+
+    leases = rule(kinds.LEASE, ["create", "patch"], [contract.worker_name(job, index) for index in range(max_workers)])
+    own_job = rule(kinds.ELASTIC_JOB, ["get", "list", "watch"], [job])
     role = {"apiGroup": kinds.ROLE.group, "kind": kinds.ROLE.kind, "name": name}
     subject = {"kind": kinds.SERVICE_ACCOUNT.kind, "name": bound_account or name, "namespace": namespace}
     return [

@@ -38,9 +38,8 @@ def document(job: str, template: Document, args: Sequence[str], *, unique: str) 
         if container["name"] in Pod.AGENT:
             container["command"] = [*container["command"][:-1], "evaluation", "--", *args]
             removed = (Env.WORKER, Env.RENDEZVOUS, Env.RENDEZVOUS_KEY, Env.STAY)
-            container["env"] = [each for each in container["env"] if each["name"] not in removed] + [
-                {"name": Env.WORKER, "value": "0"}
-            ]
+            kept = [each for each in container["env"] if each["name"] not in removed]
+            container["env"] = [*kept, {"name": Env.WORKER, "value": "0"}]
             for probe in ("startupProbe", "livenessProbe", "readinessProbe", "args"):
                 container.pop(probe, None)
     meta = {"name": name, "labels": {Label.JOB: job, "app.kubernetes.io/component": COMPONENT}}

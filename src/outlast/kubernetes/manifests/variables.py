@@ -3,7 +3,7 @@
 
 from __future__ import annotations
 
-from outlast.job import contract, spec
+from outlast.job import contract
 from outlast.job.contract import Env, Pod
 from outlast.job.spec import substitution
 from outlast.kubernetes.manifests import resources, volumes
@@ -37,11 +37,6 @@ def container_env(request: Request, *, index: Source, rendezvous: str, stay: boo
         {"name": name, "value" if isinstance(source, str) else "valueFrom": source}
         for name, source in {**standard, **own}.items()
     ]
-
-
-def from_secrets(fields: spec.Spec) -> list[Document]:
-    """Return the container's `envFrom`: Secrets as environment variables. Variables in `env` take precedence."""
-    return [{"secretRef": {"name": secret.name}} for secret in fields.secrets if not secret.to]
 
 
 def escaped(value: str) -> str:

@@ -177,14 +177,7 @@ def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
         yield Pod.SHIPPED, "archive", {"configMap": {"name": request.names.code(digits)}}
     yield "/dev/shm", "shm", {"emptyDir": {"medium": "Memory", **limit}}
     yield Pod.STATE, "state", {"emptyDir": {"medium": "Memory", "sizeLimit": _STATE_SIZE}}
-    scratch = {
-        Pod.DATA: "data",
-        Pod.MODELS: "models",
-        Pod.OUTPUT: "output",
-        Pod.CACHE: "cache",
-        Pod.HOME: "home",
-        "/tmp": "tmp",
-    }
+    scratch = {Pod.DATA: "data", Pod.MODELS: "models", Pod.OUTPUT: "output", Pod.CACHE: "cache", Pod.HOME: "home", "/tmp": "tmp"}
     if request.spec.code and (checksum(request.spec.code) or not _is_local(request.spec.code)):
         scratch = {Pod.CODE: "code", **scratch}  # else it is in the image, which an emptyDir would hide
     for index, data in enumerate(request.spec.data):

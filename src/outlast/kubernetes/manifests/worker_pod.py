@@ -53,7 +53,7 @@ def template(request: Request, worker: Worker) -> Document:
         "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
         "spec": {
             "restartPolicy": worker.restart,
-            "terminationGracePeriodSeconds": termination_grace_s(request.spec),
+            "terminationGracePeriodSeconds": math.ceil(request.spec.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S,
             "automountServiceAccountToken": bool(worker.account),
             **({"serviceAccountName": worker.account} if worker.account else {}),
             "enableServiceLinks": False,  # a Service called outlast-... would set OUTLAST_..._PORT
@@ -81,11 +81,6 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
     meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
     # As in Kubernetes, the `name` of a template is ignored.
     return kinds.POD.document({**templated["metadata"], **meta}, spec=templated["spec"])
-
-
-def termination_grace_s(fields: spec.Spec) -> int:
-    """Return terminationGracePeriodSeconds: the job's grace period plus time for the last upload."""
-    return math.ceil(fields.interruption.grace.total_seconds()) + Pod.LAST_PUSH_S
 
 
 def failure_policy() -> Document:
@@ -124,7 +119,7 @@ def job_limits(fields: spec.Spec) -> Document:
 
 
 def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
-    secrets = variables.from_secrets(request.spec)
+    secrets = [{"secretRef": {"name": secret.name}} for secret in request.spec.secrets if not secret.to]
     env = variables.container_env(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
     return {
         "name": Pod.TRAINER,
@@ -132,7 +127,7 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
         "command": [*injected_agent.program(request), "agent"],
         "workingDir": Pod.CODE,
         "env": env,
-        **({"envFrom": secrets} if secrets else {}),
+        **({"envFrom": secrets} if secrets else {}),  # variables in `env` take precedence
         "ports": [
             {"name": "probes", "containerPort": Pod.PROBE_PORT},
             {"name": "rendezvous", "containerPort": Pod.RENDEZVOUS_PORT},

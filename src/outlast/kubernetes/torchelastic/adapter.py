@@ -200,8 +200,7 @@ def _conditions(
     messages = [*unsupported(dict(snapshot.document)), snapshot.refusal] if snapshot.plain else []
     if message := "; ".join(filter(None, messages)):
         since = next(
-            (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"),
-            pod_status.rfc3339(snapshot.now),
+            (each["lastTransitionTime"] for each in old_conditions if each["type"] == "Limited"), pod_status.rfc3339(snapshot.now)
         )
         limited = {"type": "Limited", "status": "True", "reason": "NotHonoured", "message": message}
         conditions.insert(0, {**limited, "lastTransitionTime": since})

@@ -7,10 +7,7 @@ from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import labels
 from outlast.kubernetes.manifests.render_request import Document
 
-DO_NOT_DISRUPT = {
-    "karpenter.sh/do-not-disrupt": "true",
-    "cluster-autoscaler.kubernetes.io/safe-to-evict": "false",
-}
+DO_NOT_DISRUPT = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
 """Annotations that keep autoscalers (Karpenter's consolidation, the cluster autoscaler's scale-down) from removing a pod's node
 just to save costs. Pods exist only while the job runs, so they always have these annotations. Interruptions and drains are not
 prevented.
