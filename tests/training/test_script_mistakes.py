@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+import itertools
 import json
 import os
 import re
@@ -349,24 +350,15 @@ def parts(batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Stream]:
     return net, torch.optim.SGD(net.parameters(), lr=0.1), Stream((X, Y), batch, epochs=4)
 
 
-def trained(run: Any, state: dict[str, Any], until: int, *more: Any) -> int:
-    step = int(run.resume(state))
-    for _ in state["stream"]:
-        state["optimizer"].step()
-        for each in more:
-            each.step()
-        step += 1
-        if step == until:
-            run.save(step)
-            run._saver.wait()
-            break
-    return step
-
-
 def test_a_schedule_for_another_batch_is_made_anew_as_the_sentence_says(run: Any, caplog: pytest.LogCaptureFixture):
     net, optimizer, stream = parts(8)
     saved = schedule(optimizer, stream)
-    trained(run, {"net": net, "optimizer": optimizer, "stream": stream, "schedule": saved}, 12, saved)
+    run.resume({"net": net, "optimizer": optimizer, "stream": stream, "schedule": saved})
+    for _ in itertools.islice(stream, 12):
+        optimizer.step()
+        saved.step()
+    run.save(12)
+    run._saver.wait()
 
     net, optimizer, stream = parts(16)
     step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})

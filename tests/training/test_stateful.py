@@ -74,9 +74,7 @@ def test_a_loader_goes_on_with_the_very_next_batch_and_disturbs_no_random_number
         assert second.step == len(whole)
 
 
-def test_with_another_number_of_ranks_the_epoch_begins_anew_and_a_warning_says_what_comes_again(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_with_another_number_of_ranks_the_epoch_begins_anew_and_a_warning_says_what_comes_again(caplog: pytest.LogCaptureFixture):
     loader = a_loader()
     for _ in loader:
         if loader.step == 6:
