@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
+import types
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, cast
@@ -16,6 +17,8 @@ from torch import nn
 import disturbances
 import textures
 from outlast.base.errors import OutlastError
+from outlast.data.prepare import images as prepare
+from outlast.data.prepare import work_units
 from outlast.recipes import imagenet, imagenet_data, imagenet_model
 from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
@@ -57,10 +60,6 @@ def left() -> Iterator[None]:
 def leave() -> None:
     if torch.distributed.is_initialized():
         torch.distributed.destroy_process_group()
-
-
-def the_settings(**changes: Any) -> Settings:
-    return Settings(**changes)
 
 
 def refusal(*argv: object) -> str:
@@ -174,14 +173,14 @@ def test_published_weights_load_and_of_another_number_of_classes_all_but_the_las
 
 
 def test_the_learning_rate_is_in_proportion_to_the_batch_and_falls_as_it_should() -> None:
-    s = the_settings(batch_size=512, epochs=90, schedule="step")
+    s = Settings(batch_size=512, epochs=90, schedule="step")
     assert [imagenet.rate(s, epoch * 10, 10) for epoch in (5, 29.9, 30, 60, 80, 89)] == pytest.approx(
         [0.2, 0.2, 0.02, 0.002, 0.0002, 0.0002]
     )
     assert [imagenet.rate(s, step, 10) for step in (0, 49)] == pytest.approx([0.2 / 51, 0.2 * 50 / 51])
-    s = the_settings(batch_size=64, epochs=10, warmup_epochs=0)
+    s = Settings(batch_size=64, epochs=10, warmup_epochs=0)
     assert [imagenet.rate(s, step, 10) for step in (0, 50, 100)] == pytest.approx([0.025, 0.0125, 0])
-    rising = [imagenet.rate(the_settings(epochs=epochs), step, 10) for epochs, step in ((10, 19), (10, 20), (90, 49), (90, 50))]
+    rising = [imagenet.rate(Settings(epochs=epochs), step, 10) for epochs, step in ((10, 19), (10, 20), (90, 49), (90, 50))]
     assert rising == pytest.approx([0.1 * 20 / 21, 0.1, 0.1 * 50 / 51, 0.1])
 
 
@@ -230,12 +229,8 @@ def test_a_run_says_where_it_is_saves_what_is_due_and_is_measured(
     said = capsys.readouterr().out
     assert [tuple(map(int, found)) for found in ITERATION.findall(said)] == [(e, i, 8 * i) for e in (0, 1) for i in range(4)]
     assert len(re.findall(r"^ \* Acc@1 \d+\.\d{3} Acc@5 \d+\.\d{3}$", said, re.MULTILINE)) == 2
-    for line in (
-        "=> creating model: resnet18\n",
-        "=> no checkpoint yet, starting from epoch 0\n",
-        "=> best model found at epoch 0\n",
-    ):
-        assert line in said
+    for line in ("creating model: resnet18", "no checkpoint yet, starting from epoch 0", "best model found at epoch 0"):
+        assert f"=> {line}\n" in said
     assert len(captures) == 2, "the state is copied when a save is due: at the end of each of two epochs, not in 8 steps"
 
     output = tmp_path / "out"
@@ -279,7 +274,7 @@ def test_packed_images_and_files_make_the_same_run(tmp_path: Path, images: Path,
 
 def test_each_epoch_has_every_image_once_and_another_order(images: Path) -> None:
     """Not only the first, and not only until a change of the world."""
-    data = imagenet_data.opened(the_settings(data=str(images), stored_size=0))
+    data = imagenet_data.opened(Settings(data=str(images), stored_size=0))
     stream = Stream(data.train, batch=8, microbatch=4, epochs=3, seed=0)
     seen = [(batch.epoch, index) for batch in stream.batches(0, 1) for index in batch.indices.tolist()]
     epochs = [[index for epoch, index in seen if epoch == number] for number in range(3)]
@@ -307,17 +302,13 @@ def test_a_flat_val_with_a_list_of_labels_has_all_its_classes(tmp_path: Path, im
         shutil.copy(file, root / "val" / "images" / f"val_{number}{file.suffix}")
         lines.append(f"val_{number}{file.suffix}\t{file.parent.name}\t0\t0\t36\t36\n")
     (root / "val" / "val_annotations.txt").write_text("".join(lines))
-    data = imagenet_data.opened(the_settings(data=str(root / "train")))  # as scripts were given it
+    data = imagenet_data.opened(Settings(data=str(root / "train")))  # as scripts were given it
     assert data.classes == sorted(textures.TEXTURES)[:6]
     labels = [int(data.val[i].y) for i in range(len(data.val))]
     assert sorted(labels) == sorted([*range(6)] * 2)
-    model, record = imagenet.first(the_settings(), data, imagenet.Log(cast(Any, _Silent())))
+    silent = cast(Any, types.SimpleNamespace(rank=1, world_size=1))
+    model, record = imagenet.first(Settings(), data, imagenet.Log(silent))
     assert model.fc.out_features == record.outputs == 6
-
-
-class _Silent:
-    rank = 1
-    world_size = 1
 
 
 # Mistakes
@@ -358,9 +349,6 @@ def test_an_image_that_cannot_be_decoded_is_left_out_if_asked(
 
 
 def test_a_label_beyond_the_classes_is_refused(tmp_path: Path) -> None:
-    from outlast.data.prepare import images as prepare
-    from outlast.data.prepare import work_units
-
     place = tmp_path / "packed"
     source = textures.write(tmp_path / "set", {"train": 3, "val": 1}, kinds=3, size=16)
     prepare.prepare(work_units.Request(source, place, 1, lambda *_: None), prepare.Settings())
@@ -368,10 +356,7 @@ def test_a_label_beyond_the_classes_is_refused(tmp_path: Path) -> None:
     del manifest["source"]["classes"]
     (place / "manifest.json").write_text(json.dumps(manifest))
     assert "does not say which classes there are; give their number with --num-classes" in refusal(place, *SMALL)
-    assert re.search(
-        r"has label 2, and with --num-classes 2 labels are 0 to 1; raise it to 3 or more",
-        refusal(place, *SMALL, "--num-classes=2"),
-    )
+    assert "has label 2, and with --num-classes 2 labels are 0 to 1; raise it" in refusal(place, *SMALL, "--num-classes=2")
 
 
 def test_a_loss_that_is_no_number_ends_the_run(images: Path) -> None:

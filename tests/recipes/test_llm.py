@@ -6,9 +6,11 @@ for files are collected by every process of pytest.
 
 from __future__ import annotations
 
+import copy
 import dataclasses
 import importlib.util
 import json
+import logging
 import math
 import os
 import warnings
@@ -170,8 +172,6 @@ def test_what_the_assistant_says_is_found_in_any_chat_template(known: Any, templ
 
 
 def _with(known: Any, template: str) -> Any:
-    import copy
-
     other = copy.deepcopy(known)
     other.chat_template = template
     return other
@@ -309,18 +309,23 @@ def test_a_step_is_the_mean_over_the_learned_tokens_of_the_global_batch(tmp_path
     assert len(found[0]) == 3, "10 samples make 3 steps an epoch: the last, smaller group is a step of its own"
 
 
-def test_gradients_are_clipped_before_a_step(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    norms, step = [], torch.optim.AdamW.step
+@pytest.fixture
+def stepped(monkeypatch: pytest.MonkeyPatch) -> list[tuple[float, list[float]]]:
+    """Of each step, the norm of its gradients, and the decay of each group of parameters."""
+    found, step = list[tuple[float, list[float]]](), torch.optim.AdamW.step
 
     def noted(self: torch.optim.AdamW, *args: Any, **named: Any) -> Any:
         gradients = [p.grad.flatten() for group in self.param_groups for p in group["params"] if p.grad is not None]
-        norms.append(torch.cat(gradients).norm().item())
+        found.append((torch.cat(gradients).norm().item(), [group["weight_decay"] for group in self.param_groups]))
         return step(self, *args, **named)
 
     monkeypatch.setattr(torch.optim.AdamW, "step", noted)
-    os.environ[contract.Env.OUTPUT] = str(tmp_path / "out")
+    return found
+
+
+def test_gradients_are_clipped_before_a_step(tmp_path: Path, model: Path, stepped: list[tuple[float, list[float]]]) -> None:
     llm.main(arguments(model, lines(tmp_path / "train.jsonl"), "--val=none", "--max-steps=2", "--grad-clip=0.001"))
-    assert norms == pytest.approx([0.001] * 2, rel=0.01)
+    assert [norm for norm, _ in stepped] == pytest.approx([0.001] * 2, rel=0.01)
 
 
 def test_the_learning_rate_rises_and_falls_to_zero_over_the_true_number_of_steps() -> None:
@@ -391,19 +396,12 @@ def test_a_checkpoint_refuses_another_base_and_other_data(tmp_path: Path, model:
 
 
 def test_a_run_that_ends_within_an_epoch_goes_on_with_another_decay(
-    tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, model: Path, stepped: list[tuple[float, list[float]]]
 ) -> None:
-    used, step = [], torch.optim.AdamW.step
-
-    def noted(self: torch.optim.AdamW, *args: Any, **named: Any) -> Any:
-        used.append([group["weight_decay"] for group in self.param_groups])
-        return step(self, *args, **named)
-
-    monkeypatch.setattr(torch.optim.AdamW, "step", noted)
     argv = arguments(model, lines(tmp_path / "train.jsonl"), "--lora", "--no-epoch-results", "--val=none")
     for more in (["--max-steps=2", "--wd=0"], ["--max-steps=3", "--wd=0.5"]):
         llm.main([*argv, *more])
-    assert used == [[0.0], [0.0], [0.5]]
+    assert [decays for _, decays in stepped] == [[0.0], [0.0], [0.5]]
 
 
 def test_a_run_that_ends_within_an_epoch_has_a_best_checkpoint(tmp_path: Path, model: Path, capsys: Any) -> None:
@@ -431,8 +429,6 @@ def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_p
 
 @pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"])
 def test_every_log_level_means_what_it_says_and_only_rank_0_writes(capsys: pytest.CaptureFixture[str], level: str) -> None:
-    import logging
-
     s = llm.Settings(log_level=level)  # type: ignore[arg-type]
     for rank, wanted in ((0, {"DEBUG": 4, "INFO": 3, "WARNING": 2, "ERROR": 1, "CRITICAL": 0}[level]), (1, 0)):
         llm.logged(s, rank)
@@ -513,10 +509,7 @@ def test_what_is_measured_is_said(tmp_path: Path, model: Path, capsys: pytest.Ca
         (["--model-local-dir=nowhere"], "--model-local-dir nowhere is no directory"),
         (["--tokenizer-local-dir=nowhere"], "--tokenizer-local-dir nowhere is no directory"),
         (["--tokenizer-local-dir=."], "has no tokenizer.json; name a directory of Hugging Face that has one"),
-        (
-            ["--lora", "--target-modules", "q_proj", "query"],
-            "--target-modules query: the model has no such module; it has down_proj,",
-        ),
+        (["--lora", "--target-modules", "q_proj", "query"], "--target-modules query: the model has no such module; it has down"),
         (["--seq-len=4096"], "--seq-len 4096 is above the 128 positions of tiny; give at most that"),
         (["--data=nowhere"], "--data nowhere does not exist"),
         (["--report-json=."], "--report-json . is a directory; name a file"),

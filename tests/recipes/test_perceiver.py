@@ -27,6 +27,7 @@ from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.shared import settings
 from outlast.storage import checkpoints
 from outlast.training import Session, Shards
+from outlast.training.state import checkpoint
 
 SHAPE = {"frames": 2, "image_size": 8, "samples_per_patch": 64, "num_latents": 6, "d_latents": 16, "num_self_attends": 1}
 WIDTH = {"num_heads": 2, "d_output": 8, "image_bands": 2, "audio_bands": 4, "label_channels": 8}
@@ -38,6 +39,18 @@ def a_clip(path: Path, number: int = 0, frames: int = 4) -> None:
     """A small mp4 file, the class of which is the name of its directory."""
     draw = np.random.default_rng(number)
     perceiver_data.write(path, *perceiver_data.moving(["left", "up"][number % 2], draw, size=16, frames=frames))
+
+
+def mute(path: Path, frames: int, first: int = 0) -> None:
+    """A video without sound, which grows brighter and begins at a time."""
+    with av.open(str(path), "w") as container:
+        stream = container.add_stream("ffv1", rate=25)
+        stream.width = stream.height = 16
+        for number in range(frames):
+            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 30 * number, np.uint8), format="rgb24")
+            frame.pts = first + number
+            container.mux(stream.encode(frame))
+        container.mux(stream.encode())
 
 
 @pytest.fixture(scope="module")
@@ -186,16 +199,13 @@ def test_attention_that_trains_drops_the_share_it_should_and_is_right_on_average
     assert torch.equal(perceiver_model.attended(q, k, marked, 0.25, 1.0), weights), "what is dropped follows from the generator"
 
 
-def test_bytes_are_divided_by_255_and_samples_by_32768() -> None:
-    assert perceiver_model.pixels(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
-    assert perceiver_model.sound(torch.tensor([-32768, 16384], dtype=torch.int16)).tolist() == [-1.0, 0.5]
-
-
 def test_targets_are_the_pixels_and_the_sound_at_the_points() -> None:
     _, config = made()
     image = torch.arange(2 * 2 * 8 * 8 * 3).view(2, 2, 8, 8, 3) % 251
     audio = torch.rand(2, 256)
     at = Points(torch.tensor([0, 64 + 8 + 3]), torch.tensor([3]))
+    assert perceiver_model.pixels(torch.tensor([0, 255], dtype=torch.uint8)).tolist() == [0.0, 1.0]
+    assert perceiver_model.sound(torch.tensor([-32768, 16384], dtype=torch.int16)).tolist() == [-1.0, 0.5]
     found, heard = perceiver_model.targets(image.byte(), audio, at, config)
     torch.testing.assert_close(found[1, 1], image[1, 1, 1, 3] / 255)
     torch.testing.assert_close(heard[:, 0], audio[:, 192:])
@@ -271,14 +281,7 @@ def test_a_video_is_turned_as_players_show_it_and_one_that_starts_late_is_found(
     assert before[0, 4, 8].min() > 200
     assert before[0, 12, 8].max() < 50
     np.testing.assert_array_equal(after, np.rot90(before, -1, axes=(1, 2)))
-    with av.open(str(tmp_path / "late.mkv"), "w") as container:
-        stream = container.add_stream("ffv1", rate=25)
-        stream.width = stream.height = 16
-        for number in range(8):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), 30 * number, np.uint8), format="rgb24")
-            frame.pts = 500 + number
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    mute(tmp_path / "late.mkv", 8, first=500)
     frames, _ = video.shown(tmp_path / "late.mkv", clip, s)
     assert len(frames) == 4
     assert len({int(frame[8, 8, 0]) for frame in frames}) == 4
@@ -363,8 +366,6 @@ def test_a_checkpoint_is_saved_once_by_all_ranks_together_and_every_clip_is_meas
 def test_it_does_not_copy_the_weights_or_wait_for_the_loss_in_every_step(
     clips: Path, alone: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from outlast.training.state import checkpoint
-
     captured, fetched = [], []
     capture, tolist = checkpoint.capture, torch.Tensor.tolist
     monkeypatch.setattr(checkpoint, "capture", lambda *args: captured.append(1) or capture(*args))
@@ -418,13 +419,7 @@ def test_videos_that_cannot_be_used_as_they_are_are_named(
         a_clip(tmp_path / "v" / "train" / "a" / f"{number}.mp4", number)
     a_clip(tmp_path / "v" / "val" / "a" / "0.mp4")
     a_clip(tmp_path / "v" / "train" / "a" / "short.mp4", frames=1)
-    with av.open(str(tmp_path / "v" / "train" / "a" / "mute.mkv"), "w") as container:
-        stream = container.add_stream("ffv1", rate=25)
-        stream.width = stream.height = 16
-        for i in range(4):
-            frame = av.VideoFrame.from_ndarray(np.full((16, 16, 3), i, np.uint8), format="rgb24")
-            container.mux(stream.encode(frame))
-        container.mux(stream.encode())
+    mute(tmp_path / "v" / "train" / "a" / "mute.mkv", 4)
     (tmp_path / "v" / "train" / "a" / "broken.mp4").write_bytes(b"no video at all")
     args = (f"--data={tmp_path / 'v'}", "--epochs=1", "--dropout=0")
     with pytest.raises(OutlastError, match=r"train/a/broken\.mp4 is damaged or no video .*--skip-bad"):

@@ -207,10 +207,3 @@ def test_a_log_leaves_out_what_is_no_training_and_goes_on_when_its_file_cannot_b
         else:
             assert log.speed() == 8 / wait
     assert log.elapsed_s == 3.0
-
-
-def test_results_replace_each_other_whole(tmp_path: Path) -> None:
-    for step in (1, 2):
-        results.write_json(tmp_path / "deep" / "final.json", {"step": step})
-    assert [path.name for path in (tmp_path / "deep").iterdir()] == ["final.json"]
-    assert json.loads((tmp_path / "deep" / "final.json").read_text()) == {"step": 2}

@@ -8,11 +8,13 @@ import os
 import signal
 import time
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 from torch import nn
 
+import local_checkpoints
 import worlds
 from outlast.job import contract
 from outlast.job.contract import Env
@@ -51,14 +53,17 @@ def train(flipped: int) -> None:
         (run.output / f"hash-{run.rank}.json").write_text(json.dumps(worlds.hashed(net.module, optimizer)))
 
 
+def world(flipped: int, output: Path, ranks: int, **how: Any) -> worlds.Ended:
+    return worlds.ended(worlds.started(functools.partial(train, flipped), output, ranks, **how), output)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("local", [1, 2], ids=["one rank a worker", "two ranks a worker"])
 def test_a_flipped_bit_is_named_with_tensor_step_and_rank_and_is_gone_after_a_restart(agents: Agents, local: int) -> None:
     ranks, flipped = 3 * local, 2 * local - 1
     for worker in range(3):
         agents.start(worker)
-    train_ = functools.partial(train, flipped)
-    end = worlds.ended(worlds.started(train_, agents.output, ranks, local=local, **{**SELDOM, Env.NODE: "n"}), agents.output)
+    end = world(flipped, agents.output, ranks, local=local, **SELDOM, **{Env.NODE: "n"})
     assert end.codes == [-signal.SIGKILL] * ranks, end.errors
     [first] = end.kinds("differs")
     assert (first["rank"], first["worker"], first["node"], first["copies"]) == (flipped, 1, "n", 3)
@@ -70,7 +75,7 @@ def test_a_flipped_bit_is_named_with_tensor_step_and_rank_and_is_gone_after_a_re
     assert [rank for rank, each in enumerate(told) if each and each.differs] == [flipped]
 
     agents.settle()
-    again = worlds.ended(worlds.started(train_, agents.output, ranks, generation=2, local=local, **SELDOM), agents.output)
+    again = world(flipped, agents.output, ranks, generation=2, local=local, **SELDOM)
     assert again.codes == [0] * ranks, again.errors
     assert [event["step"] for event in again.kinds("restored")][-1] >= FLIP_AT, "from memory, with the flipped bit in it"
     assert len({(agents.output / f"hash-{rank}.json").read_text() for rank in range(ranks)}) == 1
@@ -83,12 +88,11 @@ def test_by_choice_a_run_goes_back_without_the_worker_and_ends_as_the_undisturbe
     """With one rank a worker from memory, with two from a checkpoint. Later checkpoints are kept and do not count."""
     ranks, flipped, calm = 3 * local, 2 * local - 1, agents.output / "calm"
     how = {Env.CHECKPOINT_EVERY: "4 steps", Env.NODE: "n", Env.GO_BACK: "1"}
-    undisturbed = worlds.ended(worlds.started(functools.partial(train, -1), calm, ranks, generation=2, local=local, **how), calm)
+    undisturbed = world(-1, calm, ranks, generation=2, local=local, **how)
     assert undisturbed.codes == [0] * ranks, undisturbed.errors
     for worker in range(3):
         agents.start(worker)
-    train_ = functools.partial(train, flipped)
-    end = worlds.ended(worlds.started(train_, agents.output, ranks, local=local, **how), agents.output)
+    end = world(flipped, agents.output, ranks, local=local, **how)
     assert end.codes == [1] * ranks, end.errors
     [differs] = end.kinds("differs")
     step = differs["agreed"]
@@ -96,14 +100,13 @@ def test_by_choice_a_run_goes_back_without_the_worker_and_ends_as_the_undisturbe
     told = f"WrongBits: {differs['reason']}; the run goes back to step {step}, and another worker takes the place of this one"
     assert [told in error for error in end.errors] == [rank == flipped for rank in range(ranks)]
     directory = agents.output / contract.CHECKPOINTS
-    late = written_late(directory)
+    # what the first generation commits as a zombie, after it has ended
+    late = local_checkpoints.written(directory, 16, acquire=False).path
 
     agents.settle()
     agents.lose(1)
     agents.start(1)
-    again = worlds.ended(
-        worlds.started(train_, agents.output, ranks, generation=2, local=local, **how, **{Env.HELD: "14"}), agents.output
-    )
+    again = world(flipped, agents.output, ranks, generation=2, local=local, **how, **{Env.HELD: "14"})
     assert again.codes == [0] * ranks, again.errors
     restored = again.kinds("restored")[-1]
     assert (restored["step"], bool(restored["path"])) == ((step, False) if local == 1 else (8, True))
@@ -115,21 +118,12 @@ def test_by_choice_a_run_goes_back_without_the_worker_and_ends_as_the_undisturbe
     assert {each.generation for each in checkpoints.list_(directory) if each.step > step} == {2}
 
 
-def written_late(directory: Path) -> Path:
-    """A checkpoint that the first generation commits as a zombie, after it has ended."""
-    draft = checkpoints.saving(directory, 16, 1)
-    draft.mkdir()
-    path = directory / contract.checkpoint_name(16)
-    return checkpoints.commit(draft, checkpoints.Checkpoint(16, path, "r", 1, 3, 1.0), {}).path
-
-
 @pytest.mark.slow
 def test_a_third_way_back_that_leads_no_further_ends_the_run(agents: Agents) -> None:
     checkpoints.acquire(agents.output / contract.CHECKPOINTS, "r", 1)
     checkpoints.withdraw(agents.output / contract.CHECKPOINTS, "r", [(0, FLIP_AT), (0, FLIP_AT + 1)])
     for worker in range(3):
         agents.start(worker)
-    started = worlds.started(functools.partial(train, 1), agents.output, 3, **SELDOM, **{Env.GO_BACK: "1"})
-    end = worlds.ended(started, agents.output)
+    end = world(1, agents.output, 3, **SELDOM, **{Env.GO_BACK: "1"})
     assert end.codes == [1] * 3, end.errors
     assert all(f"going back to step {FLIP_AT - 1} has not helped 2 times, so the run ends" in error for error in end.errors)

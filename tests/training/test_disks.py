@@ -9,7 +9,6 @@ import resource
 import shutil
 import tempfile
 import threading
-import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
@@ -19,6 +18,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+import local_checkpoints
 import worlds
 from outlast.base.errors import Superseded
 from outlast.job import contract
@@ -303,19 +303,12 @@ class Worker:
         self.output, self.directory = output, output / contract.CHECKPOINTS
         self.uploader = upload.Uploader(output, place, "r", owner, checkpoints.Retention(3), lambda said: None)
 
-    def save(self, step: int, generation: int) -> None:
-        draft = checkpoints.saving(self.directory, step, generation)
-        draft.mkdir(parents=True)
-        (draft / "a").write_bytes(b"weights")
-        new = checkpoints.Checkpoint(step, self.directory / contract.checkpoint_name(step), "r", generation, 2, time.time())
-        checkpoints.commit(draft, new, {"a": {"size": 7, "crc32": checkpoints.checksum(draft / "a")}})
-
     def trains(self, generation: int, *, first: bool, upto: int) -> None:
         """Every disk has the checkpoints and metrics of all steps, and files of its own."""
         checkpoints.acquire(self.directory, "r", generation, first=first)
         done = max((c.step for c in checkpoints.list_(self.directory)), default=0)
         for step in range(done + 1, upto + 1):
-            self.save(step, generation)
+            local_checkpoints.written(self.directory, step, generation=generation, acquire=False)
             metrics.append(self.output / contract.METRICS, {"step": step})
         (self.output / contract.LOGS).mkdir(exist_ok=True)
         (self.output / contract.LOGS / f"{self.output.name}.log").write_text(f"step {upto}")
@@ -363,7 +356,7 @@ def test_when_rank_0_moves_its_new_disk_pushes_what_is_missing_and_the_old_one_n
     b.trains(2, first=True, upto=4)  # a is lost for a while
     b.push()
     assert stored(memory)[:2] == ([1, 3, 4], [1, 2, 3, 4])
-    a.save(9, 1)  # it does not know yet that it is not in the world any more
+    local_checkpoints.written(a.directory, 9, acquire=False)  # it does not know yet that it is not in the world any more
     metrics.append(a.output / contract.METRICS, {"step": 9})
     a.push()
     assert a.uploader.waiting() == []
@@ -405,15 +398,8 @@ def counted() -> None:
         return counted
 
     with session.open() as run:
-        for name in (
-            "all_gather",
-            "all_gather_object",
-            "all_reduce",
-            "barrier",
-            "broadcast",
-            "broadcast_object_list",
-            "new_group",
-        ):
+        names = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list", "new_group")
+        for name in names:
             setattr(dist, name, counting(name, getattr(dist, name)))
         begin = run.resume({"model": torch.nn.Linear(2, 2)})
         told = [dict(calls)]

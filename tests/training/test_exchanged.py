@@ -39,13 +39,6 @@ RECORDED: list[tuple[Any, str]] = [
         ),
     ),
     (
-        Outcome(20, True, "", False, "the disk of rank 2"),
-        (
-            "gASVfwAAAAAAAACMFm91dGxhc3QudHJhaW5pbmcuc2F2ZXKUjAdPdXRjb21llJOUKYGUfZQojARzdGVwlEsUjAljb21taXR0ZWSU"
-            "iIwGcmVhc29ulIwAlIwKc3VwZXJzZWRlZJSJjAllbHNld2hlcmWUjBJ0aGUgZGlzayBvZiByYW5rIDKUdWIu"
-        ),
-    ),
-    (
         (Outcome(20, True), 1764158400.5, News(3, b'{"step": 3}\n')),
         (
             "gASVxAAAAAAAAACMFm91dGxhc3QudHJhaW5pbmcuc2F2ZXKUjAdPdXRjb21llJOUKYGUfZQojARzdGVwlEsUjAljb21taXR0ZWSU"

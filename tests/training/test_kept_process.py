@@ -30,6 +30,10 @@ def test_a_process_whose_collectives_before_its_first_batch_are_known_goes_on(ca
 
 
 CALLS = "before its first batch, the script calls {}; only run.ddp() and a last run.resume() may come"
+HOOKS = (
+    "a model of run.ddp() has hooks, or options other than broadcast_buffers, bucket_cap_mb, dim, find_unused_parameters, "
+    "gradient_as_bucket_view"
+)
 OWN = "the script has collectives before its first batch, or process groups of its own"
 
 
@@ -43,11 +47,7 @@ OWN = "the script has collectives before its first batch, or process groups of i
         ),
         ({"streams": 0}, "`for batch in stream` reads 0 Streams of the state; it must read one"),
         ({"streams": 2}, "`for batch in stream` reads 2 Streams of the state; it must read one"),
-        (
-            {"hooks": True},
-            "a model of run.ddp() has hooks, or options other than broadcast_buffers, bucket_cap_mb, dim, "
-            "find_unused_parameters, gradient_as_bucket_view",
-        ),
+        ({"hooks": True}, HOOKS),
         (
             {"compiled": True},
             "torch.compile or torch.jit has compiled code, and would compile it otherwise than in a new process",

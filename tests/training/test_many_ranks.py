@@ -33,17 +33,14 @@ class Meeting:
 
     def __init__(self, ranks: int) -> None:
         self.values: list[Any] = [None] * ranks
-        self._all = threading.Barrier(ranks, timeout=120)
+        self.all = threading.Barrier(ranks, timeout=120)
 
     def gather(self, rank: int, value: Any) -> list[Any]:
         self.values[rank] = value
-        self._all.wait()
+        self.all.wait()
         found = list(self.values)
-        self._all.wait()
+        self.all.wait()
         return found
-
-    def abort(self) -> None:
-        self._all.abort()
 
 
 class Met(Disks):
@@ -133,9 +130,8 @@ class Workers:
 
     def state(self, value: float = 0.0) -> State:
         net = torch.nn.Linear(4, 4)
-        with torch.no_grad():
-            for parameter in net.parameters():
-                parameter.fill_(value)
+        for parameter in net.parameters():
+            parameter.data.fill_(value)
         return {"net": net, "counter": Counter()}
 
     def restored(self, make: Callable[[], State] | None = None) -> list[tuple[Restored, State]]:
@@ -157,7 +153,7 @@ class Workers:
                     found[rank] = resuming.restore(state, search, connected, 2), state
             except Exception as error:
                 errors.append(error)
-                meeting.abort()
+                meeting.all.abort()
 
         threads = [threading.Thread(target=restore, args=each, daemon=True) for each in enumerate(where)]
         for thread in threads:

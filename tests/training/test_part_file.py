@@ -26,17 +26,13 @@ def a_state() -> dict[str, object]:
     return {**tensors, **views, **kinds, "bytes": b"x" * 100_000}
 
 
-def saved(directory: Path) -> checkpoint_file.Writer:
+@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
+def test_what_is_written_is_read_back_to_the_bit_and_all_its_checksums_hold(tmp_path: Path) -> None:
     hurry = threading.Event()
     hurry.set()
-    writer = checkpoint_file.Writer(directory, hurry)
+    writer = checkpoint_file.Writer(tmp_path, hurry)
     state_dict_saver.save(a_state(), storage_writer=writer, no_dist=True)
-    return writer
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_what_is_written_is_read_back_to_the_bit_and_its_checksum_is_that_of_the_file(tmp_path: Path) -> None:
-    [(name, file)] = saved(tmp_path).files.items()
+    [(name, file)] = writer.files.items()
     data = (tmp_path / name).read_bytes()
     assert (file["size"], file["crc32"]) == (len(data), zlib.crc32(data))
     state = a_state()
@@ -48,12 +44,6 @@ def test_what_is_written_is_read_back_to_the_bit_and_its_checksum_is_that_of_the
             assert value.stride() == found[key].stride() or key == "part"
         else:
             assert value == found[key]
-
-
-@pytest.mark.filterwarnings("ignore:torch.distributed is disabled")
-def test_each_tensor_is_an_archive_whose_checksums_hold(tmp_path: Path) -> None:
-    [name] = saved(tmp_path).files
-    data = (tmp_path / name).read_bytes()
     places = FileSystemReader(tmp_path).read_metadata().storage_data.values()
     archives = [zipfile.ZipFile(io.BytesIO(data[place.offset : place.offset + place.length])) for place in places]
     assert [archive.testzip() for archive in archives] == [None] * len(a_state())

@@ -25,10 +25,11 @@ from outlast.job.contract import Env
 from outlast.storage import checkpoints
 from outlast.storage.snapshots import agent_messages, client, memory_files, server
 from outlast.storage.snapshots.client import Client, NoMemory
-from outlast.storage.snapshots.part_format import Item, Part
+from outlast.storage.snapshots.part_format import Part
 from outlast.training.state import background_save, checkpoint, newest_on_disks, resuming, snapshot_capture, snapshot_reader
 from outlast.training.state.resuming import Restored
 from outlast.training.state.shared_disks import Disks
+from waits import until
 
 MEMORY = 1 << 20
 
@@ -97,9 +98,8 @@ class World:
 
     def state(self, step: int = 0) -> dict[str, Any]:
         net = torch.nn.Linear(8, 8)
-        with torch.no_grad():
-            net.weight.fill_(step)
-            net.bias.fill_(step)
+        for parameter in net.parameters():
+            parameter.data.fill_(step)
         return {"net": net}
 
     def take(self, step: int, kinds: tuple[str, ...] = ("shared", "unique")) -> None:
@@ -111,21 +111,13 @@ class World:
             rooms = [of.room(snapshot_capture.size(content, objects), at, before) for content, objects in contents]
             capturing.copy([(content, room) for (content, _), room in zip(contents, rooms, strict=True)])()
             for (content, objects), room in zip(contents, rooms, strict=True):
-                if rank == 0 or content.kind in kinds:
-                    self._publish(
-                        of,
-                        Part("r", *at, 2, rank, rank, 0, 1, content.kind),
-                        *snapshot_capture.write_objects(content, objects, room),
-                        room,
-                    )
-
-    def _publish(self, of: Client, part: Part, index: list[Item], size: int, room: client.Room) -> None:
-        unique, before = part.kind == "unique", (1, part.step - 1)
-        to = [self.agents[1 - part.rank].address] if unique else []
-        of.publish(room, dataclasses.replace(part, bytes=size), index, to=to, complete=before)
-        while (state := of.poll()[part.kind, part.step]) in ("", "held") and not (state == "held" and not unique):
-            pass
-        assert state in ("held", "replicated"), state
+                if rank == 1 and content.kind not in kinds:
+                    continue
+                index, size = snapshot_capture.write_objects(content, objects, room)
+                to = [self.agents[1 - rank].address] if content.kind == "unique" else []
+                part = Part("r", *at, 2, rank, rank, 0, 1, content.kind, bytes=size)
+                of.publish(room, part, index, to=to, complete=before)
+                until(lambda of=of, part=part: of.poll()[part.kind, step] == ("replicated" if part.kind == "unique" else "held"))
 
     def damage(self, *workers: int, **of: object) -> None:
         """Change a bit of these parts."""
@@ -187,13 +179,14 @@ def torn(world: World) -> None:
     world.take(3, kinds=("shared",))
 
 
-def stale(world: World) -> None:
+def stale(world: World, agents: int = 1) -> None:
     """Worker 0's memory is used again after it was listed."""
     other = world.other
 
     def listed() -> list[tuple[str, Part]]:
         found = other()
-        world.agents[0].rooms.forget((1, 1))
+        for agent in world.agents[:agents]:
+            agent.rooms.forget((1, 1))
         return found
 
     world.other = listed
@@ -201,15 +194,7 @@ def stale(world: World) -> None:
 
 def gone(world: World) -> None:
     """All memory of step 2 is used again after it was listed."""
-    other = world.other
-
-    def listed() -> list[tuple[str, Part]]:
-        found = other()
-        for agent in world.agents:
-            agent.rooms.forget((1, 1))
-        return found
-
-    world.other = listed
+    stale(world, agents=2)
 
 
 def foreign(world: World) -> None:
@@ -264,12 +249,7 @@ def handing_out_another(world: World) -> None:
         ),
         (foreign, 2, "memory", ["run s is another run than r: its snapshot of step 9 does", "generation 3 is not over"]),
         (wrong_here, 2, "peer", ["has a wrong checksum in a snapshot (in the memory of worker 0", "another copy is read"]),
-        (
-            wrong_everywhere,
-            1,
-            "memory",
-            ["the snapshot of step 2 (generation 1) cannot be used: rank 0: rng/0 has a wrong checksum"],
-        ),
+        (wrong_everywhere, 1, "memory", ["step 2 (generation 1) cannot be used: rank 0: rng/0 has a wrong checksum"]),
         (lying_of_its_own, 2, "memory", ["the snapshot of step 7 (generation 1) lacks what rank 0 of 2 alone had"]),
         (lying_of_all, 2, "memory", ["the snapshot of step 7 (generation 1) cannot be used", "not in the memory of this worker"]),
         (

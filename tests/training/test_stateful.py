@@ -56,10 +56,6 @@ def a_loader(dataset: Any = None, epochs: int = 3) -> Stateful:
     return Stateful(StatefulDataLoader(dataset or Numbers(), batch_size=3, **shuffled), epochs=epochs)
 
 
-def captured(loader: Stateful, directory: Path, rank: int = 0, ranks: int = 1) -> checkpoint.Flat:
-    return checkpoint.capture({"loader": loader}, rank, ranks)
-
-
 @pytest.mark.parametrize("dataset", [None, Flow()])
 def test_a_loader_goes_on_with_the_very_next_batch_and_disturbs_no_random_number(dataset: Any):
     whole = [(batch.tolist(), float(torch.rand(()))) for batch in a_loader(dataset)]
@@ -78,9 +74,7 @@ def test_a_loader_goes_on_with_the_very_next_batch_and_disturbs_no_random_number
         assert second.step == len(whole)
 
 
-def test_with_another_number_of_ranks_the_epoch_begins_anew_and_a_warning_says_what_comes_again(
-    caplog: pytest.LogCaptureFixture,
-):
+def test_with_another_number_of_ranks_the_epoch_begins_anew_and_a_warning_says_what_comes_again(caplog: pytest.LogCaptureFixture):
     loader = a_loader()
     for _ in loader:
         if loader.step == 6:
@@ -98,11 +92,10 @@ def test_with_another_number_of_ranks_the_epoch_begins_anew_and_a_warning_says_w
     assert (ended.epoch, len(list(ended)), caplog.text) == (2, 4, "")
 
 
-def test_a_checkpoint_holds_the_state_of_each_ranks_loader(tmp_path: Path):
+def test_a_checkpoint_holds_the_state_of_each_ranks_loader():
     loader = a_loader()
     next(iter(loader))
-    flat = checkpoint.capture({"loader": loader}, 1, 2)
-    assert sorted(flat) == ["loader/1", "rng/1"]
+    assert sorted(checkpoint.capture({"loader": loader}, 1, 2)) == ["loader/1", "rng/1"]
     assert sorted(checkpoint.capture({"loader": loader}, 0, 2)) == ["loader", "loader/0", "rng/0"]
 
 

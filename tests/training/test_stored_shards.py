@@ -474,7 +474,7 @@ def test_a_full_disk_is_one_sentence_and_read_ahead_gives_way_to_what_is_needed_
     place.announce([], 1)
     held = [place.hold(shard) for shard in shards._shards[:5]]
     small_disks.fill(small_disk)
-    with pytest.raises(OutlastError, match=r"the disk of the cache \S+ is full, of which the cache has .*; make room"):
+    with pytest.raises(OutlastError, match=r"the disk of the cache \S+ is full, and the cache uses .* of it; make room"):
         place.hold(shards._shards[5])
     small_disks.repair(small_disk)
     place.hold(shards._shards[5])

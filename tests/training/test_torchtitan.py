@@ -33,10 +33,7 @@ from outlast.job.contract import Env
 
 pytest.importorskip("torchtitan")
 
-pytestmark = [
-    pytest.mark.filterwarnings("ignore"),
-    pytest.mark.timeout(300),
-]
+pytestmark = [pytest.mark.filterwarnings("ignore"), pytest.mark.timeout(300)]
 SAMPLES, BATCH, STEPS, LENGTH = 18, 4, 12, 16
 
 
@@ -260,9 +257,6 @@ def one_rank(monkeypatch: pytest.MonkeyPatch, a_checkpoint_of_each_step: None) -
     torch.autograd.set_multithreading_enabled(True)
 
 
-def nothing(_: Any) -> None: ...
-
-
 def at(method: str, step: int, act: Callable[[Any], None]) -> Callable[[Any], None]:
     """Return what makes a Trainer do something at a step, before one of its methods: `train_step` or `validator.validate`."""
 
@@ -284,11 +278,7 @@ def die(_: Any) -> None:
     raise Killed
 
 
-def tell_to_leave(trainer: Any) -> None:
-    trainer.checkpointer.run._leaving = True
-
-
-def trained(config: Any, prepare: Callable[[Any], None] = nothing) -> Any:
+def trained(config: Any, prepare: Callable[[Any], object] = lambda trainer: None) -> Any:
     """Train in this process as torchtitan's `main` does."""
     trainer = config.build()
     prepare(trainer)
@@ -314,9 +304,8 @@ def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(
         with pytest.raises(Killed):
             trained(struck(), disturbance)
     monkeypatch.setenv(Env.CHECKPOINT_EVERY, "1000 steps")
-    with pytest.raises(SystemExit) as left:
-        trained(struck(), at("train_step", 8, tell_to_leave))
-    assert left.value.code == 75
+    with pytest.raises(SystemExit, match="75"):
+        trained(struck(), at("train_step", 8, lambda trainer: setattr(trainer.checkpointer.run, "_leaving", True)))
     last = trained(struck())
     assert last.dataloader.dataset.read == calm.dataloader.dataset.read[8 * BATCH :]
     assert (hashed(last), last.ntokens_seen) == (hashed(calm), calm.ntokens_seen)
@@ -366,16 +355,9 @@ def test_a_checkpoint_of_torchtitan_is_imported_at_the_first_start_and_not_read_
     assert sorted(path.name for path in (tmp_path / "checkpoint").iterdir()) == ["step-12", "step-8"]
 
 
-def a_list(*_: Any) -> Any:
-    return [1, 2]
-
-
-def weighted(_: Any, length: int) -> Any:
-    return data(_, length, shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
-
-
+weighted = functools.partial(data, shuffle=False, sampler=WeightedRandomSampler([1.0] * SAMPLES, SAMPLES))
 REFUSED: dict[str, dict[str, Any]] = {
-    "the training loader is a list of 2, whose samples have no order": {"make": a_list},
+    "the training loader is a list of 2, whose samples have no order": {"make": lambda *_: [1, 2]},
     "the loader's WeightedRandomSampler chooses the samples itself": {"make": weighted},
     "the loader's batch is 4, and training.global_batch_size -1; make them the same": {"training": {"global_batch_size": -1}},
     "the loader is a HuggingFace, which fits one number of ranks only; set dataloader=": {"dataloader": "theirs"},

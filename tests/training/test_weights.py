@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import importlib.util
-import json
 import resource
 import shutil
 import subprocess
@@ -98,16 +97,14 @@ def exported(kind: str) -> None:
             said = str(path.relative_to(run.output))
         except OutlastError as error:
             said = str(error)
-        (run.output / f"said-{run.rank}.json").write_text(json.dumps(said)) if kind != "full disk" else print(
-            said, file=sys.stderr
-        )
+        print(said, file=sys.stderr)
 
 
 @pytest.mark.parametrize("kind", ["ddp", "fsdp"])
 def test_wrapped_and_sharded_models_are_exported_whole_under_their_own_names(tmp_path: Path, kind: str):
     end = worlds.ended(worlds.started(functools.partial(exported, kind), tmp_path, 2), tmp_path)
     assert end.codes == [0, 0], end.errors
-    assert {json.loads((tmp_path / f"said-{rank}.json").read_text()) for rank in range(2)} == {"end/model.pt"}
+    assert end.errors == ["end/model.pt\n"] * 2
     found = torch.load(tmp_path / "end/model.pt", weights_only=True)
     assert {name: (type(tensor), tuple(tensor.shape), tensor.dtype) for name, tensor in found.items()} == {
         "0.weight": (torch.Tensor, (9, 7), torch.float32),

@@ -84,13 +84,13 @@ def _library() -> Any:
     return transformers
 
 
-def trained_tokenizer(texts: Sequence[str], size: int, template: str | None = chat.TEMPLATE) -> Any:
+def trained_tokenizer(texts: Sequence[str], size: int) -> Any:
     """Train a byte-level BPE on the given texts, and wrap it for transformers."""
     made = tokenizer.library().Tokenizer.from_str(tokenizer.train(texts, size))
     wrapped = _library().PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=tokenizer.SEPARATOR, pad_token=tokenizer.SEPARATOR
     )
-    wrapped.chat_template = template
+    wrapped.chat_template = chat.TEMPLATE
     return wrapped
 
 

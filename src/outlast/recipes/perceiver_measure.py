@@ -20,6 +20,8 @@ from outlast.training import Shards, device
 
 NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
 """Names of the sums over clips, in their order in a (7,) float64 tensor."""
+_CHUNK = 8192
+"""Maximum number of points that are decoded at a time; arbitrary."""
 
 
 def means(sums: Tensor, s: Any) -> dict[str, float]:
@@ -64,15 +66,15 @@ def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: 
     return torch.tensor(sums, dtype=torch.float64)
 
 
-def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype, chunk: int = 8192) -> Decoded:
+def decoded(model: Perceiver, video: Tensor, audio: Tensor, points: Points, kind: torch.dtype) -> Decoded:
     """Reconstruct clips with hidden labels, at any number of points. The latents are computed only once."""
     where, b = video.device, len(video)
     no_label = torch.zeros(b, dtype=torch.int64, device=where)
     parts = []
     with device.of(where).autocast(kind):
         latents = model.encode(video, audio, no_label, torch.ones(b, dtype=torch.bool, device=where))
-        image = points.image.split(chunk)
-        sound = points.audio.split(chunk)
+        image = points.image.split(_CHUNK)
+        sound = points.audio.split(_CHUNK)
         for number in range(max(len(image), len(sound))):
             some = Points(*(each[number] if number < len(each) else each[0][:0] for each in (image, sound)))
             parts.append(model.decode(latents, Points(*(each.to(where) for each in some))))

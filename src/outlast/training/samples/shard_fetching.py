@@ -297,7 +297,7 @@ class Fetched:
         if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
             remedy = "make room, or let OUTLAST_CACHE name a directory of a larger disk"
             used = units.human_bytes(sum(thing.size for thing in data_cache.things(self._cache)))
-            return f"the disk of the cache {self._cache} is full, of which the cache has {used}; {remedy}", True
+            return f"the disk of the cache {self._cache} is full, and the cache uses {used} of it; {remedy}", True
         if isinstance(error, OSError):
             return f"{what} cannot be cached: {error}", False
         return str(error), isinstance(error, Damaged) or (isinstance(error, StoreError) and error.retry)

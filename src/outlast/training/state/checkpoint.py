@@ -71,7 +71,7 @@ def check(state: State) -> None:
             raise OutlastError(f"{name!r} is a {type(thing).__name__} without state_dict and load_state_dict; {instead}")
         if isinstance(thing, DataLoader) and dist.is_initialized() and dist.get_world_size() > 1:
             raise OutlastError(
-                f"{name!r} is a {type(thing).__name__}, of which each rank has another state; wrap it: Stateful(loader)"
+                f"{name!r} is a {type(thing).__name__}, whose state differs between ranks; wrap it: Stateful(loader)"
             )
         if isinstance(thing, torch.optim.Optimizer) and not parameters.issuperset(_parameters(thing)):
             raise OutlastError(f"optimizer {name!r} holds a parameter of none of the modules; name the module it belongs to, too")
