@@ -22,7 +22,7 @@ def test_who_failed_first_and_ends_last_is_the_cause(machine, processes: int):
         "dist.barrier()\n"
     )
     workers = {"workers": {"replicas": 2 // processes}, "processesPerWorker": processes}
-    status = machine.run(machine.job(**a_script(machine, text), **workers, restarts={"limit": 0}))
+    status = machine.run(machine.job(**a_script(machine, text), **workers, restarts={"limit": 0}, hang={"limit": "5m"}))
     assert (status.state, status.failure.rank, status.failure.code) == (State.FAILED, 1, 1)
     assert status.failure.reason == f"rank 1 on worker {2 // processes - 1} raised ValueError: a bug"
 

@@ -398,7 +398,8 @@ def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
 # The process
 
 
-def test_two_followers_of_one_output_are_impossible(tmp_path: Path):
+def test_two_followers_of_one_output_are_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setattr(follower_supervisor, "LEAVE_S", 60.0)  # followers have the lowest priority
     (tmp_path / "checkpoints").mkdir()
     append(tmp_path, 1)
     one = follower_supervisor.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
