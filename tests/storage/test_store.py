@@ -490,19 +490,18 @@ def test_credentials_may_come_from_a_process(nobody: Place, tmp_path: Path, monk
     works(nobody)
 
 
-def test_credentials_may_come_from_the_instance(nobody: Place, metadata: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-    monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
-    assert s3.access().credentials.method == "iam-role"
-
-
-def test_credentials_may_come_from_a_pods_identity(
-    nobody: Place, metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("method", ["iam-role", "container-role"])
+def test_credentials_may_come_from_the_instance_or_a_pods_identity(
+    nobody: Place, metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
 ) -> None:
-    (tmp_path / "token").write_text("token")
-    monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata}/v1/credentials")
-    monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
-    assert s3.access().credentials.method == "container-role"
+    if method == "iam-role":
+        monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
+        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
+    else:
+        (tmp_path / "token").write_text("token")
+        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata}/v1/credentials")
+        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
+    assert s3.access().credentials.method == method
 
 
 def test_credentials_may_come_from_a_web_identity(moto: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
