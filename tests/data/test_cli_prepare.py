@@ -61,9 +61,6 @@ def test_a_flipped_bit_is_found(outlast: Outlast, source: Path, tmp_path: Path) 
     code, out, err = outlast("verify", tmp_path / "out")
     assert (code, out) == (78, "")
     assert err.startswith("Error: TMP/out: train.bin is damaged: its sha256 is ")
-    path.unlink()
-    code, _, err = outlast("verify", tmp_path / "out")
-    assert (code, err) == (78, "Error: TMP/out: train.bin is missing; get or prepare the dataset again\n")
 
 
 def test_a_dataset_is_made_in_a_store(outlast: Outlast, source: Path, tmp_path: Path) -> None:
@@ -102,20 +99,9 @@ def test_an_upload_goes_on_where_it_was(outlast: Outlast, source: Path, tmp_path
     assert outlast("verify", place)[0] == 0
 
 
-@pytest.mark.parametrize(
-    ("options", "reason"),
-    [
-        (("--shard-size", "many"), "Error: --shard-size many is not a quantity; write 16Gi\n"),
-        (
-            ("--tokenizer", "nowhere.json"),
-            "Error: there is no tokenizer nowhere.json; name a tokenizer.json, char, bpe or gpt2-like\n",
-        ),
-    ],
-)
-def test_a_wrong_option_is_one_sentence(
-    outlast: Outlast, source: Path, tmp_path: Path, options: tuple[str, ...], reason: str
-) -> None:
-    assert outlast("prepare", "text", source, "--to", tmp_path / "out", *options) == (2, "", reason)
+def test_a_wrong_option_is_one_sentence(outlast: Outlast, source: Path, tmp_path: Path) -> None:
+    said = outlast("prepare", "text", source, "--to", tmp_path / "out", "--shard-size", "many")
+    assert said == (2, "", "Error: --shard-size many is not a quantity; write 16Gi\n")
 
 
 def test_other_kinds_are_prepared(outlast: Outlast, tmp_path: Path) -> None:

@@ -15,6 +15,7 @@ from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
 
 NAMES = [f"class {i}" for i in range(10)]
+PIXELS = "not uint8 of shape (n, 3072)"
 
 
 def some_images(n: int, seed: int = 0) -> np.ndarray:
@@ -110,15 +111,9 @@ def test_an_array_that_claims_more_memory_than_it_brings_is_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({b"labels": [1]}, "data in data_batch_3 is NoneType, not uint8 of shape (n, 3072)"),
-        (
-            {b"labels": [1], b"data": np.zeros((1, 3072))},
-            "data in data_batch_3 is float64 of shape (1, 3072), not uint8 of shape (n, 3072)",
-        ),
-        (
-            {b"labels": [1], b"data": np.zeros((1, 784), np.uint8)},
-            "data in data_batch_3 is uint8 of shape (1, 784), not uint8 of shape (n, 3072)",
-        ),
+        ({b"labels": [1]}, f"data in data_batch_3 is NoneType, {PIXELS}"),
+        ({b"labels": [1], b"data": np.zeros((1, 3072))}, f"data in data_batch_3 is float64 of shape (1, 3072), {PIXELS}"),
+        ({b"labels": [1], b"data": np.zeros((1, 784), np.uint8)}, f"data in data_batch_3 is uint8 of shape (1, 784), {PIXELS}"),
         ({b"fine_labels": [1], b"data": np.zeros((1, 3072), np.uint8)}, "labels in data_batch_3 is not a list of whole numbers"),
         ({b"labels": [1, 2], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has 1 images and 2 labels"),
         ({b"labels": [10], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has a label 10, and labels are 0 to 9"),

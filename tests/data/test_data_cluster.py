@@ -95,15 +95,9 @@ def test_it_is_created_and_seen_by_the_commands_for_jobs(team: apiserver.ApiServ
         (("--on", "kubernetes"), "in a cluster the data need a place that stays: --claim NAME:/PATH for a volume, or --to s3://"),
         (("--on", "kubernetes", "--to", "data/x"), "in a cluster the data need a place that stays"),
         (("--on", "kubernetes", "--claim", "efs-pvc"), "--claim efs-pvc is no claim with a path; write --claim NAME:/PATH"),
-        (
-            ("--on", "kubernetes", "--claim", "efs-pvc:/e", "--to", "/f"),
-            "--to /f is not on the claim, which is at /e; give a ",
-        ),
+        (("--on", "kubernetes", "--claim", "efs-pvc:/e", "--to", "/f"), "--to /f is not on the claim, which is at /e; give a "),
         (("--on", "kubernetes", "--claim", "other:/e"), "there is no claim other in namespace n; create it, or choose another"),
-        (
-            ("--on", "kubernetes", "--claim", "efs-pvc:/e", "--from", "x.tgz"),
-            "--from is a file of this machine, which ",
-        ),
+        (("--on", "kubernetes", "--claim", "efs-pvc:/e", "--from", "x.tgz"), "--from is a file of this machine, which "),
         (("--on", "cluster"), "no place to do it cluster; there is kubernetes"),
         (("--claim", "efs-pvc:/e"), "--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes"),
     ],

@@ -193,8 +193,12 @@ def test_what_was_downloaded_before_the_disk_was_full_is_used_again(
     web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     url = web.put("set.tar", packed("tar"))
+
+    def out_of_space(*_: object, **__: object) -> None:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
     with monkeypatch.context() as full:
-        full.setattr(obtain.unpack, "extract", raises(OSError(errno.ENOSPC, "No space left on device")))
+        full.setattr(obtain.unpack, "extract", out_of_space)
         with pytest.raises(OutlastError, match=r"^the disk of .*/to is full; make room there and run the same command again"):
             got(url, tmp_path / "to")
     assert dataset_directory.incomplete(tmp_path / "to")
@@ -248,13 +252,6 @@ def test_an_archive_cannot_bring_a_marker_of_its_own(web: Web, tmp_path: Path) -
     assert got(web.put("state.json", b"{}"), tmp_path / "other")
 
 
-def raises(error: Exception) -> Callable[..., None]:
-    def function(*_: object, **__: object) -> None:
-        raise error
-
-    return function
-
-
 def test_another_version_of_a_dataset_is_not_taken_for_it(web: Web, tmp_path: Path) -> None:
     url = web.put("set.tar", packed("tar"))
     assert got(url, tmp_path / "to")
@@ -284,18 +281,10 @@ def test_the_registry_is_sorted_and_every_url_is_one() -> None:
     assert named_datasets.of_url("https://h/a/corpus.tar.zst?x=1").directory == "corpus"
 
 
-def digest(directory: Path) -> str:
-    """Of all names and contents below a directory."""
-    found = hashlib.sha256()
-    for path in sorted(path for path in directory.rglob("*") if path.is_file() and path.name != dataset_directory.MARKER):
-        found.update(f"{path.relative_to(directory)}\0".encode() + path.read_bytes())
-    return found.hexdigest()
-
-
 def test_the_standard_library_is_the_same_text_each_time_without_tests_and_packages(tmp_path: Path) -> None:
     assert got("python-stdlib", tmp_path / "a")
     stdlib_text.write(tmp_path / "b")
-    assert digest(tmp_path / "a") == digest(tmp_path / "b")
+    assert tree(tmp_path / "a") == tree(tmp_path / "b")
     names = {path.relative_to(tmp_path / "a").as_posix() for path in (tmp_path / "a").rglob("*.*")}
     assert {"argparse.py", "json/decoder.py"} < names
     assert not {name for name in names if name.startswith(("test/", "site-packages/", "_sysconfigdata_"))}
@@ -363,22 +352,23 @@ def test_unpacking_can_be_stopped_and_the_download_is_kept(web: Web, tmp_path: P
 
 
 def test_a_directory_with_other_files_or_another_dataset_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "thesis.tex").write_text("years of work")
-    with pytest.raises(OutlastError, match=r"holds other files \(thesis.tex\); choose a new or an empty directory"):
-        got("python-stdlib", tmp_path)
-    assert [path.name for path in tmp_path.iterdir()] == ["thesis.tex"]
-    (tmp_path / "there").mkdir()
-    (tmp_path / "there" / dataset_directory.MARKER).write_text(dataset_directory.Marker("cifar10", "https://x").text())
-    with pytest.raises(OutlastError, match=r"there holds cifar10; choose another place for python-stdlib"):
-        got("python-stdlib", tmp_path / "there")
-    (tmp_path / "begun" / dataset_directory.COMING).mkdir(parents=True)
-    (tmp_path / "begun" / dataset_directory.COMING / "name").write_text("cifar10")
-    with pytest.raises(OutlastError, match=r"begun holds a part of cifar10; complete that with the same command as before"):
-        got("python-stdlib", tmp_path / "begun")
-    with pytest.raises(OutlastError, match=r"thesis.tex is a file; choose a directory"):
-        got("python-stdlib", tmp_path / "thesis.tex")
-    with pytest.raises(OutlastError, match=r"cannot write python-stdlib to /proc/nothing: .*; correct that, or choose another"):
-        got("python-stdlib", Path("/proc/nothing"))
+    mine, there, coming = tmp_path / "mine", tmp_path / "there", tmp_path / "begun" / dataset_directory.COMING
+    mine.mkdir()
+    (mine / "thesis.tex").write_text("years of work")
+    there.mkdir()
+    (there / dataset_directory.MARKER).write_text(dataset_directory.Marker("cifar10", "https://x").text())
+    coming.mkdir(parents=True)
+    (coming / "name").write_text("cifar10")
+    for place, reason in (
+        (mine, r"holds other files \(thesis.tex\); choose a new or an empty directory"),
+        (there, "there holds cifar10; choose another place for python-stdlib"),
+        (coming.parent, "begun holds a part of cifar10; complete that with the same command as before"),
+        (mine / "thesis.tex", "thesis.tex is a file; choose a directory"),
+        (Path("/proc/nothing"), "cannot write python-stdlib to /proc/nothing: .*; correct that, or choose another"),
+    ):
+        with pytest.raises(OutlastError, match=reason):
+            got("python-stdlib", place)
+    assert [path.name for path in mine.iterdir()] == ["thesis.tex"]
 
 
 def test_getting_and_reading_import_no_torch() -> None:

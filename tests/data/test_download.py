@@ -203,13 +203,7 @@ def test_a_download_that_was_stopped_goes_on_with_what_is_missing(web: Web, said
 
 def test_a_damaged_state_is_none(web: Web, said: Said, tmp_path: Path) -> None:
     url = web.put("data.bin", CONTENT)
-    for text in (
-        "",
-        "{",
-        "[]",
-        '{"size": 95123}',
-        '{"of": "x", "size": 95123, "etag": "", "modified": "", "done": 95123}',
-    ):
+    for text in ("", "{", "[]", '{"size": 95123}', '{"of": "x", "size": 95123, "etag": "", "modified": "", "done": 95123}'):
         (tmp_path / "state.json").write_text(text)
         (tmp_path / "content").write_bytes(bytes(len(CONTENT)))
         assert said.fetch(url, tmp_path) == CONTENT

@@ -260,23 +260,6 @@ def test_one_process_packs_and_the_others_wait(tmp_path: Path, capfd: Any) -> No
     assert capfd.readouterr().err.count("outlast: packed 96 images") == 1
 
 
-def test_tiny_imagenets_flat_val_has_all_its_classes(tmp_path: Path) -> None:
-    archive = tmp_path / "archive"
-    source = archive / "tiny-imagenet-200"
-    names = [f"n{i:02d}" for i in range(20)]
-    for i, name in enumerate(names):
-        an_image(source / "train" / name / "images" / f"{name}_0.JPEG", i)
-        an_image(source / "val" / "images" / f"val_{i}.JPEG", 1000 + i)
-    lines = [f"val_{i}.JPEG\t{names[(i + 1) % 20]}\t0\t0\t63\t63" for i in range(20)]
-    (source / "val" / "val_annotations.txt").write_text("\n".join(lines))
-    found = pixels.packed(pixels.pack(archive, size=SIZE), "val")
-    assert found.classes == names, "not one class, images"
-    labels = {sample.y.item(): sample.x.numpy() for sample in found}
-    theirs = pixels.folder(archive, "val", size=SIZE)
-    assert [theirs.items[i].file for i in range(20) if theirs[i].y == 4] == ["val/images/val_3.JPEG"]
-    assert sorted(labels) == list(range(20))
-
-
 def test_a_damaged_image_is_named_or_left_out_and_another_stands_in(tmp_path: Path, capfd: Any) -> None:
     source = a_folder(tmp_path / "pictures")
     (source / "train" / "bee" / "3.jpg").write_bytes(b"\xff\xd8 no image")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import functools
 import json
 import os
 import random
@@ -195,24 +196,21 @@ def whole(tmp_path_factory: pytest.TempPathFactory) -> Path:
     "after", [pytest.param(after, marks=[pytest.mark.slow] if after % 28 else []) for after in range(0, 60, 7)]
 )
 def test_a_run_that_ends_anywhere_is_continued_and_the_bytes_are_the_same(tmp_path: Path, whole: Path, after: int) -> None:
-    source, calls = whole / "source", 0
+    calls: list[int] = []
 
     def progress(stage: str, done: int, total: int) -> None:
-        nonlocal calls
-        calls += 1
-        if calls > after:
+        calls.append(done)
+        if len(calls) == after + 1:
             raise Killed
 
+    again = functools.partial(prepare, whole / "source", tmp_path / "out", Settings("char", shard_size=2000), progress=progress)
     with pytest.raises(Killed):
-        prepare(source, tmp_path / "out", Settings("char", shard_size=2000), progress=progress)
+        again()
     assert not (tmp_path / "out" / "manifest.json").exists()
-    first: list[tuple[str, int]] = []
-    prepare(
-        source, tmp_path / "out", Settings("char", shard_size=2000), progress=lambda stage, done, _: first.append((stage, done))
-    )
+    again()
     assert digests(tmp_path / "out") == digests(whole / "whole")
     if after > 5:
-        assert first[0][1] > 0, "units that were done are not done again"
+        assert calls[after + 1] > 0, "units that were done are not done again"
 
 
 def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path) -> None:
@@ -235,16 +233,6 @@ def test_a_killed_command_continues_and_its_processes_end_with_it(tmp_path: Path
     assert psutil.wait_procs(helpers, timeout=60)[1] == []
     prepare(source, tmp_path / "out", settings, unit=300)
     assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-
-
-def test_a_finished_dataset_is_not_made_again(tmp_path: Path) -> None:
-    source = a_source(tmp_path / "source")
-    first = prepare(source, tmp_path / "out", Settings("char"))
-    before = (tmp_path / "out" / "train.bin").stat()
-    assert prepare(source, tmp_path / "out", Settings("char")) == first
-    assert (tmp_path / "out" / "train.bin").stat() == before
-    with pytest.raises(OutlastError, match="holds another dataset, or one made with other settings; write to a new place"):
-        prepare(source, tmp_path / "out", Settings("char", val=0.2))
 
 
 def test_an_unfinished_dataset_of_other_settings_is_begun_again(tmp_path: Path) -> None:
@@ -351,14 +339,8 @@ def bad(tmp_path: Path, settings: Settings, **request: Any) -> str:
     ("settings", "reason"),
     [
         (Settings("char", val=1.0), "--val 1.0 is no share of the text; give one from 0 to below 1, such as 0.1"),
-        (
-            Settings("bpe", vocab_size=256),
-            "--vocab-size 256 is too small: 256 bytes and the separator need 257; give a larger one",
-        ),
-        (
-            Settings("char", vocab_size=300),
-            "--vocab-size is that of a tokenizer trained here, and --tokenizer is char; leave it out",
-        ),
+        (Settings("bpe", vocab_size=256), "--vocab-size 256 is too small: 256 bytes and the separator need 257; give a larger"),
+        (Settings("char", vocab_size=300), "--vocab-size is that of a tokenizer trained here, and --tokenizer is char; leave it"),
         (Settings("nowhere.json"), "there is no tokenizer nowhere.json; name a tokenizer.json, char, bpe or gpt2-like"),
         (Settings("char", separator="<end>"), "the tokenizer has no token <end> to separate documents; name one that it has, or"),
         (Settings("char", patterns=("*.py",)), "TMP/source has no files that match *.py; name another source"),
@@ -374,9 +356,7 @@ def test_a_wrong_setting_is_one_sentence(tmp_path: Path, settings: Settings, rea
 def test_what_is_not_utf_8_is_named(tmp_path: Path, processes: int) -> None:
     source = a_source(tmp_path / "source")
     (source / "a" / "latin.txt").write_bytes(b"caf\xe9 au lait")
-    reason = (
-        "a/latin.txt is not UTF-8: byte 3 is 0xe9; name the files to read with --glob, convert it, or leave it out with --skip"
-    )
+    reason = "a/latin.txt is not UTF-8: byte 3 is 0xe9; name the files to read with --glob, convert it, or leave it out with"
     assert bad(tmp_path, Settings("char"), processes=processes).startswith(reason)
     assert prepare(source, tmp_path / "out", Settings("char", skip_damaged=True)).source["damaged"] == 1
 
@@ -406,10 +386,8 @@ def test_a_bad_record_is_named_by_its_line(tmp_path: Path, line: str, reason: st
 def test_an_empty_part_is_refused(tmp_path: Path) -> None:
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "r.jsonl").write_text('{"text": "some"}\n' * 5)
-    reason = bad(tmp_path, Settings("char", val=0.5))
-    assert reason.startswith(
-        ("val would be empty: give more data or a larger --val, or --val 0 for none", "train would be empty")
-    )
+    reasons = ("val would be empty: give more data or a larger --val, or --val 0 for none", "train would be empty")
+    assert bad(tmp_path, Settings("char", val=0.5)).startswith(reasons)
     (tmp_path / "source" / "r.jsonl").write_text("")
     assert bad(tmp_path, Settings("char")) == "TMP/source has no text: its files are empty; name another source"
 
@@ -443,17 +421,8 @@ def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_twenty_kills_at_any_moment_change_no_byte(tmp_path: Path) -> None:
     source = a_source(tmp_path / "source", 400)
-    command = [
-        str(Path(sys.executable).with_name("outlast")),
-        "data",
-        "prepare",
-        "text",
-        str(source),
-        "--processes",
-        "2",
-        "--vocab-size",
-        "400",
-    ]
+    outlast = str(Path(sys.executable).with_name("outlast"))
+    command = [outlast, "data", "prepare", "text", str(source), "--processes", "2", "--vocab-size", "400"]
     subprocess.run([*command, "--to", str(tmp_path / "whole")], check=True)
     rng = random.Random(0)
     kills = 0

@@ -16,13 +16,27 @@ from outlast.worker.agent import join_run
 A, B = "team-a/cifar10", "team-b/cifar10"
 
 
+def taken(place: store.Store, word: str, home: str) -> object:
+    return join_run.take(place, join_run.record("cifar10", word), home=home)
+
+
 @pytest.fixture
 def place(memory: store.Store) -> store.Store:
+    """A place whose run A has taken."""
+    assert taken(memory, "a", A) == "a"
     return memory
 
 
-def taken(place: store.Store, word: str, home: str) -> object:
-    return join_run.take(place, join_run.record("cifar10", word), home=home)
+def last(place: store.Store) -> heartbeat.Beat:
+    found = heartbeat.last(place)
+    assert found is not None
+    return found
+
+
+def owner(place: store.Store) -> runs.Run:
+    record = runs.read(place)
+    assert record is not None
+    return record
 
 
 def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> heartbeat.Heartbeats:
@@ -33,15 +47,7 @@ def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: s
     return heart
 
 
-def etag(place: store.Store) -> str:
-    """The version of the last word."""
-    last = heartbeat.last(place)
-    assert last is not None
-    return last.etag
-
-
 def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(place: store.Store) -> None:
-    assert taken(place, "a", A) == "a"
     heart = a_heart(place, "a", A)
     heart.once(place, first=True)
     said: list[str] = []
@@ -49,15 +55,12 @@ def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(pla
         heartbeat.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
     assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (last heartbeat ")
     assert said[0].startswith(f"{A} trained run a until ")
-    record = runs.read(place)
-    assert record is not None
-    assert record.owner == "a"
+    assert owner(place).owner == "a"
 
 
 def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
     place: store.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    taken(place, "a", A)
     heartbeat.beat(place, "a", A)
     monkeypatch.setattr(heartbeat, "_POLL_S", 0.001)
     said = []
@@ -73,7 +76,6 @@ def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
 
 @pytest.mark.parametrize("home", [A, B])
 def test_a_dead_owner_is_waited_for_no_longer_than_needed(place: store.Store, home: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken(place, "a", A)
     heartbeat.beat(place, "a", A)
     pauses: list[float] = []
     monkeypatch.setattr(heartbeat, "DEAD_S", 0.1 if home == B else 1e9)
@@ -83,7 +85,6 @@ def test_a_dead_owner_is_waited_for_no_longer_than_needed(place: store.Store, ho
 
 
 def test_who_has_left_is_not_waited_for(place: store.Store) -> None:
-    taken(place, "a", A)
     heartbeat.beat(place, "a", A, left=True)
     assert heartbeat.held(place, "a", B) is None
     assert taken(place, "b", B) == "a"
@@ -93,15 +94,13 @@ def test_who_says_that_it_leaves_is_not_waited_for_after_the_others_could_have_s
     place: store.Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`outlast cancel`, a change, `outlast submit`: another ElasticJob, which knows nothing of the one before."""
-    taken(place, "a", A)
     heart, other = a_heart(place, "a", A), a_heart(place, "a", A, index=1)
     for each in (heart, other):
         each._stop, each._thread, each._open, each.silent = threading.Event(), threading.Thread(), lambda: place, False
         each._thread.start()
         each.once(place, first=True)
     other.leave()  # it was not the one who spoke
-    assert (last := heartbeat.last(place)) is not None
-    assert not last.leaving
+    assert not last(place).leaving
     heart.leave()
     assert heartbeat.held(place, "a", B) is not None  # another may still train there, and says so
     monkeypatch.setattr(heartbeat, "LEFT_S", 0.0)
@@ -111,7 +110,6 @@ def test_who_says_that_it_leaves_is_not_waited_for_after_the_others_could_have_s
 
 
 def test_a_run_that_was_released_is_left_by_its_owner_and_free(place: store.Store) -> None:
-    taken(place, "a", A)
     heart = a_heart(place, "a", A)
     heart.once(place, first=True)
     assert heartbeat.release(place) == A
@@ -121,22 +119,20 @@ def test_a_run_that_was_released_is_left_by_its_owner_and_free(place: store.Stor
 
 
 def test_only_worker_0_speaks_while_it_does(place: store.Store) -> None:
-    taken(place, "a", A)
     first, second = a_heart(place, "a", A), a_heart(place, "a", A, index=1)
     first.once(place, first=True)
     for _ in range(3):
-        before = etag(place)
+        before = last(place).etag
         second.once(place, first=False)
-        assert etag(place) == before
+        assert last(place).etag == before
         first.once(place, first=False)
     second.once(place, first=False)
-    before = etag(place)
+    before = last(place).etag
     second.once(place, first=False)  # nobody has spoken since it looked last
-    assert etag(place) != before
+    assert last(place).etag != before
 
 
 def test_who_may_not_delete_asks_all_the_same(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken(place, "a", A)
     heartbeat.beat(place, "a", A)
 
     def refuse(*_: object) -> None:
@@ -148,7 +144,6 @@ def test_who_may_not_delete_asks_all_the_same(place: store.Store, monkeypatch: p
 
 
 def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    taken(place, "a", A)
     monkeypatch.setattr(heartbeat, "BEAT_S", 0.001)
     faults = iter([RuntimeError("nobody foresaw this"), Unreachable("the store is away")])
     spoken = threading.Event()
@@ -165,7 +160,6 @@ def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.
 
 
 def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -> None:
-    taken(place, "a", A)
     here, there = a_heart(place, "a", f"{A} of cluster 1"), a_heart(place, "a", f"{A} of cluster 2")
     here.once(place, first=True)
     there.once(place, first=True)
@@ -179,7 +173,6 @@ def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -
 
 @pytest.mark.parametrize("index", [0, 1])
 def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Store, index: int) -> None:
-    taken(place, "a", A)
     runs.acquire(place, "a", "b")  # A was silent for long
     ours = a_heart(place, "a", B, owner="b")
     hearts = [ours, a_heart(place, "a", B, index=1, owner="b")]
@@ -191,9 +184,7 @@ def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Sto
     for _ in range(3):
         for heart in hearts:
             heart.once(place, first=False)
-    there = heartbeat.last(place)
-    assert there is not None
-    assert there.where == B
+    assert last(place).where == B
 
 
 def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
@@ -203,36 +194,38 @@ def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
     assert join_run.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
 
 
-def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(place: store.Store, tmp_path: Path) -> None:
+def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(
+    memory: store.Store, tmp_path: Path
+) -> None:
     environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10", "OUTLAST_RUN": "a", "OUTLAST_MEMBER": "uid"}
     homes = []
     for authorities in ("before", "after"):
         (tmp_path / "ca.crt").write_text(authorities)
         homes.append(join_run.home(environ, tmp_path / "ca.crt"))
-    taken(place, "a", homes[0])
-    heart, later = a_heart(place, "a", homes[0]), a_heart(place, "a", homes[1], index=1)
-    heart.once(place, first=True)
-    later.once(place, first=True)
-    heart.once(place, first=False)
-    later.once(place, first=False)
-    assert taken(place, "a", homes[1]) == "a"
+    taken(memory, "a", homes[0])
+    heart, later = a_heart(memory, "a", homes[0]), a_heart(memory, "a", homes[1], index=1)
+    heart.once(memory, first=True)
+    later.once(memory, first=True)
+    heart.once(memory, first=False)
+    later.once(memory, first=False)
+    assert taken(memory, "a", homes[1]) == "a"
 
 
-def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(place: store.Store) -> None:
-    runs.claim(place, runs.Run("r", "job", 1.0, state="Running", owner="us"))
-    heartbeat.beat(place, "r", "host:/elsewhere")
-    ours = state_dir.Run("r", 1.0, "job.yaml", "out", "code", place.url, 1, "us")
+def test_this_machine_goes_on_with_what_it_owns_at_once_and_asks_for_anything_else(memory: store.Store) -> None:
+    runs.claim(memory, runs.Run("r", "job", 1.0, state="Running", owner="us"))
+    heartbeat.beat(memory, "r", "host:/elsewhere")
+    ours = state_dir.Run("r", 1.0, "job.yaml", "out", "code", memory.url, 1, "us")
 
     def refuse(text: str) -> None:
-        heartbeat.beat(place, "r", "host:/elsewhere")
+        heartbeat.beat(memory, "r", "host:/elsewhere")
 
-    assert store_takeover.unfinished(place, ours, ended=None, home="host:/here") is not None
-    runs.acquire(place, "r", "them")
+    assert store_takeover.unfinished(memory, ours, ended=None, home="host:/here") is not None
+    runs.acquire(memory, "r", "them")
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(heartbeat, "_POLL_S", 0.001)
         with pytest.raises(AlreadyRunning, match="--take-over takes the run from it"):
-            store_takeover.unfinished(place, ours, ended=None, home="host:/here", say=refuse)
-    assert store_takeover.unfinished(place, ours, ended=None, home="host:/here", take_over=True) is not None
+            store_takeover.unfinished(memory, ours, ended=None, home="host:/here", say=refuse)
+    assert store_takeover.unfinished(memory, ours, ended=None, home="host:/here", take_over=True) is not None
 
 
 def test_machines_that_are_called_the_same_are_told_apart(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,12 +235,11 @@ def test_machines_that_are_called_the_same_are_told_apart(tmp_path: Path, monkey
     assert store_takeover.home(tmp_path / "here/jobs/digits") == here
 
 
-def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_one(place: store.Store, tmp_path: Path) -> None:
-    runs.claim(place, runs.Run("old", "job", 1.0, state="Running", owner="dead"))
-    assert store_takeover.unfinished(place, None, ended=None, home="host:/here") is not None
-    runs.claim(place, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
-    runs.archive(place, "new")
+def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_one(memory: store.Store, tmp_path: Path) -> None:
+    runs.claim(memory, runs.Run("old", "job", 1.0, state="Running", owner="dead"))
+    assert store_takeover.unfinished(memory, None, ended=None, home="host:/here") is not None
+    runs.claim(memory, runs.Run("new", "job", 2.0, state="Running", owner="them"), replace=True)
+    runs.archive(memory, "new")
     with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
-        store_takeover.take_over(place, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
-    assert (now := runs.read(place)) is not None
-    assert now.run == "new"
+        store_takeover.take_over(memory, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
+    assert owner(memory).run == "new"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import json
 import logging
@@ -140,15 +141,8 @@ def test_a_commit_of_a_version_before_is_read_and_written_as_it_was() -> None:
     new = dataclasses.replace(commit, metric=Metric(0.25, "val_loss"))
     assert checkpoints.Commit.parse(new.text().encode()) == new
     assert {**json.loads(new.text()), "metric": None} == {**json.loads(old), "metric": None}, "all else is as before"
-    for odd in (
-        "3",
-        "[]",
-        '{"value": "low"}',
-        '{"value": true}',
-        '{"value": NaN}',
-        '{"value": 1, "mode": "median"}',
-        '{"by": "x"}',
-    ):
+    odd_values = ('{"value": "low"}', '{"value": true}', '{"value": NaN}', '{"value": 1, "mode": "median"}', '{"by": "x"}')
+    for odd in ("3", "[]", *odd_values):
         assert checkpoints.Commit.parse((old[:-1] + f', "metric": {odd}}}').encode()) == commit
 
 
@@ -196,6 +190,15 @@ def claimed(place: Store) -> None:
     runs.claim(place, runs.Run(RUN, "job", 1.0))
 
 
+def pushed(place: Store, directory: Path, *values: float) -> None:
+    """Claim a place, and push checkpoints with these metrics, of steps from 1."""
+    claimed(place)
+    ours = in_store.Checkpoints(place, RUN)
+    ours.acquire(1)
+    for step, value in enumerate(values, start=1):
+        ours.push(written(directory, step, value), journals=directory)
+
+
 def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(place: Store, tmp_path: Path) -> None:
     claimed(place)
     rule, here = Retention(2, 1), tmp_path / "here"
@@ -223,11 +226,7 @@ def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(plac
 
 def test_a_register_that_does_not_know_the_metrics_asks_the_checkpoints(memory: Store, tmp_path: Path) -> None:
     """As a version before has written it, or as it is after it was lost."""
-    claimed(memory)
-    ours = in_store.Checkpoints(memory, RUN)
-    ours.acquire(1)
-    for step, value in enumerate([0.1, 0.4, 0.3], start=1):
-        ours.push(written(tmp_path, step, value), journals=tmp_path)
+    pushed(memory, tmp_path, 0.1, 0.4, 0.3)
     told = json.loads(memory.get(register.LATEST))
     assert [each["metric"]["value"] for each in told["checkpoints"]] == [0.1, 0.4, 0.3]
     for each in told["checkpoints"]:
@@ -252,11 +251,11 @@ def test_after_an_outage_the_best_reach_the_store_too(memory: Store, tmp_path: P
     order: list[int] = []
     push = uploader._checkpoints.push
 
-    def pushed(local: checkpoints.Checkpoint, **options: Any) -> in_store.Outcome:
+    def noted(local: checkpoints.Checkpoint, **options: Any) -> in_store.Outcome:
         order.append(local.step)
         return push(local, **options)
 
-    uploader._checkpoints.push = pushed  # type: ignore[method-assign]
+    uploader._checkpoints.push = noted  # type: ignore[method-assign]
     uploader.upload_checkpoints(threading.Event())
     assert steps(uploader._checkpoints.list_()) == steps(checkpoints.list_(directory)) == [3, 5, 7, 8]
     assert order[:3] == ([3, 5, 8] if 6 in stored else [8, 3, 5])
@@ -298,11 +297,9 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
         claimed(place)
         last = Last(n, lost=False, carried_out=False)
         done: list[int] = []
-        try:
+        with contextlib.suppress(Killed):
             for step in trains(Watched(place, last, conditional=conditional), 1, local):
                 done.append(step)
-        except Killed:
-            pass
         calm: Any = Watched(place, hand_over, conditional=conditional)
         assert [*trains(calm, 2, again)] == [5, 6]
         ours = in_store.Checkpoints(calm, RUN)
@@ -320,11 +317,7 @@ def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, condit
 
 
 def test_the_best_is_fetched_to_be_evaluated(memory: Store, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    claimed(memory)
-    ours = in_store.Checkpoints(memory, RUN)
-    ours.acquire(1)
-    for step, value in enumerate([0.1, 0.4, 0.3], start=1):
-        ours.push(written(tmp_path / "away", step, value), journals=tmp_path)
+    pushed(memory, tmp_path / "away", 0.1, 0.4, 0.3)
     here = tmp_path / contract.CHECKPOINTS
     written(here, 3, 0.3)
     assert fetch_newest.evaluated(tmp_path, memory, RUN, ["--batch=3"]) == ["--batch=3"]

@@ -150,61 +150,43 @@ def test_no_object_of_somebody_else_is_deleted(
 # In a store
 
 
-def a_dataset(path: Path, text: str) -> Path:
-    path.mkdir()
-    (path / "README.md").write_text(text * 200)
-    return path
-
-
 STORING = {
     "data get": lambda url, to, source: ("data", "get", url, "--to", to),
     "data prepare": lambda url, to, source: ("data", "prepare", "text", source, "--to", to, "--tokenizer", "char"),
     "sync": lambda url, to, source: ("sync", source, to),
     "sync --delete": lambda url, to, source: ("sync", source, to, "--delete"),
 }
+OTHERS = {"README.md": b"SOMEBODY ELSE", "train.bin": b"tokens", "deep/er": b"x"}
+BEGUN = {".outlast-get": b"another dataset", "train/old.txt": b"a part of it"}
 
 
-@pytest.mark.parametrize("words", STORING.values(), ids=STORING)
-def test_a_place_in_a_store_with_files_of_somebody_else_stays_as_it_is(
-    outlast: Outlast, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Callable[..., tuple[object, ...]]
+@pytest.mark.parametrize(
+    ("theirs", "words"),
+    [*((OTHERS, words) for words in STORING), *((BEGUN, words) for words in ("data get", "data prepare"))],
+    ids=lambda value: value if isinstance(value, str) else "begun" if value is BEGUN else "others",
+)
+def test_a_place_in_a_store_with_files_of_somebody_else_or_a_part_of_another_dataset_stays_as_it_is(
+    outlast: Outlast, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, theirs: dict[str, bytes], words: str
 ) -> None:
     for name in ("XDG_CACHE_HOME", "OUTLAST_CACHE"):
         monkeypatch.setenv(name, str(tmp_path / name))
     there = store.open_(f"memory://{uuid.uuid4().hex}/p")
-    theirs = {"README.md": b"SOMEBODY ELSE", "train.bin": b"tokens", "deep/er": b"x"}
     for key, content in theirs.items():
         there.put(key, content)
-    args = words(web.put("README.md", b"from the web"), there.url, a_dataset(tmp_path / "source", "ours "))
+    (tmp_path / "source").mkdir()
+    (tmp_path / "source" / "README.md").write_text("ours " * 200)
+    args = STORING[words](web.put("README.md", b"from the web"), there.url, tmp_path / "source")
+    held = "other files (README.md); choose a new or empty place" + ", or --check, which replaces them" * words.startswith("sync")
+    if theirs is BEGUN:
+        held = "a part of another dataset; complete that with the same command as before, or choose a new or empty place"
     for _ in range(2):
-        assert outlast(*args)[::2] == (
-            2,
-            f"Error: {there.url} holds other files (README.md); choose a new or empty place"
-            + (", or --check, which replaces them\n" if args[0] == "sync" else "\n"),
-        )
+        code, _, err = outlast(*args)
+        said = err if theirs is OTHERS else err.splitlines(keepends=True)[-1]
+        assert (code, said) == (2, f"Error: {there.url} holds {held}\n")
         assert {entry.key: there.get(entry.key) for entry in there.entries()} == theirs
     there.delete(theirs)
     assert outlast(*args)[0] == 0, "where nothing is"
     assert outlast(*args)[0] == 0, "and again, where it has been itself"
-
-
-@pytest.mark.parametrize("words", [STORING["data get"], STORING["data prepare"]], ids=["data get", "data prepare"])
-def test_what_another_dataset_has_begun_in_a_store_is_not_mixed_with_this_one(
-    outlast: Outlast, web: Web, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, words: Callable[..., tuple[object, ...]]
-) -> None:
-    for name in ("XDG_CACHE_HOME", "OUTLAST_CACHE"):
-        monkeypatch.setenv(name, str(tmp_path / name))
-    there = store.open_(f"memory://{uuid.uuid4().hex}/p")
-    theirs = {".outlast-get": b"another dataset", "train/old.txt": b"a part of it"}
-    for key, content in theirs.items():
-        there.put(key, content)
-    args = words(web.put("new.txt", b"from the web"), there.url, a_dataset(tmp_path / "source", "ours "))
-    code, _, err = outlast(*args)
-    assert (code, err.splitlines()[-1]) == (
-        2,
-        f"Error: {there.url} holds a part of another dataset; complete that with the same command as before, "
-        "or choose a new or empty place",
-    )
-    assert {entry.key: there.get(entry.key) for entry in there.entries()} == theirs
 
 
 # Logins

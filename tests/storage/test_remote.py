@@ -26,14 +26,13 @@ from outlast.storage.checkpoints.register_rules import Latest, Names, Place
 from outlast.storage.store import Store, multipart
 from outlast.worker.agent import upload
 from servers import Place as Bucket
-from watched import WRITES, Killed, Last, Watched, each_register, hand_over
+from watched import WRITES, Hand, Killed, Last, Watched, each_register, hand_over
 
 RUN = "run-1"
 FILES = {"__0_0.distcp": b"weights " * 100, "__1_0.distcp": b"momenta " * 100, ".metadata": b"{}", "empty": b""}
 
 
 def at(step: int, generation: int = 1) -> Place:
-    """A place."""
     return Place(step, generation, f"{RUN}-g{generation}-{step:08x}")
 
 
@@ -47,6 +46,27 @@ written = functools.partial(local_checkpoints.written, files=FILES, run=RUN)
 
 def keys(place: Store, below: str = "") -> list[str]:
     return [entry.key for entry in place.entries(below)]
+
+
+def watched(place: Store, hand: Hand) -> in_store.Checkpoints:
+    """The run's checkpoints in a store, each request for which goes through a hand."""
+    return in_store.Checkpoints(Watched(place, hand), RUN)  # type: ignore[arg-type]
+
+
+def told(found: in_store.Checkpoints) -> list[tuple[int, int]]:
+    """Steps and generations."""
+    return [(each.step, each.generation) for each in found.list_()]
+
+
+def refusing(error: BaseException, *requests: str) -> Hand:
+    """A hand that lets these requests fail."""
+
+    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
+        if request in requests:
+            raise error
+        return act()
+
+    return hand
 
 
 # The rules
@@ -111,9 +131,8 @@ def test_what_may_not_be_added_is_told_why():
 
 def test_who_may_not_commit_is_told_why():
     assert register_rules.superseded(None, RUN, 1) == register_rules.superseded(latest(generation=2), RUN, 2) == ""
-    assert register_rules.superseded(latest(generation=2), RUN, 1) == (
-        "generation 1 of run run-1 has been replaced by generation 2; this process must stop"
-    )
+    said = "generation 1 of run run-1 has been replaced by generation 2; this process must stop"
+    assert register_rules.superseded(latest(generation=2), RUN, 1) == said
     assert register_rules.superseded(latest(), "other", 9) == "run other no longer owns its output in the store: run run-1 does"
 
 
@@ -173,14 +192,14 @@ def test_what_is_pushed_here_is_restored_there(place: Store, tmp_path: Path):
     newest = theirs.latest()
     assert newest == theirs.list_()[-1]
     assert theirs.verify(newest, deep=True) is None
-    told: list[str] = []
-    restored = theirs.restore(tmp_path / "there", say=told.append)
+    said: list[str] = []
+    restored = theirs.restore(tmp_path / "there", say=said.append)
     assert restored == dataclasses.replace(local, path=tmp_path / "there" / "step-00000020")
-    assert told == [f"fetching the checkpoint of step 20 (1.6 KiB) from {place.url}"]
+    assert said == [f"fetching the checkpoint of step 20 (1.6 KiB) from {place.url}"]
     assert {path.name: path.read_bytes() for path in restored.path.iterdir()} == {
         path.name: path.read_bytes() for path in local.path.iterdir()
     }
-    assert theirs.restore(tmp_path / "there", say=told.append, above=20) is None
+    assert theirs.restore(tmp_path / "there", say=said.append, above=20) is None
     assert not [key for key in keys(place) if "READING" in key]
 
 
@@ -194,7 +213,7 @@ def test_a_replaced_generation_commits_nothing(place: Store, tmp_path: Path):
     with pytest.raises(Superseded):
         zombie.acquire(1)
     assert owner.push(written(tmp_path / "owner", 20, generation=2), journals=tmp_path).kind == "committed"
-    assert [(c.step, c.generation) for c in owner.list_()] == [(10, 1), (20, 2)]
+    assert told(owner) == [(10, 1), (20, 2)]
 
 
 def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place(place: Store, tmp_path: Path):
@@ -212,7 +231,7 @@ def test_another_runs_register_is_taken_over_only_by_the_run_that_owns_the_place
     with pytest.raises(Superseded):
         old.acquire(8)
     assert new.list_() == []
-    assert [c.step for c in in_store.Checkpoints(place.child("previous/old"), "old").list_()] == [10]
+    assert told(in_store.Checkpoints(place.child("previous/old"), "old")) == [(10, 7)]
 
 
 def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path: Path):
@@ -226,7 +245,7 @@ def test_a_push_that_goes_on_sends_only_what_is_missing(memory: Store, tmp_path:
                 raise Unreachable("gone")
         return act()
 
-    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours = watched(memory, hand)
     ours.acquire(1)
     with pytest.raises(Unreachable):
         ours.push(local, journals=tmp_path)
@@ -355,11 +374,11 @@ def test_a_damaged_checkpoint_is_named_and_skipped(
     assert newest
     harm(memory, commit_key(memory, 30).replace("COMMIT", name))
     assert (ours.verify(newest, deep=True) or "").startswith(problem)
-    told: list[str] = []
-    restored = ours.restore(tmp_path / "there", say=told.append)
+    said: list[str] = []
+    restored = ours.restore(tmp_path / "there", say=said.append)
     assert restored
     assert restored.step == 20
-    assert any(f"the checkpoint of step 30 is skipped: {memory.url}/checkpoints/{newest.place.key}: {problem}" in t for t in told)
+    assert any(f"the checkpoint of step 30 is skipped: {memory.url}/checkpoints/{newest.place.key}: {problem}" in t for t in said)
     assert not list((tmp_path / "there").glob("step-00000030"))
     # The machine that has it mends it; rot in a file that kept its size shows only when somebody reads it.
     rotten = harm is garble and name != "COMMIT"
@@ -374,10 +393,10 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(memory: S
     ours.acquire(2)
     again = written(tmp_path / "again", 30, generation=2, files={**FILES, "__0_0.distcp": b"changed " * 100})
     assert ours.push(again, journals=tmp_path).kind == "committed"
-    assert [(c.step, c.generation) for c in ours.list_()] == [(10, 1), (20, 1), (30, 2)]
+    assert told(ours) == [(10, 1), (20, 1), (30, 2)]
     again = written(tmp_path / "again", 20, generation=2, files={**FILES, "__0_0.distcp": b"changed " * 100})
     assert ours.push(again, journals=tmp_path).kind == "there", "a whole one stays"
-    assert [(c.step, c.generation) for c in ours.list_()] == [(10, 1), (20, 1), (30, 2)]
+    assert told(ours) == [(10, 1), (20, 1), (30, 2)]
 
 
 @pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "", "COMMIT"])
@@ -408,11 +427,8 @@ def test_what_is_damaged_here_is_never_committed(memory: Store, tmp_path: Path):
     (rotten.path / ".metadata").write_bytes(b"[]")
     (cut.path / ".metadata").write_bytes(b"{")
     (torn.path / "COMMIT").write_bytes(b"{")
-    for local, problem in (
-        (rotten, ".metadata has crc32 "),
-        (cut, ".metadata has 1 bytes instead of 2"),
-        (torn, "COMMIT cannot be read: "),
-    ):
+    problems = (".metadata has crc32 ", ".metadata has 1 bytes instead of 2", "COMMIT cannot be read: ")
+    for local, problem in zip((rotten, cut, torn), problems, strict=True):
         for _ in range(2):
             outcome = ours.push(local, journals=tmp_path)
             assert (outcome.kind, outcome.done) == ("damaged", False)
@@ -439,8 +455,7 @@ def test_a_fetch_goes_on_with_what_has_arrived(memory: Store, tmp_path: Path):
             read.append(key.rpartition("/")[2])
         return act()
 
-    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
-    restored = ours.restore(directory, say=lambda _: None)
+    restored = watched(memory, hand).restore(directory, say=lambda _: None)
     assert restored
     assert checkpoints.verify(restored.path) is None
     assert {path.name for path in restored.path.iterdir()} == {*FILES, "COMMIT"}
@@ -523,12 +538,7 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
 
 
 def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(memory: Store, tmp_path: Path):
-    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
-        if request == "replace":
-            raise Killed
-        return act()
-
-    ours = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    ours = watched(memory, refusing(Killed(), "replace"))
     ours.acquire(1)
     with pytest.raises(Killed):
         ours.push(written(tmp_path, 10), journals=tmp_path)
@@ -604,7 +614,7 @@ def test_a_reader_that_comes_while_its_checkpoint_is_taken_off_keeps_the_files(m
             reader.__enter__()  # in between
         return act()
 
-    assert [p.step for p in in_store.Checkpoints(Watched(memory, hand), RUN).prune(checkpoints.Retention(2))] == [10]  # type: ignore[arg-type]
+    assert [p.step for p in watched(memory, hand).prune(checkpoints.Retention(2))] == [10]
     assert ours.verify(oldest, deep=True) is None
     reader.__exit__(None, None, None)
     assert ours.prune(checkpoints.Retention(2)) == []
@@ -630,21 +640,14 @@ def test_a_reader_says_again_and_again_that_it_reads(memory: Store, tmp_path: Pa
             said.release()
         return act()
 
-    theirs = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
-    with theirs.reading(ours.list_()[0].place):
+    with watched(memory, hand).reading(ours.list_()[0].place):
         assert all(said.acquire(timeout=60) for _ in range(3))
     assert not [key for key in keys(memory) if "READING" in key]
 
 
 def test_who_may_not_write_can_still_read(memory: Store, tmp_path: Path):
     three(memory, tmp_path)
-
-    def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
-        if request in WRITES:
-            raise Denied("you may only read")
-        return act()
-
-    theirs = in_store.Checkpoints(Watched(memory, hand), RUN)  # type: ignore[arg-type]
+    theirs = watched(memory, refusing(Denied("you may only read"), *WRITES))
     restored = theirs.restore(tmp_path / "there", say=lambda _: None)
     assert restored
     assert restored.step == 30

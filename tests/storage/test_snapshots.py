@@ -88,6 +88,14 @@ def published(rank: Client, part: Part, *to: str, data: bytes = DATA, complete: 
     return rank.poll()[part.kind, part.step]
 
 
+def kept(workers: Workers) -> tuple[server.Server, Client, Part]:
+    """An agent, its rank, and the part of it that the agent holds."""
+    agent, rank = workers.agent(0), workers.rank(0)
+    assert published(rank, a_part()) == "held"
+    (part,) = rank.catalog()
+    return agent, rank, part
+
+
 def content(rank: Client, part: Part, address: str | None = None) -> bytes:
     """What is read of a part; zeros where no item is."""
     found = bytearray(part.bytes)
@@ -105,9 +113,7 @@ def expected() -> bytes:
 
 
 def test_a_part_outlives_the_rank_that_wrote_it(workers: Workers) -> None:
-    workers.agent(0)
-    first = workers.rank(0)
-    assert published(first, a_part()) == "held"
+    _, first, _ = kept(workers)
     first.close()
     second = workers.rank(0)
     (part,) = second.catalog()
@@ -185,10 +191,7 @@ def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> 
 
 
 def test_a_part_that_changes_while_it_is_sent_is_no_replica(workers: Workers) -> None:
-    agent, there = workers.agent(0), workers.agent(1)
-    rank = workers.rank(0)
-    assert published(rank, a_part()) == "held"
-    (part,) = rank.catalog()
+    (agent, _, part), there = kept(workers), workers.agent(1)
     with agent.rooms.opened(part) as room:
         room.file.data[0] ^= 1
     (problem,) = agent.sender.send(part, [there.address], (0, 0))
@@ -325,11 +328,9 @@ def test_a_late_replica_of_processes_that_have_ended_neither_comes_in_nor_frees_
 
 def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Workers) -> None:
     """It lists step 7 and hands out another: a bug, or a room that was used again meanwhile."""
-    agent = workers.agent(0)
+    agent, rank, part = kept(workers)
     workers.agent(1)
-    rank, other = workers.rank(0), workers.rank(1)
-    assert published(rank, a_part()) == "held"
-    (part,) = rank.catalog()
+    other = workers.rank(1)
     for lie in (dataclasses.replace(part, step=7), dataclasses.replace(part, digest="00000000")):
         for reader, address in ((rank, None), (other, agent.address)):
             with pytest.raises(Damaged, match="is not in the memory of this worker any more"):
@@ -342,11 +343,9 @@ def test_a_peer_whose_part_is_not_the_announced_one_is_not_believed(workers: Wor
 
 def test_strangers_at_the_port_get_nothing_and_do_not_keep_members_out(workers: Workers, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("outlast.storage.snapshots.data_port._STRANGERS", 3)
-    agent = workers.agent(0)
+    agent, _, part = kept(workers)
     workers.agent(1)
-    rank, other = workers.rank(0), workers.rank(1)
-    assert published(rank, a_part()) == "held"
-    (part,) = rank.catalog()
+    other = workers.rank(1)
     connection = agent_messages.connect(agent.address, b"another key")
     connection.send({"list": True})
     with pytest.raises(OSError, match=r"hung up|reset"):
@@ -366,11 +365,9 @@ def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_
 ) -> None:
     monkeypatch.setattr("outlast.storage.snapshots.data_port._READERS", 1)
     monkeypatch.setattr("outlast.storage.snapshots.data_port._REPLICAS", 1)
-    agent = workers.agent(0)
+    agent, _, part = kept(workers)
     workers.agent(1)
-    rank, other = workers.rank(0), workers.rank(1)
-    assert published(rank, a_part()) == "held"
-    (part,) = rank.catalog()
+    other = workers.rank(1)
     first = other.open(part, agent.address)
     found: list[bytes] = []
     second = threading.Thread(target=lambda: found.append(content(workers.rank(1), part, agent.address)))
@@ -386,10 +383,7 @@ def test_who_brings_and_who_reads_do_not_keep_each_other_out_and_whoever_is_too_
 
 
 def test_what_a_member_asks_for_is_checked(workers: Workers) -> None:
-    agent = workers.agent(0)
-    rank = workers.rank(0)
-    assert published(rank, a_part()) == "held"
-    (part,) = rank.catalog()
+    agent, rank, part = kept(workers)
     for outside in ([[TOTAL - 1, 2]], [[-1, 1]], [[True, None]], [1]):
         connection = agent_messages.connect(agent.address, KEY.encode())
         connection.send({"open": part.json()})
@@ -438,9 +432,7 @@ def test_an_agent_killed_in_the_middle_of_a_replica_leaves_none_and_ranks_that_m
 
 
 def test_ranks_ask_the_agent_for_the_checkpoint_in_the_store(workers: Workers) -> None:
-    workers.agent(0)
-    rank = workers.rank(0)
-    assert published(rank, a_part()) == "held"
+    _, rank, _ = kept(workers)
     rank.restore()
     assert workers.restored == [0]
 
@@ -533,18 +525,14 @@ def test_a_rank_unmaps_rooms_that_its_agent_has_given_up(workers: Workers) -> No
 def test_after_going_back_the_snapshot_it_went_back_to_stays_and_a_late_part_of_the_lost_steps_does_not_appear() -> None:
     rooms = Rooms("run", 1 << 20, lambda: 1 << 30)
 
-    def held(step: int) -> None:
-        room = rooms.take(1000, (1, step))
-        tail = part_format.tail([], [])
-        rooms.hold(room, part_format.finished(a_part(step, 1000), [], tail), [], tail)
-
-    held(3)
+    tail = part_format.tail([], [])
+    rooms.hold(rooms.take(1000, (1, 3)), part_format.finished(a_part(3, 1000), [], tail), [], tail)
     rooms.admit("run", (1, 4), (1, 3))
     late = rooms.take(1000, (1, 4))
     rooms.admit("run", (1, 4), (1, 4))  # others have said that it is complete
     rooms.forget((1, 3))
     with pytest.raises(Refused, match="given up"):
-        rooms.hold(late, part_format.finished(a_part(4, 1000), [], part_format.tail([], [])), [], part_format.tail([], []))
+        rooms.hold(late, part_format.finished(a_part(4, 1000), [], tail), [], tail)
     rooms.release(late)
     assert [part.step for part in rooms.parts()] == [3]
     rooms.admit("run", (1, 4), (1, 3))

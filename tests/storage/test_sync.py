@@ -39,28 +39,8 @@ from servers import Place
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
 pytestmark = pytest.mark.usefixtures("small_parts")
 MIB = 1 << 20
-NAMES = [
-    "a",
-    "with space",
-    "ü€漢/ñ",
-    "a#b",
-    "a%b",
-    "a%20b",
-    "a+b&c=d?e",
-    "q\"'b",
-    "deep/er/and/deeper",
-    "...",
-    "~t",
-    "a\\b",
-    "-rf",
-    "*",
-]
-
-
-@pytest.fixture
-def away(memory: Store) -> Store:
-    """An empty place in memory."""
-    return memory
+NAMES = ["a", "with space", "ü€漢/ñ", "a#b", "a%b", "a%20b", "a+b&c=d?e", "q\"'b", "deep/er/and/deeper"]
+NAMES += ["...", "~t", "a\\b", "-rf", "*"]
 
 
 def a_tree(directory: Path, files: dict[str, bytes], *, age_s: float = 100) -> Path:
@@ -218,27 +198,27 @@ def test_only_what_changed_is_sent(place: Store, tmp_path: Path) -> None:
     assert contents(target) == objects(place)
 
 
-def test_a_change_that_leaves_size_and_time_alone_is_noticed(away: Store, tmp_path: Path) -> None:
+def test_a_change_that_leaves_size_and_time_alone_is_noticed(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"same": b"1" * 10, "set back": b"1" * 10, "moved here": b"1" * 10})
-    push(source, away, tmp_path / "push")
+    push(source, memory, tmp_path / "push")
     for name in ("set back", "moved here"):
         before = (source / name).stat()
         other = source / name if name == "set back" else tmp_path / "other"
         other.write_bytes(b"2" * 10)
         os.utime(other, ns=(before.st_atime_ns, before.st_mtime_ns))
         other.rename(source / name)
-    assert counts(push(source, away, tmp_path / "push")) == (2, 1, 0)
-    assert objects(away) == contents(source)
+    assert counts(push(source, memory, tmp_path / "push")) == (2, 1, 0)
+    assert objects(memory) == contents(source)
 
 
-def test_a_file_written_twice_at_the_same_moment_is_sent_twice(away: Store, tmp_path: Path) -> None:
+def test_a_file_written_twice_at_the_same_moment_is_sent_twice(memory: Store, tmp_path: Path) -> None:
     source = tmp_path / "source"
     source.mkdir()
     for content in (b"one", b"two", b"six"):  # the clock of files may stand still between these
         (source / "a").write_bytes(content)
-        assert counts(push(source, away, tmp_path / "push")) == (1, 0, 0)
-        assert objects(away) == {"a": content}
-    assert counts(push(source, away, tmp_path / "push")) == (0, 1, 0)
+        assert counts(push(source, memory, tmp_path / "push")) == (1, 0, 0)
+        assert objects(memory) == {"a": content}
+    assert counts(push(source, memory, tmp_path / "push")) == (0, 1, 0)
 
 
 @pytest.mark.parametrize("kind", ["moto", "rclone"])
@@ -274,11 +254,11 @@ def test_nothing_is_transferred_again_when_the_state_was_lost(place: Store, tmp_
     assert counts(push(source, place, tmp_path / "push")) == (0, 4, 0)
 
 
-def test_a_state_of_another_store_is_of_no_use(away: Store, tmp_path: Path) -> None:
+def test_a_state_of_another_store_is_of_no_use(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    push(source, away.child("one"), tmp_path / "push")
-    assert counts(push(source, away.child("two"), tmp_path / "push")) == (1, 0, 0)
-    assert objects(away.child("two")) == {"a": b"1"}
+    push(source, memory.child("one"), tmp_path / "push")
+    assert counts(push(source, memory.child("two"), tmp_path / "push")) == (1, 0, 0)
+    assert objects(memory.child("two")) == {"a": b"1"}
 
 
 # Others in the store
@@ -323,15 +303,15 @@ def test_a_pull_notices_what_others_did(place: Store, tmp_path: Path) -> None:
     assert counts(pull(place, target, tmp_path / "pull", Options(check=True))) == (0, 3, 0)
 
 
-def test_a_store_is_checked_once_a_day(away: Store, tmp_path: Path) -> None:
+def test_a_store_is_checked_once_a_day(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    push(source, away, tmp_path / "push")
-    away.delete(["a"])
-    assert counts(push(source, away, tmp_path / "push")) == (0, 1, 0)
+    push(source, memory, tmp_path / "push")
+    memory.delete(["a"])
+    assert counts(push(source, memory, tmp_path / "push")) == (0, 1, 0)
     state = index.State.decode((tmp_path / "push").read_bytes())
     state.checked -= index.CHECK_EVERY_S
     (tmp_path / "push").write_bytes(state.encode())
-    assert counts(push(source, away, tmp_path / "push")) == (1, 0, 0)
+    assert counts(push(source, memory, tmp_path / "push")) == (1, 0, 0)
 
 
 def test_a_store_without_a_manifest_is_listed(place: Store, tmp_path: Path) -> None:
@@ -430,7 +410,7 @@ def test_a_log_that_grows_while_it_is_pushed_arrives_in_the_end(place: Store, tm
     assert counts(pull(place, tmp_path / "target", tmp_path / "pull")) == (2, 0, 0)
 
 
-def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(away: Store, tmp_path: Path) -> None:
+def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": bytes(9 << 20)})
     ended, begun = threading.Event(), threading.Event()
 
@@ -447,17 +427,17 @@ def test_a_file_that_is_overwritten_all_the_time_is_sent_again_the_next_time(awa
     writer.start()
     begun.wait()
     try:
-        reports = (push(source, away, tmp_path / "push") for _ in range(100))
+        reports = (push(source, memory, tmp_path / "push") for _ in range(100))
         report = next(report for report in reports if report.changing)
     finally:
         ended.set()
         writer.join()
     assert (report.failed, report.changing) == ([], ["a"])
-    assert counts(push(source, away, tmp_path / "push")) == (1, 0, 0)
-    assert objects(away) == contents(source)
+    assert counts(push(source, memory, tmp_path / "push")) == (1, 0, 0)
+    assert objects(memory) == contents(source)
 
 
-def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_path: Path) -> None:
+def test_files_deleted_during_the_walk_have_never_been_there(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {f"{n}": b"1" for n in range(100)} | {"large": bytes(2 * MIB), "last": bytes(100)})
 
     def harm(progress: push_and_pull.Progress) -> None:
@@ -465,10 +445,10 @@ def test_files_deleted_during_the_walk_have_never_been_there(away: Store, tmp_pa
             if path.name != "last":
                 path.unlink()
 
-    report = push(source, away, tmp_path / "push", Options(progress=harm))
+    report = push(source, memory, tmp_path / "push", Options(progress=harm))
     assert report.failed == []
     assert report.transferred < 102
-    assert "last" in objects(away)
+    assert "last" in objects(memory)
 
 
 def test_the_low_level_calls_send_and_receive_what_they_are_told(place: Store, tmp_path: Path) -> None:
@@ -534,7 +514,8 @@ class OddServer:
 
 
 def directly(server: OddServer, file: Path, *wanted: tuple[int, int, bool]) -> list[int | None]:
-    """What reading (start, end, whole) from a server gives, one after the other on one thread."""
+    """What reading (start, end, whole) from a server into a new file gives, one after the other on one thread."""
+    file.touch()
     direct = Direct(lambda key: f"{server.url}/{key}?signed=1")
     try:
         with file.open("r+b") as target:
@@ -551,7 +532,6 @@ def test_plain_answers_are_read_straight_into_the_file(tmp_path: Path) -> None:
     part = b"HTTP/1.1 206 Partial\r\nContent-Length: 2\r\nContent-Range: bytes 1-2/5\r\n\r\nEL"
     server = OddServer(OK, OK, part)  # which ends every connection after one answer, without saying so
     file = tmp_path / "file"
-    file.touch()
     crcs = directly(server, file, (0, 5, True), (0, 5, True), (1, 3, False))
     assert crcs == [zlib.crc32(b"hello"), zlib.crc32(b"hello"), zlib.crc32(b"EL")]
     assert file.read_bytes() == b"hELlo"
@@ -577,7 +557,6 @@ def test_plain_answers_are_read_straight_into_the_file(tmp_path: Path) -> None:
     ],
 )
 def test_odd_answers_are_left_to_the_store(tmp_path: Path, answer: bytes) -> None:
-    (tmp_path / "file").touch()
     assert directly(OddServer(answer), tmp_path / "file", (0, 5, True)) == [None]
 
 
@@ -592,33 +571,28 @@ def test_a_thread_that_comes_after_the_end_connects_no_more(tmp_path: Path) -> N
 
 
 def test_connections_are_closed_when_nobody_uses_them_any_more(
-    away: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     left: list[list[str]] = []
-
-    def fetch(*_: object) -> None:
-        time.sleep(0.1)
 
     def close(_: Direct) -> None:
         left.append([thread.name for thread in threading.enumerate() if thread.name == "transfer"])
 
-    monkeypatch.setattr(Direct, "fetch", fetch)
+    monkeypatch.setattr(Direct, "fetch", lambda *_: time.sleep(0.1))
     monkeypatch.setattr(Direct, "close", close)
-    away.put("a", b"hello")
+    memory.put("a", b"hello")
     with pytest.raises(Missing):
-        transfer.receive(away, [("missing", 5, tmp_path / "x"), *(("a", 5, tmp_path / f"a{n}") for n in range(20))])
+        transfer.receive(memory, [("missing", 5, tmp_path / "x"), *(("a", 5, tmp_path / f"a{n}") for n in range(20))])
     assert left == [[]]
 
 
 def test_a_server_that_never_answers_plainly_is_not_asked_for_long(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
     server = OddServer(b"no", b"no", b"no")
     assert directly(server, tmp_path / "file", *[(0, 5, True)] * 9) == [None] * 9
     assert len(server.asked) == 3
 
 
 def test_proxies_are_left_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    (tmp_path / "file").touch()
     monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
     monkeypatch.delenv("no_proxy", raising=False)
     server = OddServer()
@@ -629,24 +603,17 @@ def test_proxies_are_left_to_the_store(tmp_path: Path, monkeypatch: pytest.Monke
 # Names and kinds of files
 
 
-def test_what_is_no_file_is_named_and_left_out(away: Store, tmp_path: Path) -> None:
+def test_what_is_no_file_is_named_and_left_out(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"file": b"1", "dir/inner": b"2"})
     outside = a_tree(tmp_path / "outside", {"secret": b"3"})
-    for name, target in {
-        "link": "file",
-        "dir link": "dir",
-        "out link": str(outside / "secret"),
-        "dangling": "nothing",
-        "out": str(outside),
-        "dir/loop": "..",
-        "self": "self",
-    }.items():
+    links = {"link": "file", "dir link": "dir", "dangling": "nothing", "dir/loop": "..", "self": "self"}
+    for name, target in {**links, "out link": outside / "secret", "out": outside}.items():
         (source / name).symlink_to(target)
     os.mkfifo(source / "pipe")
     (source / "nothing in here").mkdir()
-    report = push(source, away, tmp_path / "push")
+    report = push(source, memory, tmp_path / "push")
     assert report.failed == []
-    assert objects(away) == {"file": b"1", "dir/inner": b"2", "link": b"1", "dir link/inner": b"2", "out link": b"3"}
+    assert objects(memory) == {"file": b"1", "dir/inner": b"2", "link": b"1", "dir link/inner": b"2", "out link": b"3"}
     assert report.ignored == [
         ("dangling", "it is a link to nothing (No such file or directory)"),
         ("dir link/loop", f"it is a link to a directory that it is in ({source})"),
@@ -655,22 +622,22 @@ def test_what_is_no_file_is_named_and_left_out(away: Store, tmp_path: Path) -> N
         ("pipe", "it is neither a file nor a directory"),
         ("self", "it is a link to nothing (Too many levels of symbolic links)"),
     ]
-    assert counts(push(source, away, tmp_path / "push"))[0] == 0
+    assert counts(push(source, memory, tmp_path / "push"))[0] == 0
 
 
-def test_links_that_lead_to_each_other_end(away: Store, tmp_path: Path) -> None:
+def test_links_that_lead_to_each_other_end(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a/1": b"1", "b/2": b"2"})
     (source / "a" / "to b").symlink_to("../b")
     (source / "b" / "to a").symlink_to("../a")
-    push(source, away, tmp_path / "push")
-    assert objects(away) == {"a/1": b"1", "b/2": b"2", "a/to b/2": b"2", "b/to a/1": b"1"}
+    push(source, memory, tmp_path / "push")
+    assert objects(memory) == {"a/1": b"1", "b/2": b"2", "a/to b/2": b"2", "b/to a/1": b"1"}
 
 
-def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(away: Store, tmp_path: Path) -> None:
+def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"good": b"1", "new\nline": b"2"})
     with open(os.fsencode(source) + b"/bad-\xff", "wb"):
         pass
-    report = push(source, away, tmp_path / "push")
+    report = push(source, memory, tmp_path / "push")
     assert report.transferred == 1
     assert [path for path, _ in report.failed] == ["bad-\\xff", "new\nline"]
     assert report.failed[0][1] == "its name is not UTF-8; rename it"
@@ -690,13 +657,13 @@ def nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.usefixtures("nobody")
-def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
+def test_what_cannot_be_read_is_named_and_the_rest_goes_on(memory: Store) -> None:
     source = a_tree(Path("source"), {"good": b"1", "bad": b"2", "large": bytes(2 * MIB), "dir/inner": b"3"})
-    push(source, away, Path("push"))
+    push(source, memory, Path("push"))
     a_tree(source, {"good": b"one", "bad": b"two", "large": bytes(3 * MIB), "dir/inner": b"three"}, age_s=50)
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0)
-    report = push(source, away, Path("push"), Options(delete=True))
+    report = push(source, memory, Path("push"), Options(delete=True))
     assert (report.transferred, report.deleted) == (1, 0), "what cannot be listed may still exist"
     assert report.failed == [
         ("bad", "it cannot be read: Permission denied"),
@@ -706,7 +673,7 @@ def test_what_cannot_be_read_is_named_and_the_rest_goes_on(away: Store) -> None:
     for name in ("bad", "large", "dir"):
         (source / name).chmod(0o700)
     (source / "dir").chmod(0o500)
-    report = pull(away, source, Path("pull"))
+    report = pull(memory, source, Path("pull"))
     assert report.failed == [("dir/inner", "it cannot be written: Permission denied")]
     assert (source / "bad").read_bytes() == b"2"
 
@@ -716,14 +683,14 @@ def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:
     target = a_tree(tmp_path / "target", {"file": b"1"})
     (target / "link").symlink_to(outside)
     (target / "kept").symlink_to(outside / "kept")
-    away = store.open_(f"memory://{uuid.uuid4().hex}")
-    pull(away, target, tmp_path / "pull")
+    memory = store.open_(f"memory://{uuid.uuid4().hex}")
+    pull(memory, target, tmp_path / "pull")
     keys = ["good", "link/evil", "link/deep/evil", "kept", "file/inner"]
     for key in keys:
-        away.put(key, b"2")
+        memory.put(key, b"2")
     lies = {key: Object(1, 0, -1, 0) for key in [*keys, "../up", "/abs", "a//b"]}
-    away.put(push_and_pull.MANIFEST, index.encode(lies, 0))
-    report = pull(away, target, tmp_path / "pull")
+    memory.put(push_and_pull.MANIFEST, index.encode(lies, 0))
+    report = pull(memory, target, tmp_path / "pull")
     assert report.transferred == 2
     assert dict(report.failed) == {
         "link/evil": f"link is a link that leads outside ({outside})",
@@ -738,24 +705,24 @@ def test_a_pull_never_writes_outside_of_its_directory(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {"outside", "target", "pull", "pull.lock"}
 
 
-def test_a_name_that_is_file_and_directory_fails_and_the_rest_goes_on(away: Store, tmp_path: Path) -> None:
+def test_a_name_that_is_file_and_directory_fails_and_the_rest_goes_on(memory: Store, tmp_path: Path) -> None:
     for key in ("a", "a/b", "c"):
-        away.put(key, b"1")
-    away.put("d", b"1")
+        memory.put(key, b"1")
+    memory.put("d", b"1")
     (tmp_path / "target" / "d").mkdir(parents=True)
-    report = pull(away, tmp_path / "target", tmp_path / "pull")
+    report = pull(memory, tmp_path / "target", tmp_path / "pull")
     assert contents(tmp_path / "target") == {"a/b": b"1", "c": b"1"}
     assert [path for path, _ in report.failed] == ["a", "d"]
     assert report.failed[0][1] == "the store has a directory of this name as well; rename one of them"
     assert "there is a directory of this name" in report.failed[1][1]
 
 
-def test_half_written_files_are_not_pushed_and_go_when_nobody_writes_them(away: Store, tmp_path: Path) -> None:
+def test_half_written_files_are_not_pushed_and_go_when_nobody_writes_them(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", ".outlast-0.part": b"half"}, age_s=10_000)
     a_tree(source, {".outlast-1.part": b"half"}, age_s=1)
-    push(source, away, tmp_path / "push", Options(delete=True))
-    assert objects(away) == {"a": b"1"}
-    pull(away, source, tmp_path / "pull", Options(delete=True))
+    push(source, memory, tmp_path / "push", Options(delete=True))
+    assert objects(memory) == {"a": b"1"}
+    pull(memory, source, tmp_path / "pull", Options(delete=True))
     assert sorted(os.listdir(source)) == [".outlast-1.part", "a"]
 
 
@@ -790,41 +757,31 @@ def test_delete_does_not_touch_what_is_skipped(place: Store, tmp_path: Path) -> 
     assert contents(target) == {"a": b"1", "mine/z": b"3"}
 
 
-def test_an_empty_or_missing_source_deletes_nothing(away: Store, tmp_path: Path) -> None:
+def test_an_empty_or_missing_source_deletes_nothing(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
-    push(source, away, tmp_path / "push")
+    push(source, memory, tmp_path / "push")
     (source / "a").unlink()
     with pytest.raises(OutlastError, match=r"source is empty: --delete would delete all of memory://"):
-        push(source, away, tmp_path / "push", Options(delete=True))
+        push(source, memory, tmp_path / "push", Options(delete=True))
     with pytest.raises(NotFound, match="typo is not there"):
-        push(tmp_path / "typo", away, tmp_path / "push", Options(delete=True))
+        push(tmp_path / "typo", memory, tmp_path / "push", Options(delete=True))
     target = a_tree(tmp_path / "target", {"a": b"1"})
     with pytest.raises(OutlastError, match=r"there is nothing in memory://.*/typo: --delete would delete all of .*target"):
-        pull(away.child("typo"), target, tmp_path / "pull", Options(delete=True))
-    assert contents(target) == objects(away) == {"a": b"1"}
+        pull(memory.child("typo"), target, tmp_path / "pull", Options(delete=True))
+    assert contents(target) == objects(memory) == {"a": b"1"}
 
 
-def test_nothing_is_deleted_when_something_failed(away: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"})
-    push(source, away, tmp_path / "push")
-    (source / "a").unlink()
-    a_tree(source, {"new\nline": b"3"})
-    report = push(source, away, tmp_path / "push", Options(delete=True))
-    assert (len(report.failed), report.deleted) == (1, 0)
-    assert set(objects(away)) == {"a", "b"}
-
-
-def test_a_file_that_has_two_names_is_not_deleted_by_the_other(away: Store, tmp_path: Path) -> None:
+def test_a_file_that_has_two_names_is_not_deleted_by_the_other(memory: Store, tmp_path: Path) -> None:
     target = a_tree(tmp_path / "target", {"real/a": b"1", "real/b": b"2"})
     (target / "link").symlink_to("real")
-    away.put("real/a", b"1")
-    pull(away, target, tmp_path / "pull", Options(delete=True))
+    memory.put("real/a", b"1")
+    pull(memory, target, tmp_path / "pull", Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"a"}
-    away.put("real/b", b"2")
-    pull(away, target, tmp_path / "pull")
-    away.delete(["real/a"])
-    away.put("link/b", b"2")
-    pull(away, target, tmp_path / "pull", Options(delete=True))
+    memory.put("real/b", b"2")
+    pull(memory, target, tmp_path / "pull")
+    memory.delete(["real/a"])
+    memory.put("link/b", b"2")
+    pull(memory, target, tmp_path / "pull", Options(delete=True))
     assert {path.name for path in (target / "real").iterdir()} == {"b"}
 
 
@@ -843,12 +800,12 @@ def test_a_dry_run_says_what_would_be_done_and_does_nothing(place: Store, tmp_pa
     assert counts(push(source, place, tmp_path / "push", Options(delete=True))) == (2, 0, 1)
 
 
-def test_a_pull_of_what_is_missing_leaves_the_rest_alone(away: Store, tmp_path: Path) -> None:
+def test_a_pull_of_what_is_missing_leaves_the_rest_alone(memory: Store, tmp_path: Path) -> None:
     source, target = a_tree(tmp_path / "source", {"a": b"1", "b": b"2"}), a_tree(tmp_path / "target", {"a": b"mine"})
-    push(source, away, tmp_path / "push")
-    assert counts(pull(away, target, tmp_path / "pull", only_missing=True)) == (1, 1, 0)
+    push(source, memory, tmp_path / "push")
+    assert counts(pull(memory, target, tmp_path / "pull", only_missing=True)) == (1, 1, 0)
     assert contents(target) == {"a": b"mine", "b": b"2"}
-    assert counts(pull(away, target, tmp_path / "pull")) == (1, 1, 0)
+    assert counts(pull(memory, target, tmp_path / "pull")) == (1, 1, 0)
     assert contents(target) == contents(source)
 
 
@@ -892,29 +849,29 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
     assert contents(target) == files
 
 
-def test_a_line_that_a_kill_cut_off_costs_one_file(away: Store, tmp_path: Path) -> None:
+def test_a_line_that_a_kill_cut_off_costs_one_file(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3", "d": b"4"})
 
     def killed_after(*names: str) -> None:
-        with local_state.opened(tmp_path / "push", f"{away.url}/{push_and_pull.MANIFEST}") as known:
+        with local_state.opened(tmp_path / "push", f"{memory.url}/{push_and_pull.MANIFEST}") as known:
             for name in names:
                 stat, content = tree.stat_of(source / name), (source / name).read_bytes()
-                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(away.put(name, content)))
+                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(memory.put(name, content)))
                 known.add(name, there, Seen(*stat, zlib.crc32(content)))
 
     killed_after("a", "b")
     done = tmp_path / "push.done"
     done.write_bytes(done.read_bytes()[:-10])
     killed_after("c")
-    assert counts(push(source, away, tmp_path / "push")) == (2, 2, 0)
-    assert objects(away) == contents(source)
+    assert counts(push(source, memory, tmp_path / "push")) == (2, 2, 0)
+    assert objects(memory) == contents(source)
 
 
-def test_one_state_is_used_by_one_process(away: Store, tmp_path: Path) -> None:
+def test_one_state_is_used_by_one_process(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"a": b"1"})
     with local_state.opened(tmp_path / "push", "x/y"), pytest.raises(AlreadyRunning, match="another process syncs this"):
-        push(source, away, tmp_path / "push")
-    assert counts(push(source, away, tmp_path / "push")) == (1, 0, 0)
+        push(source, memory, tmp_path / "push")
+    assert counts(push(source, memory, tmp_path / "push")) == (1, 0, 0)
 
 
 def test_a_store_that_refuses_is_not_asked_a_thousand_times(moto_proxy: Proxy, tmp_path: Path) -> None:
@@ -961,11 +918,11 @@ def test_a_bad_connection_loses_nothing(rclone_proxy: Proxy, tmp_path: Path, fau
     assert contents(target) == files
 
 
-def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tmp_path: Path) -> None:
+def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(memory: Store, tmp_path: Path) -> None:
     """A random world: people edit, others write into the store, pushes and pulls are stopped, states are lost."""
     for seed in range(15):
         rng = random.Random(seed)
-        place, here = away.child(f"world-{seed}"), tmp_path / f"world-{seed}"
+        place, here = memory.child(f"world-{seed}"), tmp_path / f"world-{seed}"
         source, target = a_tree(here, {}) / "source", here / "target"
         a_tree(source, {"first": b"1"})
         names = [f"{directory}{n}" for directory in ("", "x/", "x/y/") for n in range(4)]
@@ -991,19 +948,14 @@ def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(away: Store, tm
                     stop = threading.Event()
                     if rng.random() < 0.3:
                         threading.Timer(rng.random() / 100, stop.set).start()
-                    try:
+                    with contextlib.suppress(Stopped):
                         if what == 7:
                             push(source, place, here / "push", Options(stop=stop))
+                            sent, arrived = contents(source), objects(place)
                         else:
                             pull(place, target, here / "pull", Options(stop=stop))
-                    except Stopped:
-                        pass
-                    else:
-                        if what == 7 and not foreign:
-                            there = objects(place)
-                            assert {n: there[n] for n in contents(source)} == contents(source), seed
-                        elif what == 8 and not foreign:
-                            assert {n: contents(target)[n] for n in objects(place)} == objects(place), seed
+                            sent, arrived = objects(place), contents(target)
+                        assert foreign or sent.items() <= arrived.items(), seed
         a_tree(source, {"first": b"1"})
         assert push(source, place, here / "push", Options(check=foreign, delete=True)).failed == []
         assert objects(place) == contents(source), seed
@@ -1088,6 +1040,16 @@ def test_a_mistake_is_one_sentence(
     assert err.startswith(sentence)
 
 
+@contextlib.contextmanager
+def interrupted(command: list[str], environ: dict[str, str]) -> Iterator[None]:
+    """Run a command until the block has ended, and press Ctrl-C."""
+    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+        yield
+        child.send_signal(signal.SIGINT)
+        out, err = child.communicate(timeout=60)
+    assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
+
+
 def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {f"{n:04d}": b"%d" % n for n in range(150)})
     command = [OUTLAST, "sync", str(source), rclone_proxy.url]
@@ -1100,11 +1062,8 @@ def test_ctrl_c_stops_and_the_same_command_goes_on(rclone_proxy: Proxy, tmp_path
             reached.set()
 
     rclone_proxy.fault = choose
-    with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
+    with interrupted(command, environ):
         assert reached.wait(60)
-        child.send_signal(signal.SIGINT)
-        out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
     arrived = len(objects(store.open_(rclone_proxy.url)))
     assert 30 <= arrived < 150
     rclone_proxy.forget()
@@ -1118,10 +1077,8 @@ def test_what_is_shown_meanwhile() -> None:
     said = transfer_progress.line(412 << 20, 1 << 30, "sent", 4.0, "412/1,000 files")
     assert said == "412/1,000 files, 412 MiB of 1.0 GiB sent, 103 MiB/s, 5.9s left"
     report = push_and_pull.Report(transferred=1000, bytes=1 << 30, unchanged=3)
-    assert (
-        command.summary(report, "sent", 4.2, dry_run=False)
-        == "1,000 files, 1.0 GiB sent in 4.2s (244 MiB/s), 3 unchanged, 0 deleted"
-    )
+    said = command.summary(report, "sent", 4.2, dry_run=False)
+    assert said == "1,000 files, 1.0 GiB sent in 4.2s (244 MiB/s), 3 unchanged, 0 deleted"
 
 
 def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -> None:
@@ -1133,12 +1090,8 @@ def test_ctrl_c_ends_the_wait_for_a_store_that_does_not_answer(tmp_path: Path) -
         keys = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_ENDPOINT_URL": endpoint, "AWS_REGION": "us-east-1"}
         environ = {**os.environ, **keys, "XDG_CACHE_HOME": str(tmp_path / "cache")}
         command = [OUTLAST, "sync", str(source), "s3://bucket/x"]
-        with subprocess.Popen(command, env=environ, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True) as child:
-            connection, _ = silent.accept()  # its first request is on its way
-            with connection:
-                child.send_signal(signal.SIGINT)
-                out, err = child.communicate(timeout=60)
-    assert (child.returncode, out, err) == (130, "", "stopped; the same command goes on from here\n")
+        with contextlib.ExitStack() as held, interrupted(command, environ):
+            held.enter_context(silent.accept()[0])  # its first request is on its way
 
 
 def test_an_empty_object_that_only_shows_a_directory_is_no_file(moto: Place, tmp_path: Path) -> None:

@@ -269,11 +269,7 @@ def cifar_batches(source: Path) -> Path | None:
 def _write_cifar(place: work_units.Place, directory: Path, settings: Settings) -> tuple[Sequence[str], list[work_units.Note]]:
     if settings.encoded:
         raise OutlastError("CIFAR-10's batches have no encoded images; leave out --encoded")
-    files = [(TRAIN, file) for file in cifar.TRAIN] + [(VAL, cifar.TEST)]
-    made = []
-    for part in (TRAIN, VAL):
-        of_part = [file for each, file in files if each == part]
-        made += [(part, shard, file) for shard, file in enumerate(of_part)]
+    made = [*((TRAIN, shard, file) for shard, file in enumerate(cifar.TRAIN)), (VAL, 0, cifar.TEST)]
     batches = [
         column_shards.Batch(number, part, shard, (file,), (directory / file).stat().st_size)
         for number, (part, shard, file) in enumerate(made)

@@ -107,7 +107,8 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
         )
 
 
-def _check(settings: Settings) -> None:
+def described(settings: Settings) -> dict[str, Any]:
+    """Return the settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
     if not 0 <= settings.val < 1:
         raise OutlastError(f"--val {settings.val} is no share of the text; give one from 0 to below 1, such as 0.1")
     if settings.trained is not None and settings.trained < 257:
@@ -118,11 +119,6 @@ def _check(settings: Settings) -> None:
         raise OutlastError(
             f"--vocab-size is that of a tokenizer trained here, and --tokenizer is {settings.tokenizer}; leave it out"
         )
-
-
-def described(settings: Settings) -> dict[str, Any]:
-    """Return the settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
-    _check(settings)
     about = dataclasses.asdict(settings)
     about["patterns"] = list(settings.patterns)
     about["vocab_size"] = settings.trained

@@ -230,12 +230,7 @@ class Checkpoints:
         return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
 
     def fetch(
-        self,
-        checkpoint: Checkpoint,
-        directory: Path,
-        *,
-        progress: Progress = lambda _: None,
-        stop: threading.Event | None = None,
+        self, checkpoint: Checkpoint, directory: Path, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> on_disk.Checkpoint:
         """Fetch a checkpoint to the local `directory`, verified and durable.
 

@@ -96,13 +96,11 @@ class Swapped:
         """See `Register`. Another run's register is taken over if the store's `runs.json` names this run as the newest."""
         for _ in range(_ATTEMPTS):
             current, etag = _object(self.store)
-            latest = current if current and current.run == self.run else None
-            if not latest:
+            latest = current
+            if latest is None or latest.run != self.run:
                 runs.check(self.store, self.run)
-                lost = Named(self.store, self.run).names().latest or register_rules.rebuilt(
-                    self.run, finished(self.store, self.run)
-                )
-            latest = latest or lost or Latest(self.run, 0)
+                lost = Named(self.store, self.run).names().latest
+                latest = lost or register_rules.rebuilt(self.run, finished(self.store, self.run)) or Latest(self.run, 0)
             if reason := register_rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is current and latest.generation == generation:

@@ -77,13 +77,7 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
 
 
 def wait(
-    place: Store,
-    run: str,
-    where: str,
-    *,
-    advice: str,
-    say: Callable[[str], None],
-    pause: Callable[[float], object] = time.sleep,
+    place: Store, run: str, where: str, *, advice: str, say: Callable[[str], None], pause: Callable[[float], object] = time.sleep
 ) -> None:
     """Wait until any other owner's heartbeat has expired. Raises AlreadyRunning if the owner sends another heartbeat."""
     current = held(place, run, where)

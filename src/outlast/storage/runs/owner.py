@@ -89,13 +89,17 @@ def check(store: Store, run: str, owner: str = "") -> None:
     """Raise Superseded if another run owns the place, or if a machine other than `owner` has acquired the run."""
     record, _, _ = _load(store)
     if record and record.run != run:
-        raise Superseded(f"run {run} no longer owns {store.url}: run {record.run} does")
+        raise _superseded(store, run, record)
     if record and owner and record.owner != owner:
         raise Superseded(_elsewhere(store, run))
 
 
 def _elsewhere(store: Store, run: str) -> str:
     return f"run {run} in {store.url} has been taken up elsewhere; what is here adds nothing to it any more"
+
+
+def _superseded(store: Store, run: str, record: Run | None, lost: str = "gone") -> Superseded:
+    return Superseded(f"run {run} no longer owns {store.url}: {f'run {record.run} does' if record else f'its {RUN} is {lost}'}")
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
@@ -137,8 +141,7 @@ def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> R
     for _ in range(_ATTEMPTS):
         record, etag, problem = _load(store)
         if record is None or record.run != run:
-            owner = f"run {record.run} does" if record else f"its {RUN} is {'damaged' if problem else 'gone'}"
-            raise Superseded(f"run {run} no longer owns {store.url}: {owner}")
+            raise _superseded(store, run, record, "damaged" if problem else "gone")
         if by and record.owner != by:
             raise Superseded(_elsewhere(store, run))
         new = changed(record)
@@ -173,7 +176,7 @@ def archive(store: Store, run: str) -> int:
     def to_move() -> str:
         record = read(store)
         if record is None or record.run != run:
-            raise Superseded(f"run {run} no longer owns {store.url}: {f'run {record.run} does' if record else f'{RUN} is gone'}")
+            raise _superseded(store, run, record)
         return record.aside
 
     if not (aside := to_move()):

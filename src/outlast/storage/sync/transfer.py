@@ -161,13 +161,7 @@ def uploads(
 
 
 def _upload(
-    store: Store,
-    path: Path,
-    key: str,
-    journals: Path,
-    snapshots: bool,
-    progress: Callable[[int], None],
-    stop: threading.Event,
+    store: Store, path: Path, key: str, journals: Path, snapshots: bool, progress: Callable[[int], None], stop: threading.Event
 ) -> Uploaded:
     """Upload a large file, while a second thread computes the checksum from the same cached pages."""
     journals.mkdir(parents=True, exist_ok=True)
