@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import json
 import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from typer.main import get_command
 
 import apiserver
 from outlast.cli import commands
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import volumes
 from outlast.kubernetes.manifests.scheduling import disruption, placement
 from outlast.local import jupyter
@@ -110,7 +110,6 @@ spec:
   workers: {replicas: 2, min: 1, max: 3}
   volumes: [{claim: disk, to: /data, size: 1Gi}]
 """
-NAMESPACE: Document = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
 
 
 @pytest.fixture
@@ -118,7 +117,7 @@ def api(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[apiserver.A
     """A cluster with the operator's definition, and a namespace `team` in it."""
     api = apiserver.ApiServer(unserved=("scheduling.x-k8s.io", "scheduling.volcano.sh"))
     monkeypatch.chdir(tmp_path)
-    api.put(json.loads(json.dumps(NAMESPACE)))
+    api.put(kinds.NAMESPACE.document({"name": "team"}))
     with apiserver.serving(api) as url:
         monkeypatch.setenv("KUBECONFIG", str(apiserver.kubeconfig(tmp_path / "config", url)))
         monkeypatch.setenv("OUTLAST_STATE_DIR", str(tmp_path / "state"))
@@ -155,15 +154,9 @@ def test_the_rights_of_a_notebook_are_those_that_its_commands_use(
     job = api.documents["elasticjobs.outlast.dev", "team", "train"]
     labels = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
     running = {"name": "worker", "ready": True, "state": {"running": {"startedAt": "2026-01-01T00:00:00Z"}}}
-    api.put(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {"name": "train-worker-0", "namespace": "team", "labels": {**labels, "outlast.dev/worker": "0"}},
-            "spec": {"containers": [{"name": "worker"}], "nodeName": "a"},
-            "status": {"phase": "Running", "containerStatuses": [running]},
-        }
-    )
+    meta = {"name": "train-worker-0", "namespace": "team", "labels": {**labels, "outlast.dev/worker": "0"}}
+    spec = {"containers": [{"name": "worker"}], "nodeName": "a"}
+    api.put(kinds.POD.document(meta, spec=spec, status={"phase": "Running", "containerStatuses": [running]}))
     api.logs["train-worker-0"] = ["2026-01-01T00:00:00Z begun"]
     api.metrics["train-worker-0"] = "outlast_step 7\n"
     assert "7" in do("status", "train")

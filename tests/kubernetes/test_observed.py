@@ -8,7 +8,7 @@ import pytest
 
 from outlast.job import differing_ranks, slow_ranks
 from outlast.job.status import SnapshotStatus, State
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import job_status
 from outlast.kubernetes.jobs.job_status import Snapshot
 
@@ -16,22 +16,16 @@ Document = dict[str, Any]
 
 
 def a_pod(index: int = 0, *, phase: str = "Running", made: int = 0, **status: Any) -> Document:
-    meta = {
-        "name": f"train-{index}-{made}",
-        "uid": f"{index}-{made}",
-        "creationTimestamp": f"2026-01-01T00:00:{made:02}Z",
-        "labels": {"outlast.dev/job": "train"},
-        "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
-    }
+    meta: Document = {"name": f"train-{index}-{made}", "uid": f"{index}-{made}", "labels": {"outlast.dev/job": "train"}}
+    meta |= {"creationTimestamp": f"2026-01-01T00:00:{made:02}Z"}
+    meta |= {"annotations": {"batch.kubernetes.io/job-completion-index": str(index)}}
     spec = {"nodeName": "node-a", "containers": [{"name": "worker", "resources": {"limits": {"memory": "16Gi"}}}]}
     return {"metadata": meta, "spec": spec, "status": {"phase": phase, **status}}
 
 
-def container(**state: Any) -> Document:
+def container(*, ready: bool = False, **state: Any) -> Document:
     """`containerStatuses` of the worker's container."""
-    ready = state.pop("ready", False)
-    restarts = state.pop("restarts", 0)
-    return {"containerStatuses": [{"name": "worker", "ready": ready, "restartCount": restarts, "state": state}]}
+    return {"containerStatuses": [{"name": "worker", "ready": ready, "restartCount": 0, "state": state}]}
 
 
 def running(index: int = 0, *, made: int = 0, ready: bool = True) -> Document:
@@ -41,6 +35,10 @@ def running(index: int = 0, *, made: int = 0, ready: bool = True) -> Document:
 def ended(index: int = 0, *, code: int, made: int = 0, reason: str = "Error", **status: Any) -> Document:
     done = container(terminated={"exitCode": code, "reason": reason, "finishedAt": "2026-01-01T01:00:00Z"})
     return a_pod(index, phase="Failed" if code else "Succeeded", made=made, **done, **status)
+
+
+def disrupted(reason: str) -> Document:
+    return {"type": "DisruptionTarget", "status": "True", "reason": reason}
 
 
 def a_job(*, completions: int = 2, **spec: Any) -> Document:
@@ -55,7 +53,9 @@ def said(*seen: Document, workload: Document | None = None, **more: Any) -> tupl
 
 
 NO_GPU = {"type": "PodScheduled", "status": "False", "reason": "Unschedulable", "message": "0/3 nodes are available: no GPU."}
+UNPLACED, AGAIN = a_pod(0, phase="Pending", conditions=[NO_GPU]), a_pod(1, phase="Pending", made=5)
 BACK_OFF = container(waiting={"reason": "ImagePullBackOff", "message": 'Back-off pulling image "x"'})
+NO_IMAGE = a_pod(1, phase="Pending", **BACK_OFF)
 SILENT = a_pod(
     1, **container(running={}), conditions=[{"type": "Ready", "status": "False"}, {"type": "ContainersReady", "status": "True"}]
 )
@@ -69,24 +69,9 @@ HELD = {"kind": "ElasticJob", "metadata": {"name": "train"}, "spec": {"workers":
     [
         ((running(0), running(1)), None, State.RUNNING, "all 2 workers train"),
         ((), None, State.PENDING, "its pods are not created yet; if it stays so, outlast why train says why"),
-        (
-            (a_pod(0, phase="Pending", conditions=[NO_GPU]),),
-            None,
-            State.PENDING,
-            "worker 0 cannot be scheduled: 0/3 nodes are available: no GPU",
-        ),
-        (
-            (a_pod(1, phase="Pending", **BACK_OFF),),
-            None,
-            State.PENDING,
-            'worker 1 cannot start: ImagePullBackOff: Back-off pulling image "x"',
-        ),
-        (
-            (running(0), ended(1, code=1), a_pod(1, phase="Pending", made=5)),
-            None,
-            State.RESTARTING,
-            "worker 1 is being started on node-a",
-        ),
+        ((UNPLACED,), None, State.PENDING, "worker 0 cannot be scheduled: 0/3 nodes are available: no GPU"),
+        ((NO_IMAGE,), None, State.PENDING, 'worker 1 cannot start: ImagePullBackOff: Back-off pulling image "x"'),
+        ((running(0), ended(1, code=1), AGAIN), None, State.RESTARTING, "worker 1 is being started on node-a"),
         ((running(0), SILENT), None, State.RESTARTING, "worker 1 is on node-a, which does not answer"),
         ((), a_job(suspend=True), State.SUSPENDED, "suspended"),
         ((running(0),), a_job(suspend=True), State.SUSPENDED, "suspended; workers that still save and leave: 1"),
@@ -102,7 +87,7 @@ def test_where_a_job_stands_is_said_by_its_pods(
 
 
 def test_failures_are_counted_and_interruptions_are_not() -> None:
-    drained = {"type": "DisruptionTarget", "status": "True", "reason": "EvictionByEvictionAPI"}
+    drained = disrupted("EvictionByEvictionAPI")
     now = [running(0, made=9), running(1, made=9)]
     before = [ended(0, code=1), ended(0, code=75, made=1), ended(1, code=137, conditions=[drained])]
     seen = [*now, *before]
@@ -112,31 +97,19 @@ def test_failures_are_counted_and_interruptions_are_not() -> None:
     assert (found.failure.worker, found.failure.code, found.failure.reason) == (0, 1, "worker 0 failed with exit code 1")
 
 
+OVER_LIMIT, LOW = "it used more than its limit of 16Gi", "The node was low on resource: memory"
+
+
 @pytest.mark.parametrize(
     ("pod", "code", "sentence", "counted"),
     [
-        (
-            ended(code=137, reason="OOMKilled"),
-            137,
-            "was OOMKilled: it used more than its limit of 16Gi; raise resources.memory",
-            True,
-        ),
+        (ended(code=137, reason="OOMKilled"), 137, f"was OOMKilled: {OVER_LIMIT}; raise resources.memory", True),
         (ended(code=78), 78, "has an invalid configuration (exit code 78); see its log", True),
         (ended(code=75), 75, "was told to leave (exit code 75)", False),
         (ended(code=139), 139, "failed with exit code 139", True),
         (ended(code=0), 0, "is done", False),
-        (
-            a_pod(phase="Failed", reason="Evicted", message="The node was low on resource: memory."),
-            -1,
-            "was evicted by its node: The node was low on resource: memory",
-            False,
-        ),
-        (
-            a_pod(phase="Failed", conditions=[{"type": "DisruptionTarget", "status": "True", "reason": "DeletionByPodGC"}]),
-            -1,
-            "was lost with its node",
-            False,
-        ),
+        (a_pod(phase="Failed", reason="Evicted", message=f"{LOW}."), -1, f"was evicted by its node: {LOW}", False),
+        (a_pod(phase="Failed", conditions=[disrupted("DeletionByPodGC")]), -1, "was lost with its node", False),
     ],
 )
 def test_how_a_worker_ended_is_a_sentence(pod: Document, code: int, sentence: str, counted: bool) -> None:
@@ -186,15 +159,9 @@ def test_ranks_that_agents_find_slow_or_different_are_warnings_with_their_nodes(
 
 
 def test_a_step_that_an_agent_reads_in_the_log_is_shown_although_the_operator_knows_none() -> None:
-    workload = {
-        "kind": "ElasticJob",
-        "apiVersion": "outlast.dev/v1alpha1",
-        "metadata": {"name": "cifar10"},
-        "spec": {},
-        "status": {"state": "Running", "step": 0},
-    }
+    workload = kinds.ELASTIC_JOB.document({"name": "cifar10"}, spec={}, status={"state": "Running", "step": 0})
     told = {"cifar10-1-0": {"step": 0.0}, "cifar10-1-1": {"step": 58.0, "step_logged": 1.0, "target_step": 60.0}}
-    found = job_status.status(job_status.Snapshot(name="cifar10", workload=workload, pods=[running(0), running(1)], metrics=told))
+    found = job_status.status(Snapshot("cifar10", workload, [running(0), running(1)], told))
     assert (found.step, found.steps, found.told) == (58, 60, "log")
 
 
@@ -211,22 +178,15 @@ def test_a_stateful_set_is_done_when_its_agents_say_so() -> None:
     assert said(running(0), running(1), workload=workload, metrics=gave_up)[0] is State.FAILED
     gave_up.popitem()
     assert said(running(0), running(1), workload=workload, metrics=gave_up)[0] is State.RUNNING
-    workload = {
-        "kind": "StatefulSet",
-        "metadata": {"name": "t", "annotations": {job_status.REPLICAS: "3"}},
-        "spec": {"replicas": 0},
-    }
+    workload = kinds.STATEFUL_SET.document({"name": "t", "annotations": {job_status.REPLICAS: "3"}}, spec={"replicas": 0})
     found = job_status.status(Snapshot("train", workload))
     assert (found.state, found.replicas) == (State.SUSPENDED, 3)
 
 
 def test_what_an_operator_has_written_is_believed() -> None:
-    workload = {
-        "kind": "ElasticJob",
-        "metadata": {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"},
-        "spec": {"workers": {"replicas": 2, "min": 1, "max": 4}},
-        "status": {"state": "Resizing", "reason": "grows to 3", "step": 7, "restarts": 2, "run": "r", "unheardOf": 1},
-    }
+    meta = {"name": "train", "creationTimestamp": "2026-01-01T00:00:00Z"}
+    status = {"state": "Resizing", "reason": "grows to 3", "step": 7, "restarts": 2, "run": "r", "unheardOf": 1}
+    workload = kinds.ELASTIC_JOB.document(meta, spec={"workers": {"replicas": 2, "min": 1, "max": 4}}, status=status)
     found = job_status.status(Snapshot("train", workload, [running(0)], allowed_sizes=(1, 4)))
     assert (found.state, found.reason, found.step, found.restarts, found.run) == (State.RESIZING, "grows to 3", 7, 2, "r")
     assert (found.replicas, found.min, found.max, len(found.workers)) == (2, 1, 4, 1)

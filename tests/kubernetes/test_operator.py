@@ -85,16 +85,19 @@ class Known:
         return None if job is None else job["status"]
 
 
-def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then() -> None:
-    known = Known()
+@pytest.fixture
+def known() -> Known:
+    return Known()
+
+
+def test_what_we_created_is_known_before_the_watch_brings_it_and_is_no_news_then(known: Known) -> None:
     known.cache.add_written(POD, pod := a_document(POD, "train-worker-0", 101))
     assert known.pods() == ["uid-train-worker-0"]
     known.cache.put(POD, pod)
     assert (known.pods(), known.told) == (["uid-train-worker-0"], [])
 
 
-def test_what_came_and_went_before_its_answer_does_not_come_back() -> None:
-    known = Known()
+def test_what_came_and_went_before_its_answer_does_not_come_back(known: Known) -> None:
     pod = a_document(POD, "train-worker-0", 101)
     known.cache.put(POD, pod)
     known.cache.remove(POD, a_document(POD, "train-worker-0", 103))
@@ -102,15 +105,13 @@ def test_what_came_and_went_before_its_answer_does_not_come_back() -> None:
     assert known.pods() == []
 
 
-def test_a_late_answer_does_not_hide_what_the_watch_said_since() -> None:
-    known = Known()
+def test_a_late_answer_does_not_hide_what_the_watch_said_since(known: Known) -> None:
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 2}))
     known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 104, status={"n": 1}))
     assert known.status() == {"n": 2}
 
 
-def test_an_old_event_does_not_undo_our_write() -> None:
-    known = Known()
+def test_an_old_event_does_not_undo_our_write(known: Known) -> None:
     known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 105, status={"n": 0}, spec={"min": 3}))
     assert (known.status(), known.told) == ({"n": 1}, [])
@@ -118,15 +119,13 @@ def test_an_old_event_does_not_undo_our_write() -> None:
     assert (known.status(), known.told) == ({"n": 1}, [])
 
 
-def test_what_others_write_after_us_is_news() -> None:
-    known = Known()
+def test_what_others_write_after_us_is_news(known: Known) -> None:
     known.cache.add_written(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 110, status={"n": 1}))
     known.cache.put(ELASTIC_JOB, a_document(ELASTIC_JOB, "train", 111, status={"n": 1}, spec={"min": 3}))
     assert (known.status(), known.told) == ({"n": 1}, [("train", "now")])
 
 
-def test_what_we_deleted_is_gone_before_the_watch_says_so() -> None:
-    known = Known()
+def test_what_we_deleted_is_gone_before_the_watch_says_so(known: Known) -> None:
     known.cache.put(POD, a_document(POD, "train-worker-0", 101))
     known.cache.mark_deleted(POD, "default", "train-worker-0", "uid-train-worker-0")
     assert known.pods() == []
@@ -137,8 +136,7 @@ def test_what_we_deleted_is_gone_before_the_watch_says_so() -> None:
     assert (known.pods(), known.told) == ([], [])
 
 
-def test_the_successor_of_what_we_deleted_is_there() -> None:
-    known = Known()
+def test_the_successor_of_what_we_deleted_is_there(known: Known) -> None:
     known.cache.put(POD, a_document(POD, "train-worker-0", 101, uid="a"))
     known.cache.mark_deleted(POD, "default", "train-worker-0", "a")
     known.cache.add_written(POD, a_document(POD, "train-worker-0", 104, uid="b"))
@@ -149,23 +147,20 @@ def test_the_successor_of_what_we_deleted_is_there() -> None:
     assert known.pods() == ["b"]
 
 
-def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it() -> None:
-    known = Known()
+def test_a_creation_that_the_watch_does_not_show_is_forgotten_when_the_watch_is_past_it(known: Known) -> None:
     known.cache.add_written(POD, a_document(POD, "train-worker-0", 104))
     known.cache.set_version(POD, "104", NOW)
     assert known.pods() == []
 
 
-def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is() -> None:
-    known = Known()
+def test_a_list_that_comes_in_no_order_does_not_say_how_far_it_is(known: Known) -> None:
     known.cache.set_version(POD, None, NOW)
     known.cache.add_written(POD, a_document(POD, "train-worker-1", 104))
     known.cache.put(POD, a_document(POD, "train-worker-0", 110))
     assert known.pods() == ["uid-train-worker-0", "uid-train-worker-1"]
 
 
-def test_what_vanished_while_a_new_watch_began_is_news() -> None:
-    known = Known()
+def test_what_vanished_while_a_new_watch_began_is_news(known: Known) -> None:
     known.cache.put(POD, a_document(POD, "train-worker-0", 101))
     known.cache.put(POD, a_document(POD, "train-worker-1", 102))
     known.told.clear()
@@ -177,8 +172,7 @@ def test_what_vanished_while_a_new_watch_began_is_news() -> None:
     assert (known.pods(), known.told) == (["uid-train-worker-1"], [("train", "now")])
 
 
-def test_while_a_watch_is_lost_nothing_was_listened_to_and_afterwards_only_since_then() -> None:
-    known = Known()
+def test_while_a_watch_is_lost_nothing_was_listened_to_and_afterwards_only_since_then(known: Known) -> None:
     assert known.cache.job(TRAIN, NOW + 10).observed_since == NOW
     known.cache.set_version(LEASE, None, NOW + 20)
     assert known.cache.job(TRAIN, NOW + 50).observed_since == NOW + 50
@@ -193,8 +187,7 @@ def a_lease(version: int, renewed: str = "t0", report: str = "r", progress: str 
     return a_document(LEASE, "train-worker-0", version, metadata={"annotations": annotations}, spec={"renewTime": renewed})
 
 
-def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
-    known = Known()
+def test_a_lease_that_is_only_renewed_is_no_news_but_is_known(known: Known) -> None:
     known.cache.put(LEASE, a_lease(101))
     known.told.clear()
     known.cache.put(LEASE, a_lease(102, "t1"))
@@ -207,8 +200,7 @@ def test_a_lease_that_is_only_renewed_is_no_news_but_is_known() -> None:
     assert known.told == [("train", "later"), ("train", "now")]
 
 
-def test_a_lease_is_of_the_job_in_its_name_whatever_labels_its_worker_writes() -> None:
-    known = Known()
+def test_a_lease_is_of_the_job_in_its_name_whatever_labels_its_worker_writes(known: Known) -> None:
     cached = known.cache._kinds[LEASE]
     for version in range(101, 201):
         known.cache.put(LEASE, a_document(LEASE, "train-worker-0", version, job=f"job-{version}", spec={"n": version}))
@@ -219,8 +211,7 @@ def test_a_lease_is_of_the_job_in_its_name_whatever_labels_its_worker_writes() -
     assert (cached.jobs, known.cache.job(TRAIN, NOW).leases) == ({}, [])
 
 
-def test_a_pod_whose_label_changes_is_of_its_new_job_only() -> None:
-    known = Known()
+def test_a_pod_whose_label_changes_is_of_its_new_job_only(known: Known) -> None:
     cached = known.cache._kinds[POD]
     for version in range(101, 201):
         known.cache.put(POD, a_document(POD, "p", version, job=f"job-{version}"))
@@ -266,8 +257,7 @@ def a_node(version: int, ready: str = "True", beat: str = "1", taints: Sequence[
     return a_document(NODE, "n1", version, spec={"taints": list(taints)}, status={"conditions": conditions, "images": images})
 
 
-def test_a_node_concerns_the_jobs_on_it_when_it_is_another() -> None:
-    known = Known()
+def test_a_node_concerns_the_jobs_on_it_when_it_is_another(known: Known) -> None:
     put = functools.partial(known.cache.put, NODE)
     put(a_node(101))
     known.cache.put(POD, a_document(POD, "train-worker-0", 102, spec={"nodeName": "n1"}))
@@ -486,12 +476,10 @@ class Leases:
 def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> None:
     cluster, clock = Leases(), [0.0]
     a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
-    a.acquire_or_renew()
-    b.acquire_or_renew()
-    assert (a.is_leader(), b.is_leader()) == (True, False)
-    clock[0] = 9.0
-    a.acquire_or_renew()
-    b.acquire_or_renew()
+    for clock[0] in (0.0, 9.0):
+        a.acquire_or_renew()
+        b.acquire_or_renew()
+        assert (a.is_leader(), b.is_leader()) == (True, False)
     clock[0] = 18.9  # a is paused; it stops acting before anybody else begins
     assert (a.is_leader(), b.is_leader()) == (True, False)
     clock[0] = 19.1
@@ -560,6 +548,9 @@ def test_a_lease_that_is_given_back_is_taken_at_once() -> None:
 # --------------------------------------------------------------------------------------------------------------- metrics
 
 
+AB = ("job", 'a"b'), ("namespace", "team")
+
+
 def test_metrics_are_what_prometheus_scrapes() -> None:
     counted = Metrics()
     counted.count_write("Pod", "create")
@@ -590,19 +581,16 @@ def test_metrics_are_what_prometheus_scrapes() -> None:
         ("outlast_interruptions_total", ("cause", "told")): 1,
         ("outlast_recovery_seconds_sum", ("cause", "killed")): 4,
         ("outlast_recovery_seconds_count", ("cause", "killed")): 1,
-        ("outlast_goodput_ratio", ("job", 'a"b'), ("namespace", "team")): 0.75,
-        ("outlast_job_step", ("job", 'a"b'), ("namespace", "team")): 40,
+        ("outlast_goodput_ratio", *AB): 0.75,
+        ("outlast_job_step", *AB): 40,
         ("outlast_job_step", ("job", "d"), ("namespace", "team")): 40,
-        ("outlast_job_restarts", ("job", 'a"b'), ("namespace", "team")): 2,
+        ("outlast_job_restarts", *AB): 2,
         ("outlast_job_restarts", ("job", "c"), ("namespace", "team")): 0,
         ("outlast_job_restarts", ("job", "d"), ("namespace", "team")): 2,
-        ("outlast_lost_steps_total", ("job", 'a"b'), ("namespace", "team")): 7,
-        **{
-            ("outlast_lost_seconds_total", ("cause", cause), ("job", 'a"b'), ("namespace", "team")): 2.5 if cause == "oom" else 0
-            for cause in CAUSES
-        },
-        ("outlast_progress_age_seconds", ("job", 'a"b'), ("namespace", "team")): 10,
-        ("outlast_commit_age_seconds", ("job", 'a"b'), ("namespace", "team")): 100,
+        ("outlast_lost_steps_total", *AB): 7,
+        **{("outlast_lost_seconds_total", ("cause", each), *AB): 2.5 if each == "oom" else 0 for each in CAUSES},
+        ("outlast_progress_age_seconds", *AB): 10,
+        ("outlast_commit_age_seconds", *AB): 100,
         ("outlast_operator_writes_total", ("kind", "Pod"), ("verb", "create")): 1,
         ("outlast_operator_errors_total",): 0,
         ("outlast_operator_leader",): 1,
@@ -656,11 +644,7 @@ def test_a_failed_pod_is_replaced_and_judged_once(world: World) -> None:
     uid = pod["metadata"]["uid"]
     world.api.until(lambda: uid not in {each["metadata"]["uid"] for each in list(world.api.documents.values())})
     world.settled(["train"])
-    assert world.api.documents[ELASTIC_JOB.resource, "default", "train"]["status"] == {
-        "state": "Running",
-        "judged": [uid],
-        "restarts": 1,
-    }
+    assert world.status("train") == {"state": "Running", "judged": [uid], "restarts": 1}
     assert operators.writes(operator) == {"create Pod": 3, "delete Pod": 1, "update ElasticJob": 2}
 
 
@@ -763,11 +747,8 @@ def test_a_kueue_that_is_installed_later_is_found_asked_and_obeyed(world: World)
     (document,) = workloads()
     assert document["apiVersion"].startswith("kueue.x-k8s.io/v1beta")  # the older one, if it looked when that was served first
     assert document["spec"]["priority"] == 9
-    now = "2026-01-01T00:00:00Z"
-    conditions = [
-        {"type": type_, "status": "True", "reason": type_, "message": "", "lastTransitionTime": now}
-        for type_ in ("QuotaReserved", "Admitted")
-    ]
+    said = {"status": "True", "reason": "r", "message": "", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    conditions = [{"type": type_, **said} for type_ in ("QuotaReserved", "Admitted")]
     admission = {"podSetAssignments": [{"name": "main", "flavors": {"cpu": "spot"}, "count": 2}]}
     api.put({**document, "status": {"conditions": conditions, "admission": admission}})
     world.settled(["train"])
@@ -792,11 +773,19 @@ def test_a_stand_by_takes_over_when_the_leader_stops(world: World) -> None:
     assert operators.writes(second) == {"create Pod": 2, "update ElasticJob": 1}
 
 
+def the_lease(world: World) -> Document:
+    return world.api.documents[LEASE.resource, "default", contract.OPERATOR]
+
+
+def b_takes_the_lease(world: World) -> None:
+    lease = the_lease(world)
+    world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
+
+
 def test_who_loses_the_lease_ends_and_writes_nothing_more(world: World) -> None:
     operator = world.start(me="a", every_s=0.05, duration_s=3.0)
     world.api.until(lambda: operator.leadership.is_leader())
-    lease = world.api.documents[LEASE.resource, "default", contract.OPERATOR]
-    world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
+    b_takes_the_lease(world)
     *_, thread, codes = world.running[0]
     thread.join(60)
     assert codes == [1]
@@ -823,25 +812,21 @@ def test_the_process_ends_with_its_code_its_whole_log_and_a_write_that_hangs(
     world.api.prescribe("POST .*/pods", hangs, hangs)
     world.submit()
     here = {contract.Env.NAMESPACE: "default", contract.Env.PROBE_PORT: "0"}
-    program = (
-        "from outlast.kubernetes.operator import operator; operator.STOP_TIMEOUT_S = 1.0; from outlast import cli; cli.main()"
-    )
+    program = "from outlast.kubernetes.operator import operator as o; o.STOP_TIMEOUT_S = 1.0; from outlast import cli; cli.main()"
     command = [sys.executable, "-c", program, "operator"]
     with subprocess.Popen(command, env={**os.environ, **here}, stdout=subprocess.PIPE, text=True) as process_:
         try:
             world.api.until(lambda: not world.api.prescribed)
-            place = LEASE.resource, "default", contract.OPERATOR
             if end == "SIGTERM":
                 process_.send_signal(signal.SIGTERM)
             else:
-                lease = world.api.documents[place]
-                world.api.put({**lease, "metadata": dict(lease["metadata"]), "spec": {**lease["spec"], "holderIdentity": "b"}})
+                b_takes_the_lease(world)
             log, _ = process_.communicate(timeout=30)
         finally:
             released.set()
             process_.kill()
     assert (process_.returncode, json.loads(log.splitlines()[-1])["message"]) == (code, last)
-    assert world.api.documents[place]["spec"]["holderIdentity"] == ("" if end == "SIGTERM" else "b")
+    assert the_lease(world)["spec"]["holderIdentity"] == ("" if end == "SIGTERM" else "b")
 
 
 def test_a_definition_that_is_not_there_yet_is_waited_for_and_said(world: World, caplog: pytest.LogCaptureFixture) -> None:
@@ -1018,7 +1003,7 @@ def test_told_to_stop_it_ends_what_has_begun_and_gives_its_lease_back(world: Wor
     thread.join(60)
     assert codes == [0]
     assert world.pods() == ["a-worker-0", "a-worker-1"]
-    assert world.api.documents[LEASE.resource, "default", contract.OPERATOR]["spec"]["holderIdentity"] == ""
+    assert the_lease(world)["spec"]["holderIdentity"] == ""
 
 
 # ------------------------------------------------------------------------------------------------------------- the process
@@ -1051,11 +1036,9 @@ SILENT = {"status": {"conditions": [{"type": "Ready", "status": "Unknown", "last
 
 def test_only_pods_of_ours_that_go_on_a_lost_node_are_deleted_when_their_job_is_gone() -> None:
     def a_pod(name: str, kind: str = "ElasticJob", *, going: bool = True, node: str = "n1") -> Document:
-        meta = {"name": name, "uid": f"uid-{name}", "ownerReferences": [{"kind": kind, "uid": "gone"}]}
-        return {
-            "metadata": {**meta, **({"deletionTimestamp": "2026-01-01T00:00:00Z"} if going else {})},
-            "spec": {"nodeName": node},
-        }
+        meta: Document = {"name": name, "uid": f"uid-{name}", "ownerReferences": [{"kind": kind, "uid": "gone"}]}
+        meta |= {"deletionTimestamp": "2026-01-01T00:00:00Z"} if going else {}
+        return {"metadata": meta, "spec": {"nodeName": node}}
 
     nodes = {"n1": SILENT, "n2": {"status": {"conditions": []}}}
     looked = CachedJob(None, [a_pod("a"), a_pod("b", "Job"), a_pod("c", going=False), a_pod("d", node="n2")], [], nodes, NOW)

@@ -37,12 +37,7 @@ def a_job(name: str, kind: Kind = ELASTIC_JOB, template: Any = None) -> Document
         spec: Document = {"minReplicas": 1, "maxReplicas": 2, "replicaSpecs": {"Worker": {"replicas": 2, "template": pods}}}
     else:
         spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **({"template": template} if template else {})}
-    return {"apiVersion": kind.api_version, "kind": kind.kind, "metadata": meta, "spec": spec}
-
-
-def the_status(world: World, name: str, kind: Kind = ELASTIC_JOB) -> Document:
-    with world.api.lock:
-        return dict(world.api.documents[kind.resource, "default", name].get("status") or {})
+    return kind.document(meta, spec=spec)
 
 
 UNREADABLE = [
@@ -63,8 +58,8 @@ def test_a_job_that_cannot_be_read_fails_and_the_others_go_on(world: World, kind
     world.api.until(lambda: world.pods() == ["good-worker-0", "good-worker-1"])
     world.api.put(a_job("worse", kind, template))  # the watch brings this one
     for name in ("bad", "worse"):
-        world.api.until(lambda name=name: the_status(world, name, kind).get("state") == "Failed")
-        status = the_status(world, name, kind)
+        world.api.until(lambda name=name: world.status(name, kind).get("state") == "Failed")
+        status = world.status(name, kind)
         (failed,) = [each for each in status["conditions"] if each["type"] == "Failed"]
         assert (failed["status"], failed["reason"]) == ("True", "InvalidJob")
         assert sentence in failed["message"]
@@ -97,18 +92,15 @@ def test_a_job_that_cannot_be_read_is_listed_among_the_others(world: World, kind
 def test_a_job_that_becomes_unreadable_while_it_trains_keeps_its_pods(world: World) -> None:
     world.api.put(a_job("train"))
     world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
-    world.api.until(lambda: len(world.pods()) == 2 and the_status(world, "train").get("replicas") == 2)
+    world.api.until(lambda: len(world.pods()) == 2 and world.status("train").get("replicas") == 2)
     with world.api.lock:
         old = world.api.documents[ELASTIC_JOB.resource, "default", "train"]
         world.api.put({**old, "metadata": dict(old["metadata"]), "spec": {**old["spec"], "template": apiserver.DEEP}})
-    world.api.until(lambda: "nested more than" in the_status(world, "train").get("reason", ""))
-    assert (the_status(world, "train")["state"], len(world.pods())) == ("Pending", 2)
+    world.api.until(lambda: "nested more than" in world.status("train").get("reason", ""))
+    assert (world.status("train")["state"], len(world.pods())) == ("Pending", 2)
 
 
-def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(
-    world: World,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+def test_a_bug_that_one_document_meets_keeps_no_other_from_being_heard(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     from outlast.kubernetes.operator import cluster_cache
 
     whole = cluster_cache.trimmed
@@ -159,7 +151,7 @@ def test_a_hundred_jobs_of_more_than_a_mib_fit_into_the_operators_memory(world: 
         try:
             world.api.until(lambda: len(world.pods()) == 2)
             for number in range(100):
-                world.api.until(lambda name=f"bad-{number}": the_status(world, name).get("state") == "Failed")
+                world.api.until(lambda name=f"bad-{number}": world.status(name).get("state") == "Failed")
             status = Path(f"/proc/{running.pid}/status").read_text()
             peak = int(status.partition("VmHWM:")[2].split()[0])
         finally:

@@ -27,16 +27,16 @@ Document = dict[str, Any]
 
 def a_pod(name: str, *, index: int = 0, restarts: int = 0, state: str = "running", phase: str = "Running") -> Document:
     status = {"name": "worker", "restartCount": restarts, "state": {state: {"exitCode": 0} if state == "terminated" else {}}}
-    return {
-        "metadata": {
-            "name": name,
-            "namespace": "n",
-            "uid": name,
-            "annotations": {"batch.kubernetes.io/job-completion-index": str(index)},
-        },
-        "spec": {"nodeName": "a", "containers": [{"name": "worker"}]},
-        "status": {"phase": phase, "containerStatuses": [status]},
-    }
+    annotations = {"batch.kubernetes.io/job-completion-index": str(index)}
+    return kinds.POD.document(
+        {"name": name, "namespace": "n", "uid": name, "annotations": annotations},
+        spec={"nodeName": "a", "containers": [{"name": "worker"}]},
+        status={"phase": phase, "containerStatuses": [status]},
+    )
+
+
+def done(name: str, **fields: int) -> Document:
+    return a_pod(name, state="terminated", phase="Succeeded", **fields)
 
 
 @pytest.fixture(autouse=True)
@@ -53,10 +53,10 @@ def at(second: int, text: str, *, fraction: str = "") -> str:
 class Cluster:
     """A cluster with a log of each start of each pod. Connections end after as many lines as `cuts` says, one after another."""
 
-    def __init__(self) -> None:
-        self.pods: dict[str, Document] = {}
+    def __init__(self, *pods: Document, cuts: Sequence[int] = ()) -> None:
+        self.pods = {pod["metadata"]["name"]: pod for pod in pods}
         self.lines: dict[tuple[str, int], list[str]] = {}
-        self.cuts: list[int] = []
+        self.cuts = list(cuts)
         self.after_cut: list[Any] = []
         self.changes: queue.Queue[kube.Change] = queue.Queue()
         self.lock = threading.Lock()
@@ -112,7 +112,7 @@ def connected(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Conne
 
 def served(pod: Document) -> Document:
     """A pod of the job, as an API server has it."""
-    return {"apiVersion": "v1", "kind": "Pod", **pod, "metadata": {**pod["metadata"], "labels": {"job": "train"}}}
+    return {**pod, "metadata": {**pod["metadata"], "labels": {"job": "train"}}}
 
 
 def texts(lines: Sequence[LogLine]) -> list[str]:
@@ -120,26 +120,17 @@ def texts(lines: Sequence[LogLine]) -> list[str]:
 
 
 def test_a_lost_connection_loses_and_repeats_no_line() -> None:
-    cluster = Cluster()
-    cluster.pods["p"] = a_pod("p")
+    cluster = Cluster(a_pod("p"), cuts=[2, 3])  # in the middle of lines of one moment, and of one second
     cluster.lines["p", 0] = [at(1, "a"), at(1, "b"), at(1, "b"), at(1, "c", fraction=".5"), at(2, "d")]
-    cluster.cuts = [2, 3]  # in the middle of lines of one moment, and of one second
-    done = a_pod("p", state="terminated", phase="Succeeded")
-    cluster.after_cut = [lambda: None, lambda: None, lambda: cluster.pods.update(p=done)]
+    cluster.after_cut = [lambda: None, lambda: None, lambda: cluster.pods.update(p=done("p"))]
     assert texts(followed(cluster)[0]) == ["a", "b", "b", "c", "d"]
 
 
 def test_a_container_that_is_started_again_is_read_from_its_begin() -> None:
-    cluster = Cluster()
-    cluster.pods["p"] = a_pod("p")
-    cluster.lines["p", 0] = [at(1, "first"), at(2, "last words")]
-    cluster.lines["p", 1] = [at(9, "again")]
-    cluster.cuts = [1]
-    done = a_pod("p", restarts=1, state="terminated", phase="Succeeded")
-    cluster.after_cut = [
-        lambda: cluster.pods.update(p=a_pod("p", restarts=1)),
-        lambda: cluster.pods.update(p=done),
-    ]
+    cluster = Cluster(a_pod("p"), cuts=[1])
+    cluster.lines = {("p", 0): [at(1, "first"), at(2, "last words")], ("p", 1): [at(9, "again")]}
+    again = (a_pod("p", restarts=1), done("p", restarts=1))
+    cluster.after_cut = [lambda pod=pod: cluster.pods.update(p=pod) for pod in again]
     assert texts(followed(cluster)[0]) == ["first", "last words", "again"]
 
 
@@ -153,8 +144,7 @@ def test_a_container_that_is_started_again_while_it_is_asked_for_says_each_line_
         nonlocal now
         if "follow=true" in handler.path:
             now = min(now + 1, 2)
-            ended = {"state": "terminated", "phase": "Succeeded"} if now == 2 else {}
-            api.put(served(a_pod("p", restarts=now, **ended)))
+            api.put(served(done("p", restarts=2) if now == 2 else a_pod("p", restarts=now)))
         start = now - ("previous=true" in handler.path)
         apiserver.send(handler, 200, "".join(at(10 * start + n, f"{line}\n") for n, line in enumerate(starts[start])))
         return True
@@ -165,17 +155,15 @@ def test_a_container_that_is_started_again_while_it_is_asked_for_says_each_line_
 
 
 def test_new_pods_are_followed_and_waiting_is_explained() -> None:
-    cluster = Cluster()
     waiting = a_pod("p", state="waiting", phase="Pending")
     waiting["status"]["conditions"] = [{"type": "PodScheduled", "status": "False", "message": "no GPU"}]
-    cluster.pods["p"] = waiting
+    cluster = Cluster(waiting)
     cluster.lines["p", 0] = [at(1, "here")]
-    done = a_pod("p", index=3, state="terminated", phase="Succeeded")
 
     def begin() -> None:
-        cluster.pods["p"] = done
-        cluster.changes.put(kube.Change("modified", waiting))
-        cluster.changes.put(kube.Change("modified", done))
+        cluster.pods["p"] = done("p", index=3)
+        for pod in (waiting, cluster.pods["p"]):
+            cluster.changes.put(kube.Change("modified", pod))
 
     timer = threading.Timer(0.2, begin)
     timer.start()
@@ -186,27 +174,21 @@ def test_new_pods_are_followed_and_waiting_is_explained() -> None:
 
 
 def test_what_the_kubelet_says_in_place_of_a_log_is_no_line() -> None:
-    cluster = Cluster()
-    cluster.pods["p"] = a_pod("p", state="terminated", phase="Succeeded")
+    cluster = Cluster(done("p"))
     cluster.lines["p", 0] = ["unable to retrieve container logs for containerd://17", at(1, "a line"), at(2, "")]
     assert texts(followed(cluster)[0]) == ["a line", ""]
     assert texts(list(podlogs.merge(cluster, [cluster.pods["p"]]))) == ["a line", ""]  # type: ignore[arg-type]
 
 
 def test_tail_is_of_pods_that_are_there_at_the_begin() -> None:
-    cluster = Cluster()
-    cluster.pods["p"] = a_pod("p", state="terminated", phase="Succeeded")
+    cluster = Cluster(done("p"), cuts=[2])
     cluster.lines["p", 0] = [at(second, str(second)) for second in range(5)]
-    cluster.cuts = [2]
     assert texts(followed(cluster, tail=2)[0]) == ["3", "4"]
 
 
 def test_past_logs_are_merged_by_time() -> None:
-    cluster = Cluster()
-    for index, name in enumerate(("p", "q")):
-        cluster.pods[name] = a_pod(name, index=index, state="terminated", phase="Succeeded")
-    cluster.lines["p", 0] = [at(1, "p1"), at(3, "p3")]
-    cluster.lines["q", 0] = [at(2, "q2"), at(3, "q3", fraction=".1")]
+    cluster = Cluster(done("p"), done("q", index=1))
+    cluster.lines = {("p", 0): [at(1, "p1"), at(3, "p3")], ("q", 0): [at(2, "q2"), at(3, "q3", fraction=".1")]}
     assert texts(list(podlogs.merge(cluster, list(cluster.pods.values())))) == ["p1", "q2", "p3", "q3"]  # type: ignore[arg-type]
 
 
@@ -216,8 +198,7 @@ WORKER = {"outlast.dev/job": "train", "app.kubernetes.io/component": "worker"}
 def a_job(status: Document) -> Document:
     """A Job, without its pods."""
     meta = {"name": "train", "namespace": "n", "labels": WORKER}
-    spec = {"parallelism": 1, "template": {"spec": {"containers": []}}}
-    return {"apiVersion": "batch/v1", "kind": "Job", "metadata": meta, "spec": spec, "status": status}
+    return kinds.JOB.document(meta, spec={"parallelism": 1, "template": {"spec": {"containers": []}}}, status=status)
 
 
 COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
@@ -225,16 +206,8 @@ COMPLETE = {"conditions": [{"type": "Complete", "status": "True"}]}
 
 def a_stateful_set(api: apiserver.ApiServer, *, replicas: int = 1) -> None:
     """One whose workers run."""
-    template = {"spec": {"containers": [{"name": "worker"}]}}
-    spec = {"replicas": replicas, "template": template}
-    api.put(
-        {
-            "apiVersion": "apps/v1",
-            "kind": "StatefulSet",
-            "metadata": {"name": "train", "namespace": "n", "labels": WORKER},
-            "spec": spec,
-        }
-    )
+    spec = {"replicas": replicas, "template": {"spec": {"containers": [{"name": "worker"}]}}}
+    api.put(kinds.STATEFUL_SET.document({"name": "train", "namespace": "n", "labels": WORKER}, spec=spec))
     for index in range(replicas):
         pod = served(a_pod(f"train-{index}", index=index))
         pod["metadata"]["labels"] = WORKER

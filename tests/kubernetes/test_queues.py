@@ -429,6 +429,5 @@ class Quota(RuleBasedStateMachine):
 def test_whatever_happens_to_quota_the_job_settles() -> None:
     examples = settings.default.max_examples * 8 // 100
     run_state_machine_as_test(
-        Quota,
-        settings=settings(max_examples=examples, stateful_step_count=12, suppress_health_check=list(HealthCheck)),
+        Quota, settings=settings(max_examples=examples, stateful_step_count=12, suppress_health_check=list(HealthCheck))
     )

@@ -14,44 +14,26 @@ import pytest
 
 import namespaces
 from namespaces import Document, Namespace
+from operated import ELASTIC, status
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.scheduling import kueue
 
 pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 KINDS = (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2)
-ELASTIC, WORKLOADS = "elasticjobs.outlast.dev", "workloads.kueue.x-k8s.io"
-FLAVOR = {
-    "apiVersion": kinds.FLAVOR_V1BETA2.api_version,
-    "kind": "ResourceFlavor",
-    "metadata": {"name": "outlast-test"},
-    "spec": {"nodeLabels": {"kubernetes.io/os": "linux"}},
-}
+WORKLOADS = "workloads.kueue.x-k8s.io"
+FLAVOR = kinds.FLAVOR_V1BETA2.document({"name": "outlast-test"}, spec={"nodeLabels": {"kubernetes.io/os": "linux"}})
 
 
 def definition(kind: kinds.Kind) -> Document:
     """A definition of a kind of Kueue that takes anything."""
-    schema = {"type": "object", "x-kubernetes-preserve-unknown-fields": True}
-    version = {
-        "name": "v1beta2",
-        "served": True,
-        "storage": True,
-        "schema": {"openAPIV3Schema": schema},
-        "subresources": {"status": {}},
-    }
-    return {
-        "apiVersion": "apiextensions.k8s.io/v1",
-        "kind": "CustomResourceDefinition",
-        "metadata": {
-            "name": kind.resource,
-            "annotations": {"api-approved.kubernetes.io": "unapproved, a stand-in for tests"},
-        },
-        "spec": {
-            "group": kind.group,
-            "names": {"plural": kind.plural, "kind": kind.kind, "singular": kind.kind.lower(), "listKind": f"{kind.kind}List"},
-            "scope": "Namespaced" if kind.namespaced else "Cluster",
-            "versions": [version],
-        },
-    }
+    schema = {"openAPIV3Schema": {"type": "object", "x-kubernetes-preserve-unknown-fields": True}}
+    version = {"name": "v1beta2", "served": True, "storage": True, "schema": schema, "subresources": {"status": {}}}
+    names = {"plural": kind.plural, "kind": kind.kind, "singular": kind.kind.lower(), "listKind": f"{kind.kind}List"}
+    scope = "Namespaced" if kind.namespaced else "Cluster"
+    return kinds.CRD.document(
+        {"name": kind.resource, "annotations": {"api-approved.kubernetes.io": "unapproved, a stand-in for tests"}},
+        spec={"group": kind.group, "names": names, "scope": scope, "versions": [version]},
+    )
 
 
 @pytest.fixture(scope="module")
@@ -77,10 +59,6 @@ def state(namespace: Namespace, name: str) -> str:
     return str(status(namespace, name).get("state"))
 
 
-def status(namespace: Namespace, name: str) -> Document:
-    return dict(json.loads(namespace.kubectl("get", ELASTIC, name, "-o", "json")).get("status") or {})
-
-
 def workloads(namespace: Namespace, job: str) -> list[Document]:
     found = json.loads(namespace.kubectl("get", WORKLOADS, "-l", f"outlast.dev/job={job}", "-o", "json"))["items"]
     return sorted(found, key=lambda each: str(each["metadata"]["name"]))
@@ -97,16 +75,8 @@ def conditions(workload: Document) -> dict[str, str]:
 def say(namespace: Namespace, workload: Document, changed: dict[str, bool], **fields: Any) -> None:
     """Be Kueue."""
     held = {**conditions(workload), **{type_: str(holds) for type_, holds in changed.items()}}
-    said = [
-        {
-            "type": type_,
-            "status": holds,
-            "reason": "Said",
-            "message": f"{type_}, says the test",
-            "lastTransitionTime": "2026-01-01T00:00:00Z",
-        }
-        for type_, holds in held.items()
-    ]
+    always = {"reason": "Said", "lastTransitionTime": "2026-01-01T00:00:00Z"}
+    said = [{"type": each, "status": holds, "message": f"{each}, says the test", **always} for each, holds in held.items()]
     change = json.dumps({"status": {"conditions": said, **fields}})
     namespace.kubectl("patch", WORKLOADS, workload["metadata"]["name"], "--subresource=status", "--type=merge", "-p", change)
 
@@ -119,9 +89,8 @@ def admit(namespace: Namespace, workload: Document, count: int) -> None:
 
 def test_pods_are_there_for_what_is_admitted_and_for_nothing_else(namespace: Namespace) -> None:
     name = "queued"
-    namespace.run(
-        name, "elasticjob", workers={"replicas": 3, "min": 2, "max": 4}, scheduling={"queue": "q"}, args=["--epochs=100000"]
-    )
+    workers = {"replicas": 3, "min": 2, "max": 4}
+    namespace.run(name, "elasticjob", workers=workers, scheduling={"queue": "q"}, args=["--epochs=100000"])
     seen(namespace, lambda: counts(namespace, name) == [3])
     seen(namespace, lambda: state(namespace, name) == "Queued")
     assert namespace.pods(name) == []
@@ -170,8 +139,7 @@ def test_a_job_that_somebody_else_manages_is_left_alone(namespace: Namespace) ->
     namespace.run("local", "elasticjob", scheduling={"queue": "q"})
     seen(namespace, lambda: state(namespace, "local") == "Queued")
     assert (status(namespace, "remote"), workloads(namespace, "remote"), namespace.pods("remote")) == ({}, [], [])
-    changed = namespace.kubectl(
-        "patch", ELASTIC, "remote", "--type=json", "-p", '[{"op": "remove", "path": "/spec/managedBy"}]', fails=True
-    )
+    change = '[{"op": "remove", "path": "/spec/managedBy"}]'
+    changed = namespace.kubectl("patch", ELASTIC, "remote", "--type=json", "-p", change, fails=True)
     assert changed == "", "who manages a job cannot change"
     namespace.kubectl("delete", ELASTIC, "remote", "local")

@@ -14,11 +14,15 @@ from pathlib import Path
 import pytest
 import torch
 
-from bare_pods import ARGS, Final
+from bare_pods import ARGS, Final, Pods
 from outlast.job import contract
 from outlast.job.workerfiles import progress_file
 from outlast.storage import store
 from servers import Place
+
+
+def steps(pods: Pods) -> list[int]:
+    return [json.loads(line)["step"] for line in (pods.output / "metrics.jsonl").read_text().splitlines()]
 
 
 @pytest.mark.parametrize("victim", [0, pytest.param(1, marks=pytest.mark.slow)])
@@ -46,8 +50,7 @@ def test_a_pod_that_is_told_to_leave_has_everybody_save_and_no_step_is_lost(pods
     two.start(1)
     assert two.codes() == {0: 0, 1: 0}
     assert two.final() == undisturbed(ARGS, 2)
-    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 61))
+    assert steps(two) == list(range(1, 61))
 
 
 @pytest.mark.slow
@@ -65,8 +68,7 @@ def test_a_training_that_fails_is_given_up_by_all_pods_and_goes_on_when_it_is_su
     assert two.codes() == {0: 0, 1: 0}
     assert (two.record().run, two.record().owner, two.record().state) == ("job-1a2b3c4d", "job-mended00", "Succeeded")
     assert two.final() == undisturbed(("--steps=60",), 2)
-    steps = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()]
-    assert steps == list(range(1, 61))
+    assert steps(two) == list(range(1, 61))
 
 
 @pytest.mark.slow
@@ -103,26 +105,28 @@ def test_a_changed_job_goes_on_with_the_run_and_the_one_before_it_takes_nothing_
     assert one.final() == undisturbed(ARGS, 1)
 
 
+EXAMPLES = str(Path(__file__).parents[2] / "examples")
+
+
+def disk(directory: Path, index: int, store_url: str) -> dict[str, str]:
+    """Return the environment of a pod with a disk of its own."""
+    output = directory / f"disk-{index}"
+    paths = {contract.Env.OUTPUT: str(output), contract.Env.LEDGER: str(output / contract.LEDGER)}
+    return {**paths, contract.Env.CODE: EXAMPLES, contract.Env.STORE: store_url}
+
+
 @pytest.mark.slow
 def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_files_from_the_store(
     pods, tmp_path: Path, rclone: Place
 ):
-    examples = str(Path(__file__).parents[2] / "examples")
-    two = pods(
-        script="torchrun.py", code=examples, args=("--steps=3000", "--pause=0.02", "--save-every=20"), sync={"every": "1s"}
-    )
-    url = f"{rclone.url}/job"
-
-    def disk(index: int) -> dict[str, str]:
-        output = tmp_path / f"disk-{index}"
-        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
-        return {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples, contract.Env.STORE: url}
+    args, url = ("--steps=3000", "--pause=0.02", "--save-every=20"), f"{rclone.url}/job"
+    two = pods(script="torchrun.py", code=EXAMPLES, args=args, sync={"every": "1s"})
 
     def pushed() -> bool:
         return "work/checkpoint.pt" in {entry.key for entry in store.open_(url).entries()}
 
     for index in (0, 1):
-        two.start(index, **disk(index))
+        two.start(index, **disk(tmp_path, index, url))
     two.wait(pushed, "a checkpoint in the store")
     for index in (0, 1):
         two.kill(index)
@@ -130,7 +134,7 @@ def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_fi
         shutil.rmtree(two.directory / f"state-{index}")
     step = torch.load(io.BytesIO(store.open_(url).get("work/checkpoint.pt")))["step"]
     for index in (0, 1):
-        two.start(index, **disk(index))
+        two.start(index, **disk(tmp_path, index, url))
     for index in (0, 1):
         two.wait(lambda i=index: f"rank {i} of 2 goes on from step {step}" in two.log(i), f"rank {index} that goes on")
     found = {entry.key for entry in store.open_(url).entries()}
@@ -140,13 +144,10 @@ def test_a_plain_script_whose_pods_are_lost_with_their_disks_goes_on_with_its_fi
 @pytest.mark.slow
 def test_a_plain_script_that_saves_on_rank_0_goes_on_at_one_step_in_all_pods(pods, tmp_path: Path, rclone: Place):
     """Rank 0 stays and is ahead of the store; the other pod is lost with its disk, or stays and never had the file."""
-    examples = str(Path(__file__).parents[2] / "examples")
-    two = pods(script="torchrun.py", code=examples, args=("--steps=400", "--pause=0.02", "--save-every=20"), sync={"every": "1h"})
+    args, url = ("--steps=400", "--pause=0.02", "--save-every=20"), f"{rclone.url}/job"
+    two = pods(script="torchrun.py", code=EXAMPLES, args=args, sync={"every": "1h"})
     for index in (0, 1):
-        output = tmp_path / f"disk-{index}"
-        names = {contract.Env.OUTPUT: output, contract.Env.LEDGER: output / contract.LEDGER}
-        more = {**{name: str(path) for name, path in names.items()}, contract.Env.CODE: examples}
-        two.start(index, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+        two.start(index, **disk(tmp_path, index, url))
 
     def begun(index: int) -> list[str]:
         return re.findall(r"goes on from step (\d+)", two.log(index))
@@ -161,7 +162,7 @@ def test_a_plain_script_that_saves_on_rank_0_goes_on_at_one_step_in_all_pods(pod
     two.kill(1)
     shutil.rmtree(tmp_path / "disk-1")
     shutil.rmtree(two.directory / "state-1")
-    two.start(1, **more, **{contract.Env.STORE: f"{rclone.url}/job"})
+    two.start(1, **disk(tmp_path, 1, url))
     two.wait(lambda: len(begun(0)) == len(begun(1)) == 2, "ranks that go on with a new pod")
     assert begun(0) == begun(1)
     assert two.codes(hurry=False) == {0: 0, 1: 0}

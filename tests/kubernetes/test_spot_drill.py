@@ -268,11 +268,7 @@ def test_a_node_that_is_written_by_others_meanwhile_is_marked_all_the_same(drill
 
 def test_a_watcher_that_is_killed_goes_on_where_it_was(drill: Drill) -> None:
     drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 120))
-
-    def again() -> None:
-        drill.make()
-
-    drill.until(T0 + 30, again)
+    drill.until(T0 + 30, drill.make)
     assert pods(drill) == ["kube-proxy"]
     assert len([each for each in drill.api.asked if each.startswith("PATCH")]) == 1
 

@@ -162,16 +162,21 @@ def test_the_same_file_again_goes_on_with_what_was_suspended_and_keeps_what_was_
     assert 1 in (spec.get("replicas"), spec.get("completions"))
 
 
+def a_place() -> store.Store:
+    return store.open_(f"memory://{uuid.uuid4().hex}/train")
+
+
+def taken(place: store.Store, job: kube.Document, home: str = "") -> object:
+    """The run that a worker of this Job takes up."""
+    word = job["metadata"]["labels"]["outlast.dev/run"]
+    return join_run.take(place, join_run.record("train", word), home=home)
+
+
 def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
-
-    def taken(job: kube.Document) -> object:
-        word = job["metadata"]["labels"]["outlast.dev/run"]
-        return join_run.take(place, join_run.record("train", word))
-
+    place = a_place()
     outlast("submit", "job.yaml", "--as", "indexed-job")
     (first,) = the(api, "jobs.batch")
-    run = taken(first)
+    run = taken(place, first)
     runs.end(place, str(run), "Failed", "a bug", 1)
     first["status"] = {"conditions": [{"type": "Failed", "status": "True"}]}
     code, _, err = outlast("resume", "train", "-n", "default")
@@ -181,15 +186,15 @@ def test_a_job_that_has_failed_goes_on_when_the_same_file_is_submitted(api: apis
     said = f"Job {title} has failed; its run goes on from its newest checkpoint; --fresh starts anew"
     assert (code, out.splitlines()[0]) == (0, said)
     (second,) = (job for job in the(api, "jobs.batch") if job["metadata"]["name"] != title)
-    assert taken(second) == run
+    assert taken(place, second) == run
     with pytest.raises(Superseded):
-        taken(first)
+        taken(place, first)
     assert outlast("submit", "job.yaml", "--as", "indexed-job")[1].splitlines()[0].endswith("runs this very file already")
     second["status"] = {"conditions": [{"type": "Complete", "status": "True"}]}
     runs.end(place, str(run), "Succeeded", "", 0)
     assert "is not run again; --fresh does" in outlast("submit", "job.yaml", "--as", "indexed-job")[1]
     outlast("submit", "job.yaml", "--as", "indexed-job", "--set", "env={A: b}")
-    assert taken(the(api, "jobs.batch")[-1]) != run
+    assert taken(place, the(api, "jobs.batch")[-1]) != run
 
 
 @pytest.mark.parametrize("topology", ["indexed-job", "elasticjob"])
@@ -197,7 +202,7 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, topology: str
 ) -> None:
     api.unserved = ()
-    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+    place = a_place()
     monkeypatch.setattr(stored.store, "open_", lambda url: place)
     submit = functools.partial(outlast, "submit", "job.yaml", "--as", topology, "--set")
 
@@ -229,18 +234,13 @@ def test_a_job_that_has_succeeded_goes_on_when_it_asks_for_more_steps(
 
 
 def test_a_job_that_has_failed_and_was_removed_goes_on_with_its_run(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
-
-    def taken() -> object:
-        word = the(api, "jobs.batch")[-1]["metadata"]["labels"]["outlast.dev/run"]
-        return join_run.take(place, join_run.record("train", word))
-
+    place = a_place()
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    run = taken()
+    run = taken(place, the(api, "jobs.batch")[-1])
     runs.end(place, str(run), "Failed", "a bug", 1)
     outlast("cancel", "train", "-n", "default")  # or its time after its end was over
     outlast("submit", "job.yaml", "--as", "indexed-job")
-    assert taken() == run
+    assert taken(place, the(api, "jobs.batch")[-1]) == run
 
 
 def test_workers_of_a_statefulset_that_stay_up_after_a_failure_are_replaced(
@@ -299,7 +299,7 @@ def test_a_changed_file_is_refused_while_the_job_is_there(api: apiserver.ApiServ
 def test_who_takes_over_is_another_owner_although_the_file_is_the_same(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = store.open_(f"memory://{uuid.uuid4().hex}/train")
+    place = a_place()
     monkeypatch.setattr(stored.store, "open_", lambda url: place)
 
     def word() -> str:
@@ -347,8 +347,7 @@ CLAIMING = ("--as", "indexed-job", "--set", "volumes=[{claim: data, to: /data, s
 def test_a_claim_that_is_there_is_used_and_never_changed(api: apiserver.ApiServer, outlast: Outlast) -> None:
     labels = {"outlast.dev/job": "other"}
     wanted = {"accessModes": ["ReadWriteMany"], "storageClassName": "slow", "resources": {"requests": {"storage": "10Gi"}}}
-    claim = {"apiVersion": "v1", "kind": "PersistentVolumeClaim", "metadata": {"name": "data", "labels": labels}, "spec": wanted}
-    there = copy.deepcopy(api.put(claim))
+    there = copy.deepcopy(api.put(kinds.CLAIM.document({"name": "data", "labels": labels}, spec=wanted)))
     said = "PersistentVolumeClaim data exists and is used as it is"
     for options in (("--dry-run",), ()):
         code, out, _ = outlast("submit", "job.yaml", *CLAIMING, *options)
@@ -390,8 +389,8 @@ def test_what_an_earlier_run_leaves_is_not_lost_by_the_next(api: apiserver.ApiSe
 
 def test_what_is_left_of_a_job_that_is_gone_can_be_cancelled(api: apiserver.ApiServer, outlast: Outlast) -> None:
     labels = {"outlast.dev/job": "train"}
-    for kind in ("ConfigMap", "Service"):
-        api.put({"apiVersion": "v1", "kind": kind, "metadata": {"name": "train-rest", "labels": labels}})
+    for kind in (kinds.CONFIG_MAP, kinds.SERVICE):
+        api.put(kind.document({"name": "train-rest", "labels": labels}))
     code, out, _ = outlast("cancel", "train", "-n", "default")
     assert (code, out) == (0, "train was gone already; its remaining objects are deleted\n")
     assert resources(api) == []

@@ -357,25 +357,26 @@ class Cluster:
             if pod["metadata"].get("deletionTimestamp"):
                 del self.pods[name]
             elif pod["status"]["phase"] == "Pending":
-                pod["status"] = {
-                    "phase": "Running",
-                    "containerStatuses": [{"name": "elasticjob-worker", "state": {"running": {}}}],
-                }
+                state = {"name": "elasticjob-worker", "state": {"running": {}}}
+                pod["status"] = {"phase": "Running", "containerStatuses": [state]}
 
     def settle(self) -> int:
-        """Look until nothing is to be done; how often."""
+        """Look until nothing is to be done, and return the number of looks."""
         for looks in range(50):
-            if not self.look():
-                before = {name for name, pod in self.pods.items() if pod["status"]["phase"] == "Running"}
-                self.kubelet()
-                if (
-                    before == {name for name, pod in self.pods.items() if pod["status"]["phase"] == "Running"}
-                    and not self.decide()
-                ):
-                    return looks
-            else:
-                self.kubelet()
+            plan, before = self.look(), self.running_workers()
+            self.kubelet()
+            if not plan and before == self.running_workers() and not self.decide():
+                return looks
         raise AssertionError("this never settles")
+
+    def settled(self) -> tuple[str, int, list[int]]:
+        """Settle, and return the state, the restarts and the workers that there are."""
+        self.settle()
+        return self.status["state"], self.status["restarts"], self.indices
+
+    def running_workers(self) -> list[int]:
+        """Return the workers whose pods run."""
+        return [index for index in self.indices if self.pods[f"cifar-worker-{index}"]["status"]["phase"] == "Running"]
 
     def end(self, index: int, code: int | None, *, reason: str = "", condition: str = "", began: float | None = None) -> None:
         """A worker's container ends; without a code its pod is lost."""
@@ -411,8 +412,7 @@ class Cluster:
 
 def running(job: Document | None = None) -> Cluster:
     cluster = Cluster(job or a_job())
-    cluster.settle()
-    assert cluster.status["state"] == "Running"
+    assert cluster.settled()[0] == "Running"
     cluster.now += 60
     return cluster
 
@@ -438,16 +438,14 @@ def test_the_workshops_manifest_trains_loses_workers_grows_and_ends() -> None:
         del cluster.pods[f"cifar-worker-{victim}"]
         if victim == 0:
             cluster.end(1, 1)  # it has lost its store
-        cluster.settle()
-        assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+        assert cluster.settled() == ("Running", 0, [0, 1])
     there = {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}
     cluster.scale(4)
     cluster.settle()
     assert cluster.indices == [0, 1, 2, 3]
     assert there.items() <= {name: pod["metadata"]["uid"] for name, pod in cluster.pods.items()}.items()
     cluster.end(0, 0)
-    cluster.settle()
-    assert cluster.status["state"] == "Running"
+    assert cluster.settled()[0] == "Running"
     for index in (1, 2, 3):
         cluster.end(index, 0)
     cluster.settle()
@@ -456,8 +454,7 @@ def test_the_workshops_manifest_trains_loses_workers_grows_and_ends() -> None:
     assert (cluster.status["startTime"], cluster.status["completionTime"]) == (text(START), text(cluster.now))
     assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 4, "failed": 0}}
     cluster.scale(5)
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"]) == ([0, 1, 2, 3], "Succeeded")
+    assert cluster.settled() == ("Succeeded", 0, [0, 1, 2, 3])
     assert cluster.notes == ["WaitingForWorkers", "Training", "WorkerInterrupted", "WorkerLost", "Training", "JobSucceeded"]
 
 
@@ -470,11 +467,9 @@ def test_a_worker_that_is_lost_or_comes_when_others_are_done_is_not_made_again_a
         cluster.end(1, None, reason="Evicted")
     else:
         cluster.end(1, 1, began=cluster.now - 1)
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"]) == ([0, 2] if how == "lost" else [0, 1, 2], "Running")
+    assert cluster.settled() == ("Running", 0, [0, 2] if how == "lost" else [0, 1, 2])
     cluster.end(2, 0)
-    cluster.settle()
-    assert cluster.status["state"] == "Succeeded"
+    assert cluster.settled()[0] == "Succeeded"
 
 
 @pytest.mark.parametrize(("ended", "state"), [(-1, "Succeeded"), (0, "Restarting"), (5, "Restarting")])
@@ -500,8 +495,7 @@ def test_while_a_worker_that_ended_with_0_as_it_was_told_to_leave_goes_others_ar
     cluster.end(0, 0)
     assert [each["metadata"]["name"] for each in cluster.look().creates] == ["cifar-worker-2"]
     assert cluster.look().deletes == (), "there is something left to train"
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
+    assert cluster.settled() == ("Running", 0, [0, 1, 2])
 
 
 def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
@@ -518,8 +512,7 @@ def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() ->
     assert (deletion.name, deletion.reason) == ("cifar-worker-3", "others have succeeded: nothing is left to train")
     assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
     cluster.end(2, 0)
-    cluster.settle()
-    assert cluster.status["state"] == "Succeeded"
+    assert cluster.settled()[0] == "Succeeded"
 
 
 @pytest.mark.parametrize("code", [130, 137, 138, 143])
@@ -553,8 +546,7 @@ def test_a_worker_that_was_killed_is_made_again(code: int) -> None:
 def test_a_worker_that_its_node_ended_is_made_again_and_does_not_count(how: Document, policy: str) -> None:
     cluster = running(a_job(policy=policy, backoffLimit=0))
     cluster.end(0, **how)
-    cluster.settle()
-    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 0, [0, 1])
+    assert cluster.settled() == ("Running", 0, [0, 1])
 
 
 def init_fails(cluster: Cluster, index: int, code: int) -> None:
@@ -652,8 +644,7 @@ def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on() -> N
     ends_beside_another(cluster, 0, 137, other=None)
     deletes = cluster.look().deletes
     assert [(each.reason, each.grace_s) for each in deletes] == [("it has ended: worker 0 was killed (exit code 137)", None)]
-    cluster.settle()
-    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 1, [0, 1])
+    assert cluster.settled() == ("Running", 1, [0, 1])
     assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
 
 
@@ -664,8 +655,7 @@ def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
     reason = "worker 1 was lost: its node node-1 has not answered for 30 s"
     assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", 0, reason)]
     cluster.lost.clear()
-    cluster.settle()
-    assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
+    assert cluster.settled() == ("Running", 0, [0, 1])
 
 
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
@@ -675,8 +665,7 @@ def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count()
     cluster.taints = {"node-1": {"metadata": meta, "spec": {"taints": [{"key": "outlast.dev/leaving"}]}}}
     reason = f"worker 1 leaves: its node node-1 is about to be terminated (outlast.dev/leaving, by {by})"
     assert [(each.name, each.grace_s, each.reason) for each in cluster.look().deletes] == [("cifar-worker-1", 13, reason)]
-    cluster.settle()
-    assert (cluster.indices, cluster.status["restarts"]) == ([0, 1], 0)
+    assert cluster.settled() == ("Running", 0, [0, 1])
     plan = cluster.look()  # it was put on the same node again
     assert (plan.deletes, plan.requeue_at) == ((), cluster.now + 10)
 
@@ -710,13 +699,10 @@ def test_workers_that_fail_since_worker_0_is_lost_are_made_again(how: str) -> No
     cluster.end(1, 1)
     (deletion,) = [each for each in cluster.decide().deletes if each.name == "cifar-worker-1"]
     assert deletion.reason == "it has ended: worker 1 failed with exit code 1 since worker 0, where workers meet, was lost"
-    cluster.settle()
-    assert (cluster.status["state"], cluster.indices) == ("Running", [0, 1, 2])
-    assert cluster.status["restarts"] == (how == "killed")
+    assert cluster.settled() == ("Running", how == "killed", [0, 1, 2])
     cluster.end(1, 1, began=cluster.now + 1)
     cluster.now += PLAIN_PODS.cause
-    cluster.settle()
-    assert cluster.status["state"] == "Failed"
+    assert cluster.settled()[0] == "Failed"
 
 
 @pytest.mark.parametrize(("policy", "state"), [("ExitCode", "Running"), ("Never", "Failed")])
@@ -738,8 +724,7 @@ def test_restarts_by_nodes_count_against_the_budget() -> None:
     cluster = running(a_job(policy="OnFailure", backoffLimit=2))
     for count in (1, 2):
         started_again(cluster, 1, 137, count)
-        cluster.settle()
-        assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", count)
+        assert cluster.settled() == ("Running", count, [0, 1])
     started_again(cluster, 0, 1, 1)
     cluster.settle()
     assert cluster.message("Failed").endswith("backoffLimit (2) is used up by 3 restarts")
@@ -759,8 +744,7 @@ def test_a_drain_of_worker_0_uses_up_no_restarts_though_nodes_start_all_others_a
             started_again(cluster, index, 1, drains)
         cluster.settle()
     started_again(cluster, 0, 255, 1, reason="Unknown")
-    cluster.settle()
-    assert (cluster.status["state"], cluster.status["restarts"]) == ("Running", 0)
+    assert cluster.settled() == ("Running", 0, [0, 1, 2, 3])
     started_again(cluster, 3, 137, 3)
     cluster.settle()
     assert cluster.message("Failed").endswith("backoffLimit (0) is used up by 1 restarts")
@@ -820,8 +804,7 @@ def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -
     assert {each.name: each.reason for each in plan.deletes} == dict.fromkeys(
         ("cifar-worker-0", "cifar-worker-1"), "all workers are restarted: its rendezvous differs from that of new ones"
     )
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"], cluster.status["restarts"]) == ([0, 1, 2], "Running", 0)
+    assert cluster.settled() == ("Running", 0, [0, 1, 2])
     assert not old & {pod["metadata"]["uid"] for pod in cluster.pods.values()}
 
 
@@ -837,11 +820,9 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
         world.api.put({**pod, "status": {"phase": "Running"}})
     world.start(reconcilers=reconciler_by_kind.reconcilers(Limits()))
 
-    def seen() -> Document:
-        with world.api.lock:
-            return dict(world.api.documents[kinds.LEGACY_JOB.resource, "default", "cifar"].get("status") or {})
-
-    world.api.until(lambda: (seen().get("replicaStatuses") or {}).get("Worker", {}).get("active") == 2)
+    world.api.until(
+        lambda: (world.status("cifar", kinds.LEGACY_JOB).get("replicaStatuses") or {}).get("Worker", {}).get("active") == 2
+    )
     world.settled(["cifar"])
 
     def writes() -> list[str]:
@@ -849,7 +830,7 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
 
     before, prefix = writes(), "/api/v1/namespaces/default/pods/cifar-worker"
     assert [each for each in before if not each.startswith(("POST", "PUT"))] == [f"PATCH {prefix}-0", f"PATCH {prefix}-1"]
-    assert seen()["state"] == "Running"
+    assert world.status("cifar", kinds.LEGACY_JOB)["state"] == "Running"
     world.running[0][0]._queue_all()
     world.settled(["cifar"])
     assert writes() == before
@@ -888,8 +869,7 @@ def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None
     cluster = running(a_job(cleanPodPolicy=policy) if policy else a_job())
     cluster.end(0, 0)
     cluster.end(1, 0)
-    cluster.settle()
-    assert (cluster.indices, cluster.status["state"]) == (left, "Succeeded")
+    assert cluster.settled() == ("Succeeded", 0, left)
     assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 2, "failed": 0}}
 
 
@@ -931,8 +911,7 @@ def test_a_job_of_an_earlier_operator_goes_on_with_what_that_has_counted() -> No
     uids = [pod["metadata"]["uid"] for pod in cluster.pods.values()]
     earlier = {"restarts": 3, "judged": uids[1:], "started": {uids[0]: 1}, "state": "Restarting"}
     cluster.job["status"] = {**{key: cluster.status[key] for key in ("conditions", "startTime")}, **earlier}
-    cluster.settle()
-    assert (cluster.status["state"], cluster.status["restarts"], cluster.indices) == ("Running", 3, [0, 1])
+    assert cluster.settled() == ("Running", 3, [0, 1])
     assert cluster.status["startTime"] == text(START)
 
 
@@ -986,7 +965,7 @@ def test_a_job_that_is_deleted_is_left_to_the_cluster() -> None:
 
 def happen(cluster: Cluster, event: tuple[str, int, int]) -> None:
     what, index, parts = event
-    there = [i for i in cluster.indices if cluster.pods[f"cifar-worker-{i}"]["status"]["phase"] == "Running"]
+    there = cluster.running_workers()
     if what == "scale":
         cluster.scale(index)
     elif what == "look":

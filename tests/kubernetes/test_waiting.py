@@ -29,11 +29,7 @@ from outlast.storage import runs, store
 
 Document = dict[str, Any]
 Outlast = Callable[..., tuple[int, str, str]]
-CRD = {
-    "apiVersion": "apiextensions.k8s.io/v1",
-    "kind": "CustomResourceDefinition",
-    "metadata": {"name": "elasticjobs.outlast.dev"},
-}
+CRD = kinds.CRD.document({"name": "elasticjobs.outlast.dev"})
 
 
 class Cluster(FakeCluster):
@@ -70,7 +66,7 @@ class Scene:
         written = {"state": state, "reason": reason, "run": "digits-1", "submitted": 10.0, **fields} if state else {}
         meta = {"name": "digits", "namespace": "team", "uid": "uid-digits"}
         spec = {"image": "i", "module": "m", "workers": {"replicas": 2}, **self.spec}
-        return {"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
+        return kinds.ELASTIC_JOB.document(meta, spec=spec, status=written)
 
     spec: Document = {}  # noqa: RUF012
 
@@ -136,22 +132,15 @@ def refuses(**what: bool) -> Callable[[Scene], object]:
 
 CANCELLED = "digits was cancelled or deleted by somebody else; submitted again, it goes on"
 REPLACED = "digits was submitted again by somebody else, and this run of it is over"
+GOES_ON = ("Queued", "Running", "Suspended", "Interrupted", "Resizing", "Restarting")
 KINDLESS, KNOWN = refuses(unserved=True), refuses(unserved=False)
 
 
 @pytest.mark.parametrize(
     ("script", "code", "sentence"),
     [
-        (
-            [to("Running", "2 train"), to("Failed", "restarts are used up", end="BackoffLimitExceeded")],
-            Code.FAILED,
-            "has failed: ",
-        ),
-        (
-            [*map(to, ("Queued", "Running", "Suspended", "Interrupted", "Resizing", "Restarting")), to("Succeeded")],
-            Code.SUCCEEDED,
-            "digits has succeeded",
-        ),
+        ([to("Running"), to("Failed", "restarts are used up", end="BackoffLimitExceeded")], Code.FAILED, "has failed: "),
+        ([*map(to, GOES_ON), to("Succeeded")], Code.SUCCEEDED, "digits has succeeded"),
         ([to("Running", step=5), gone], Code.GONE, CANCELLED),
         ([to("Cancelled")], Code.GONE, ""),
         ([to("Running"), replaced], Code.GONE, REPLACED),
@@ -241,6 +230,9 @@ def a_workflow(*, deleted: bool = False, **spec: Any) -> Document:
     return {"metadata": {"name": "w", **({"deletionTimestamp": apiserver.NOW} if deleted else {})}, "spec": spec}
 
 
+EVICTED = "the step's pod is evicted (%s), and the step is to be run again"
+
+
 @pytest.mark.parametrize(
     ("pod", "owner", "sentence"),
     [
@@ -253,16 +245,8 @@ def a_workflow(*, deleted: bool = False, **spec: Any) -> Document:
         (a_pod(deleted=True), None, ""),  # the Workflow was deleted, or the pod has none
         (a_pod(reason="EvictionByEvictionAPI", deleted=True), a_workflow(shutdown="Terminate"), ""),  # nobody runs it again
         (a_pod(deleted=True), a_workflow(), "the step's pod is deleted, and Workflow w goes on"),
-        (
-            a_pod(reason="EvictionByEvictionAPI", deleted=True),
-            a_workflow(),
-            "the step's pod is evicted (EvictionByEvictionAPI), and the step is to be run again",
-        ),
-        (
-            a_pod(reason="PreemptionByScheduler"),
-            None,
-            "the step's pod is evicted (PreemptionByScheduler), and the step is to be run again",
-        ),
+        (a_pod(reason="EvictionByEvictionAPI", deleted=True), a_workflow(), EVICTED % "EvictionByEvictionAPI"),
+        (a_pod(reason="PreemptionByScheduler"), None, EVICTED % "PreemptionByScheduler"),
     ],
 )
 def test_sigterm_cancels_the_job_unless_the_step_is_to_be_run_again(
@@ -495,20 +479,26 @@ def test_each_key_has_a_job_of_its_own_and_finds_it_again(
     assert all(re.fullmatch(r"digits-[0-9a-f]{12}", name) for name in jobs(api))
 
 
+@pytest.fixture
+def sigterm() -> Iterator[None]:
+    """The handler of SIGTERM afterwards is the one before."""
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+@pytest.mark.usefixtures("sigterm")
 @pytest.mark.parametrize(("mode", "left"), [("cancel", 0), ("leave", 1)])
 def test_sigterm_ends_the_wait_and_the_job_if_that_is_wanted(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch, mode: str, left: int
 ) -> None:
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(Waiter, "wait", lambda waiter: os.kill(os.getpid(), signal.SIGTERM))
-    try:
-        code, _, err = outlast("submit", "job.yaml", "--wait", "--on-terminate", mode)
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    code, _, err = outlast("submit", "job.yaml", "--wait", "--on-terminate", mode)
     assert (code, len(jobs(api))) == (143, left)
     assert f"SIGTERM: digits is {'not ' * left}cancelled" in err
 
 
+@pytest.mark.usefixtures("sigterm")
 def test_sigterm_while_the_job_is_submitted_comes_when_it_is_known_whether_it_is_ours(
     api: apiserver.ApiServer, outlast: Outlast, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -519,12 +509,8 @@ def test_sigterm_while_the_job_is_submitted_comes_when_it_is_known_whether_it_is
         os.kill(os.getpid(), signal.SIGTERM)
         return made
 
-    before = signal.getsignal(signal.SIGTERM)
     monkeypatch.setattr(kube.Cluster, "apply", apply)
-    try:
-        code, _, err = outlast("submit", "job.yaml", "--wait")
-    finally:
-        signal.signal(signal.SIGTERM, before)
+    code, _, err = outlast("submit", "job.yaml", "--wait")
     assert (code, jobs(api)) == (143, {})
     assert "SIGTERM: digits is cancelled" in err
 

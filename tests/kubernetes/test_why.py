@@ -79,14 +79,9 @@ def test_a_paragraph_has_the_sentence_the_evidence_and_the_remedy() -> None:
 
 def a_pod(name: str = "train-0", *, phase: str = "Pending", node: str = "", index: int = 0, **status: Any) -> Document:
     labels = {"outlast.dev/job": "train", "outlast.dev/worker": str(index)}
-    spec: Document = {"containers": [{"name": "worker", "image": "team/train:v9"}]}
-    made = {"name": name, "labels": labels, "creationTimestamp": "2026-11-21T16:00:00Z"}
-    return {
-        "kind": "Pod",
-        "metadata": made,
-        "spec": {**spec, **({"nodeName": node} if node else {})},
-        "status": {"phase": phase, **status},
-    }
+    spec = {"containers": [{"name": "worker", "image": "team/train:v9"}], **({"nodeName": node} if node else {})}
+    meta = {"name": name, "labels": labels, "creationTimestamp": "2026-11-21T16:00:00Z"}
+    return {"kind": "Pod", "metadata": meta, "spec": spec, "status": {"phase": phase, **status}}
 
 
 def an_event(about: Document, reason: str, message: str) -> Document:
@@ -98,12 +93,8 @@ def a_node(name: str = "node-a", *, ready: str = "True", taints: tuple[str, ...]
     conditions = [{"type": "Ready", "status": ready, "reason": "NodeStatusUnknown", "message": "Kubelet stopped posting."}]
     conditions[0]["lastTransitionTime"] = "2027-01-15T07:58:20Z"  # 100 s before NOW
     spec = {"taints": [{"key": key, "effect": "NoExecute"} for key in taints]}
-    return {
-        "kind": "Node",
-        "metadata": {"name": name, "labels": {}},
-        "spec": spec,
-        "status": {"conditions": conditions, "allocatable": {"cpu": "8"}},
-    }
+    status = {"conditions": conditions, "allocatable": {"cpu": "8"}}
+    return {"kind": "Node", "metadata": {"name": name, "labels": {}}, "spec": spec, "status": status}
 
 
 def a_job(replicas: int = 1, **status: Any) -> Document:
@@ -130,10 +121,9 @@ def test_a_message_of_the_scheduler_is_taken_apart(parts: list[tuple[int, str]],
     assert nodes.parts(message) == parts
 
 
+ELSEWHERE = "its volume is in another zone or on another machine than the free nodes"
 SAYS = {
-    "1 node(s) had untolerated taint {nvidia.com/gpu: present}": (
-        "1 node is kept for others by the taint nvidia.com/gpu=present"
-    ),
+    "1 node(s) had untolerated taint {nvidia.com/gpu: present}": "1 node is kept for others by the taint nvidia.com/gpu=present",
     "2 node(s) had untolerated taint {team: }": "2 nodes are kept for others by the taint team",
     "1 node(s) had untolerated taint(s) {team: }": "1 node is kept for others by the taint team",
     "1 node(s) had taint {spot: true}, that the pod didn't tolerate": "1 node is kept for others by the taint spot=true",
@@ -142,21 +132,18 @@ SAYS = {
     ),
     "3 node(s) were unschedulable": "3 are cordoned",
     "3 Too many pods": "3 run as many pods as they may",
-    "3 node(s) didn't match pod topology spread constraints": ("it would make the spread of pods over zones or nodes too uneven"),
+    "3 node(s) didn't match pod topology spread constraints": "it would make the spread of pods over zones or nodes too uneven",
     "3 node(s) didn't match pod affinity rules": "it may only be where certain pods are, and there are none with room",
-    "3 node(s) had volume node affinity conflict": "its volume is in another zone or on another machine than the free nodes",
-    "3 node(s) didn't match PersistentVolume's node affinity": (
-        "its volume is in another zone or on another machine than the free nodes"
-    ),
+    "3 node(s) had volume node affinity conflict": ELSEWHERE,
+    "3 node(s) didn't match PersistentVolume's node affinity": ELSEWHERE,
     "3 node(s) are on fire": "3 node(s) are on fire",
 }
 
 
 @pytest.mark.parametrize("said", SAYS)
 def test_what_the_scheduler_says_has_a_meaning(said: str) -> None:
-    (cause,) = causes(
-        refusing(f"0/3 nodes are available: {said}. preemption: 0/3 nodes are available: 3 Preemption is not helpful.")
-    )
+    tail = "preemption: 0/3 nodes are available: 3 Preemption is not helpful."
+    (cause,) = causes(refusing(f"0/3 nodes are available: {said}. {tail}"))
     assert cause.what == f"worker 0 finds no node: {SAYS[said]}"
     assert cause.remedy
 
@@ -185,37 +172,31 @@ def test_every_sentence_about_a_message_is_made_of_words_that_are_given() -> Non
             assert each.get("name") or messages.tables()[speaker]["name"], each
 
 
+ABSENT, LOGIN = "does not exist in its registry", "may not be pulled: its registry wants a login"
+LIMITED, FULL_DISK = "may not be pulled so often: its registry limits us", "does not fit on the node's disk"
 PULLS = {
-    'failed to resolve reference "docker.io/library/trian:9": docker.io/library/trian:9: not found': (
-        "does not exist in its registry"
-    ),
-    "reading manifest v9 in example.com/a: manifest unknown": "does not exist in its registry",
+    'failed to resolve reference "docker.io/library/trian:9": docker.io/library/trian:9: not found': ABSENT,
+    "reading manifest v9 in example.com/a: manifest unknown": ABSENT,
     "pull access denied, repository does not exist or may require authorization: server message: "
     "insufficient_scope: authorization failed": "does not exist, or its registry wants a login",
-    "unexpected status from HEAD request to https://example.com/v2/a/manifests/v9: 403 Forbidden": (
-        "may not be pulled: its registry wants a login"
-    ),
-    "failed to authorize: failed to fetch anonymous token: unexpected status: 401 Unauthorized": (
-        "may not be pulled: its registry wants a login"
-    ),
-    "no basic auth credentials": "may not be pulled: its registry wants a login",
-    "429 Too Many Requests - Server message: toomanyrequests: You have reached your pull rate limit": (
-        "may not be pulled so often: its registry limits us"
-    ),
+    "unexpected status from HEAD request to https://example.com/v2/a/manifests/v9: 403 Forbidden": LOGIN,
+    "failed to authorize: failed to fetch anonymous token: unexpected status: 401 Unauthorized": LOGIN,
+    "no basic auth credentials": LOGIN,
+    "429 Too Many Requests - Server message: toomanyrequests: You have reached your pull rate limit": LIMITED,
     "dial tcp: lookup exmaple.com on 10.0.0.2:53: no such host": "cannot be pulled: the name of its registry is unknown (DNS)",
     "dial tcp 10.0.0.9:443: i/o timeout": "cannot be pulled: its registry does not answer the nodes",
     "tls: failed to verify certificate: x509: certificate signed by unknown authority": (
         "cannot be pulled: there is no secure connection to its registry"
     ),
     **{
-        f"failed to copy: layer sha256:a{digits}b0: unexpected end: no space left on device": "does not fit on the node's disk"
+        f"failed to copy: layer sha256:a{digits}b0: unexpected end: no space left on device": FULL_DISK
         for digits in (401, 403, 404, 429)
     },
-    "reading manifest: StatusCode: 404": "does not exist in its registry",
-    "reading manifest: unexpected status code 401": "may not be pulled: its registry wants a login",
-    "pinging container registry: status 429": "may not be pulled so often: its registry limits us",
+    "reading manifest: StatusCode: 404": ABSENT,
+    "reading manifest: unexpected status code 401": LOGIN,
+    "pinging container registry: status 429": LIMITED,
     "no match for platform in manifest: not found": "is not built for the processors of that node",
-    "write /var/lib/containerd/x: no space left on device": "does not fit on the node's disk",
+    "write /var/lib/containerd/x: no space left on device": FULL_DISK,
 }
 
 
@@ -386,6 +367,32 @@ PULLING = a_pod(
 NO_KEY = "couldn't find key TOKEN in Secret team/hf"
 FULL = "0/1 nodes are available: 1 Too many pods."
 KILLED = ("Killing", "Container worker failed liveness probe, will be restarted")
+ROOT = ": the image wants to run as root, and the pod may not"
+NOT_STARTED = (
+    ("CreateContainerConfigError", "container has runAsNonRoot and image will run as root", "root", ROOT),
+    ("CreateContainerConfigError", "image has non-numeric user (app), cannot verify user is non-root", "root", ROOT),
+    ("RunContainerError", 'exec: "outlast": permission denied', "start", ": the command may not be executed"),
+    ("RunContainerError", "exec /usr/bin/outlast: exec format error", "image", ": the image is not built for that processor"),
+    ("CreateContainerError", "device is busy", "start", ""),
+)
+"""What a container waits for, what the kubelet says of it, and the rule and the sentence of its cause."""
+CODES = {79: "79", 137: "137 (SIGKILL)", 139: "139 (SIGSEGV)", 135: "135 (SIGBUS)", 2: "2"}
+KUBELET, OVER_DISK = "TerminationByKubelet", "evicted from node-a: too much was written to the node's disk"
+SHUTDOWN = "Pod was terminated in response to imminent node shutdown."
+LOW_MEMORY = "The node was low on resource: memory. Container disk-cache was using 5Gi."
+TAINTED = "Taint manager: deleting due to NoExecute taint"
+PREEMPTING = "preempting to accommodate a higher priority pod"
+DISRUPTED = (
+    ("PreemptionByScheduler", PREEMPTING, "preempted", "preempted by a pod of higher priority on node-a"),
+    ("EvictionByEvictionAPI", "Eviction API: evicting", "drained", "asked to leave node-a, by a drain or an autoscaler"),
+    ("DeletionByTaintManager", TAINTED, "node-lost", "taken away because node node-a was lost"),
+    ("DeletionByPodGC", "PodGC: node no longer exists", "node-lost", "taken away because node node-a no longer exists"),
+    (KUBELET, "The node was low on resource: ephemeral-storage.", "evicted", OVER_DISK),
+    (KUBELET, 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi".', "evicted", OVER_DISK),
+    (KUBELET, LOW_MEMORY, "evicted", "evicted from node-a, whose memory was used up"),
+    (KUBELET, SHUTDOWN, "drained", "ended because node-a was shut down"),
+)
+"""Reason and message of a disruption, and the rule and the sentence of its cause."""
 SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
     (refusing("no nodes available to schedule pods"), "unschedulable-node", "worker 0 finds no node: the cluster has none"),
     (
@@ -393,32 +400,8 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "image",  # a tag is no status of a server
         "worker 0 waits for the image a.local/team/train:403, which cannot be pulled: its registry does not answer the nodes",
     ),
-    (
-        of_pod(held("CreateContainerConfigError", "container has runAsNonRoot and image will run as root")),
-        "root",
-        "worker 0 cannot be started: the image wants to run as root, and the pod may not",
-    ),
-    (
-        of_pod(held("CreateContainerConfigError", "image has non-numeric user (app), cannot verify user is non-root")),
-        "root",
-        "worker 0 cannot be started: the image wants to run as root, and the pod may not",
-    ),
-    (
-        of_pod(held("RunContainerError", 'exec: "outlast": permission denied')),
-        "start",
-        "worker 0 cannot be started: the command may not be executed",
-    ),
-    (
-        of_pod(held("RunContainerError", "exec /usr/bin/outlast: exec format error")),
-        "image",
-        "worker 0 cannot be started: the image is not built for that processor",
-    ),
-    (of_pod(held("CreateContainerError", "device is busy")), "start", "worker 0 cannot be started"),
-    (of_pod(ended(79)), "failing-script", "worker 0 ended with exit code 79"),
-    (of_pod(ended(137)), "failing-script", "worker 0 ended with exit code 137 (SIGKILL)"),
-    (of_pod(ended(139)), "failing-script", "worker 0 ended with exit code 139 (SIGSEGV)"),
-    (of_pod(ended(135)), "failing-script", "worker 0 ended with exit code 135 (SIGBUS)"),
-    (of_pod(ended(2)), "failing-script", "worker 0 ended with exit code 2"),
+    *((of_pod(held(reason, said)), name, f"worker 0 cannot be started{what}") for reason, said, name, what in NOT_STARTED),
+    *((of_pod(ended(code)), "failing-script", f"worker 0 ended with exit code {text}") for code, text in CODES.items()),
     (
         of_pod(ended(1), logs={"train-0": TRACES}),
         "failing-script",
@@ -486,46 +469,7 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "worker 1 is on node node-b, which does not answer",
     ),
     (of_pod(a_pod(phase="Running", node="node-b")), "node-lost", "worker 0 is on node node-b, which no longer exists"),
-    (
-        of_pod(disrupted("PreemptionByScheduler", "preempting to accommodate a higher priority pod")),
-        "preempted",
-        "worker 0 was preempted by a pod of higher priority on node-a",
-    ),
-    (
-        of_pod(disrupted("EvictionByEvictionAPI", "Eviction API: evicting")),
-        "drained",
-        "worker 0 was asked to leave node-a, by a drain or an autoscaler",
-    ),
-    (
-        of_pod(disrupted("DeletionByTaintManager", "Taint manager: deleting due to NoExecute taint")),
-        "node-lost",
-        "worker 0 was taken away because node node-a was lost",
-    ),
-    (
-        of_pod(disrupted("DeletionByPodGC", "PodGC: node no longer exists")),
-        "node-lost",
-        "worker 0 was taken away because node node-a no longer exists",
-    ),
-    (
-        of_pod(disrupted("TerminationByKubelet", "The node was low on resource: ephemeral-storage.")),
-        "evicted",
-        "worker 0 was evicted from node-a: too much was written to the node's disk",
-    ),
-    (
-        of_pod(disrupted("TerminationByKubelet", 'Usage of EmptyDir volume "tmp" exceeds the limit "1Gi".')),
-        "evicted",
-        "worker 0 was evicted from node-a: too much was written to the node's disk",
-    ),
-    (
-        of_pod(disrupted("TerminationByKubelet", "The node was low on resource: memory. Container disk-cache was using 5Gi.")),
-        "evicted",
-        "worker 0 was evicted from node-a, whose memory was used up",
-    ),
-    (
-        of_pod(disrupted("TerminationByKubelet", "Pod was terminated in response to imminent node shutdown.")),
-        "drained",
-        "worker 0 was ended because node-a was shut down",
-    ),
+    *((of_pod(disrupted(reason, said)), name, f"worker 0 was {what}") for reason, said, name, what in DISRUPTED),
     (
         dataclasses.replace(
             in_queue(conditions=[refusal("x")]), kueue_workloads=(ADMITTED, *in_queue(conditions=[refusal("x")]).kueue_workloads)
@@ -911,23 +855,13 @@ def test_why_of_a_job_that_is_nowhere_names_those_there_are(backend: fake.FakeBa
 def a_cluster(name: str, **options: Any) -> FakeCluster:
     """A cluster that shows what was recorded."""
     found = situations.recorded(name)
-    kinds_ = {
-        "jobs": "batch/v1 Job",
-        "pods": "v1 Pod",
-        "events": "v1 Event",
-        "nodes": "v1 Node",
-        "resourcequotas": "v1 ResourceQuota",
-        "persistentvolumeclaims": "v1 PersistentVolumeClaim",
-    }
-    cluster = FakeCluster(**options)
-    cluster.put({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}})
-    for plural, kind in kinds_.items():
-        for document in found[plural]:
-            api_version, word = kind.split()
-            cluster.put({**document, "apiVersion": api_version, "kind": word})
-    for plural, word in {"secrets": "Secret", "configmaps": "ConfigMap"}.items():
-        for each in found[plural]:
-            cluster.put({"apiVersion": "v1", "kind": word, "metadata": {"name": each}})
+    cluster = FakeCluster(a_namespace(), **options)
+    for kind in (kinds.JOB, kinds.POD, kinds.EVENT, kinds.NODE, kinds.QUOTA, kinds.CLAIM):
+        for document in found[kind.plural]:
+            cluster.put({**document, "apiVersion": kind.api_version, "kind": kind.kind})
+    for kind in (kinds.SECRET, kinds.CONFIG_MAP):
+        for each in found[kind.plural]:
+            cluster.put(kind.document({"name": each}))
     cluster.lines = found["logs"]
     return cluster
 
@@ -952,8 +886,8 @@ def test_a_kind_that_is_not_installed_is_not_said_to_be_forbidden() -> None:
 def test_secrets_that_outlast_has_made_are_not_offered_in_place_of_a_missing_one() -> None:
     cluster = a_cluster("secret-missing")
     labels = {"app.kubernetes.io/managed-by": "outlast"}
-    cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "train-rdzv", "namespace": "team", "labels": labels}})
-    cluster.put({"apiVersion": "v1", "kind": "Secret", "metadata": {"name": "theirs", "namespace": "team"}})
+    cluster.put(kinds.SECRET.document({"name": "train-rdzv", "labels": labels}))
+    cluster.put(kinds.SECRET.document({"name": "theirs"}))
     seen = gather_evidence.job(cluster, "train").secrets  # type: ignore[arg-type]
     assert ("theirs" in seen, "train-rdzv" in seen) == (True, False)
 
@@ -972,10 +906,7 @@ def test_a_job_that_was_submitted_again_is_the_newest_one() -> None:
         cluster.put({**old, "metadata": {**meta, "labels": {**meta["labels"], "outlast.dev/run": "new"}}})
     seen = gather_evidence.job(cluster, "train")  # type: ignore[arg-type]
     assert pod_status.name(seen.workload).endswith("-new")
-    assert sorted(map(pod_status.name, seen.pods)) == sorted(
-        name for name in map(pod_status.name, seen.pods) if name.endswith("-new")
-    )
-    assert len(seen.pods) == 2
+    assert [pod_status.name(pod).endswith("-new") for pod in seen.pods] == [True, True]
 
 
 def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
@@ -988,16 +919,15 @@ def test_a_job_that_is_not_in_the_cluster_is_told() -> None:
 
 
 def a_namespace() -> Document:
-    return {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": "team"}}
+    return kinds.NAMESPACE.document({"name": "team"})
 
 
 def test_a_job_that_nobody_takes_up_tells_of_the_operator() -> None:
     meta = {"name": "train", "creationTimestamp": "2026-11-21T16:00:00Z"}
-    job = {"apiVersion": contract.API_VERSION, "kind": "ElasticJob", "metadata": meta, "spec": {"workers": {"replicas": 2}}}
-    template = {"spec": {"containers": [{"image": "operator:1"}]}}
-    where = {"name": "outlast-operator", "namespace": "ml"}
-    operator = {"apiVersion": "apps/v1", "kind": "Deployment", "metadata": where, "spec": {"replicas": 2, "template": template}}
-    defined = {"apiVersion": "apiextensions.k8s.io/v1", "kind": "CustomResourceDefinition", "metadata": {"name": "x"}}
+    job = kinds.ELASTIC_JOB.document(meta, spec={"workers": {"replicas": 2}})
+    spec = {"replicas": 2, "template": {"spec": {"containers": [{"image": "operator:1"}]}}}
+    operator = kinds.DEPLOYMENT.document({"name": "outlast-operator", "namespace": "ml"}, spec=spec)
+    defined = kinds.CRD.document({"name": "x"})
     (cause,) = causes(gather_evidence.job(FakeCluster(a_namespace(), defined, job, operator), "train"))  # type: ignore[arg-type]
     assert (cause.name, cause.evidence) == ("operator", ("operator: none of 2 runs in namespace ml, operator:1",))
     assert cause.remedy == "outlast install --wait --namespace ml says why"

@@ -18,6 +18,7 @@ from urllib.parse import parse_qs, urlsplit
 
 import pytest
 
+import fake_cluster
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import requests
 from outlast.kubernetes.api.kinds import KINDS
@@ -151,11 +152,10 @@ class ApiServer:
             return
         if found is not None and found[1](handler):
             return
-        if not self.may(asked):
-            handler.rfile.read(int(handler.headers.get("Content-Length") or 0))
-            return send(handler, *status(403, "Forbidden", self.forbids.format(asked=asked)))
         length = int(handler.headers.get("Content-Length") or 0)
         body = json.loads(handler.rfile.read(length)) if length else None
+        if not self.may(asked):
+            return send(handler, *status(403, "Forbidden", self.forbids.format(asked=asked)))
         url = urlsplit(handler.path)
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         if url.path == "/version":
@@ -168,21 +168,14 @@ class ApiServer:
         match = re.fullmatch(
             r"/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)(?=/))?/([^/]+)(?:/([^/]+))?(?:/(.+))?", url.path
         )
-        kind = match and next(
-            (
-                k
-                for k in KINDS
-                if k.api_version == (match[1] or match[2]) and k.plural == match[4] and k.group not in self.unserved
-            ),
-            None,
-        )
+        named = match and (match[1] or match[2], match[4])
+        kind = next((k for k in KINDS if (k.api_version, k.plural) == named and k.group not in self.unserved), None)
         if not match or kind is None:
-            send(handler, *status(404, "NotFound", "the server could not find the requested resource"))
-            return
+            return send(handler, *status(404, "NotFound", "the server could not find the requested resource"))
         namespace, name, subresource = match[3] or "", match[5] or "", match[6] or ""
         if kind.namespaced and namespace and ("namespaces", "", namespace) not in self.documents and handler.command != "GET":
-            send(handler, *status(404, "NotFound", f'namespaces "{namespace}" not found', name=namespace, kind="namespaces"))
-            return
+            title = f'namespaces "{namespace}" not found'
+            return send(handler, *status(404, "NotFound", title, name=namespace, kind="namespaces"))
         if handler.command == "GET" and not name:
             if query.get("watch"):
                 return self.watch(handler, kind.resource, namespace, query)
@@ -216,11 +209,8 @@ class ApiServer:
                     if any(name in seen and seen[name] != there[name] for name in ("resourceVersion", "uid")):
                         return send(handler, *status(409, "Conflict", "the object has been modified"))
                     new = _merged(json.loads(json.dumps(old or {})), body)
-                    send(
-                        handler,
-                        200,
-                        {**new, "metadata": {"uid": "", **new["metadata"]}} if query.get("dryRun") else self.put(new),
-                    )
+                    shown = {**new, "metadata": {"uid": "", **new["metadata"]}}
+                    send(handler, 200, shown if query.get("dryRun") else self.put(new))
                 case "PUT":
                     version = body["metadata"].get("resourceVersion")
                     if old is not None and version not in (None, old["metadata"]["resourceVersion"]):
@@ -330,16 +320,8 @@ def _merged(old: Any, change: Any) -> Any:
 
 
 def _selected(document: Document, query: dict[str, str]) -> bool:
-    labels = document["metadata"].get("labels") or {}
-    for part in filter(None, query.get("labelSelector", "").split(",")):
-        if "!=" in part:
-            name, _, value = part.partition("!=")
-            if labels.get(name) == value:
-                return False
-            continue
-        name, equals, value = part.partition("=")
-        if name not in labels or (equals and labels[name] != value):
-            return False
+    if not fake_cluster.selected(document["metadata"].get("labels") or {}, query.get("labelSelector", "")):
+        return False
     field, _, wanted = query.get("fieldSelector", "").partition("=")
     if field == "spec.nodeName":
         return bool(document["spec"].get("nodeName") == wanted)

@@ -86,7 +86,7 @@ class FakeCluster:
         self._may(kind)
         where = self._key(kind, "", namespace)[1]
         found = [each for key, each in self.documents.items() if key[0] == kind.resource and (everywhere or key[1] == where)]
-        return [each for each in found if _selected(each["metadata"].get("labels", {}), labels)]
+        return [each for each in found if selected(each["metadata"].get("labels", {}), labels)]
 
     def apply(self, document: Document, *, dry_run: bool = False) -> Document:
         kind, meta = kind_of(document), document["metadata"]
@@ -143,7 +143,8 @@ class FakeCluster:
         """Do nothing, because no connection is open."""
 
 
-def _selected(labels: dict[str, str], selector: str) -> bool:
+def selected(labels: dict[str, str], selector: str) -> bool:
+    """Return whether labels match a selector of the API server."""
     for part in filter(None, selector.split(",")):
         name, equals, value = part.partition("=")
         if name.endswith("!"):

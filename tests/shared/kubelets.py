@@ -23,6 +23,7 @@ import machines
 import processes
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, Label, Pod
+from outlast.kubernetes.api import kinds
 from outlast.storage import runs
 
 Document = dict[str, Any]
@@ -69,9 +70,8 @@ class Kubelet:
     def _run(self) -> None:
         while not self.over.wait(0.05):
             with self.api.lock:
-                pods = [
-                    json.loads(json.dumps(d)) for key, d in self.api.documents.items() if key[0] == "pods" and key[2] != OPERATOR
-                ]
+                pods = [each for key, each in self.api.documents.items() if key[0] == "pods" and key[2] != OPERATOR]
+                pods = json.loads(json.dumps(pods))
             there = {pod["metadata"]["uid"]: pod for pod in pods}
             for uid in set(self.running) - set(there):  # deleted without grace
                 processes.kill(self.running.pop(uid)[1])
@@ -107,9 +107,8 @@ class Kubelet:
                 container = {"name": Pod.CONTAINER, "ready": phase == "Running", "state": state}
                 meta = dict(there["metadata"])
                 spec = {**there["spec"], "nodeName": self.nodes[pod["metadata"]["uid"]]}
-                self.api.put(
-                    {**there, "metadata": meta, "spec": spec, "status": {"phase": phase, "containerStatuses": [container]}}
-                )
+                status = {"phase": phase, "containerStatuses": [container]}
+                self.api.put({**there, "metadata": meta, "spec": spec, "status": status})
 
     def _free(self) -> str:
         """The node with the fewest pods that takes one."""
@@ -130,23 +129,14 @@ class Kubelet:
         places = {Pod.CONFIG: place / "etc", Pod.STATE: place / "state", Pod.CACHE: place / "cache", Pod.HOME: place / "home"}
         stored = any(each["name"] == Env.STORE for each in container["env"])
         places[Pod.OUTPUT] = (place if stored else self.directory) / "out"  # without a store, pods share a volume
-        fields = {
-            "metadata.namespace": "default",
-            "status.podIP": "127.0.0.1",
-            "metadata.uid": uid,
-            "spec.nodeName": self.nodes[uid],
-        }
-        env = environment(container["env"], places, {**fields, "metadata.labels['topology.kubernetes.io/zone']": "z"})
+        fields = {"metadata.namespace": "default", "metadata.uid": uid, "metadata.labels['topology.kubernetes.io/zone']": "z"}
+        fields |= {"status.podIP": "127.0.0.1", "spec.nodeName": self.nodes[uid]}
+        env = environment(container["env"], places, fields)
         (place / "etc" / "job.yaml").write_text(pod["metadata"]["annotations"][Annotation.JOB_FILE])
-        here = {
-            Env.CODE: str(machines.PROGRAMS),
-            Env.PROBE_PORT: "0",
-            "KUBECONFIG": str(self.kubeconfig),
-        }
+        here = {Env.CODE: str(machines.PROGRAMS), Env.PROBE_PORT: "0", "KUBECONFIG": str(self.kubeconfig)}
         with (self.directory / f"{name}.log").open("ab") as log:
-            return subprocess.Popen(
-                [sys.executable, "-m", "outlast", "agent"], env={**os.environ, **env, **here}, stdout=log, stderr=log
-            )
+            program = [sys.executable, "-m", "outlast", "agent"]
+            return subprocess.Popen(program, env={**os.environ, **env, **here}, stdout=log, stderr=log)
 
 
 class Operated:
@@ -158,11 +148,10 @@ class Operated:
         self.kubelet = Kubelet(api, directory, self.kubeconfig)
         self.operator: subprocess.Popen[bytes] | None = None
         containers = [{"name": "operator", "image": "outlast"}]
-        api.put({"apiVersion": "v1", "kind": "Pod", "metadata": {"name": OPERATOR}, "spec": {"containers": containers}})
+        api.put(kinds.POD.document({"name": OPERATOR}, spec={"containers": containers}))
         for name in NODES:
-            spec = {"providerID": f"aws:///a/{name}"}
             status = {"conditions": [{"type": "Ready", "status": "True"}]}
-            api.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": name}, "spec": spec, "status": status})
+            api.put(kinds.NODE.document({"name": name}, spec={"providerID": f"aws:///a/{name}"}, status=status))
 
     def operate(self) -> None:
         """Start the operator."""
@@ -176,8 +165,7 @@ class Operated:
             "image": "outlast", "script": "exact.py", "checkpoint": {"every": "10 steps"},
             "rendezvous": {"backend": "etcd", "endpoint": "127.0.0.1:9"}, **fields,
         }  # fmt: skip
-        head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND}
-        self.api.put({**head, "metadata": {"name": "train", "generation": 1}, "spec": job})
+        self.api.put(kinds.ELASTIC_JOB.document({"name": "train", "generation": 1}, spec=job))
 
     def change(self, *, suspend: bool = False, forget: bool = False, **workers: int) -> None:
         """Have other numbers of workers wanted, or none. With `forget`, its status is lost as well."""

@@ -14,7 +14,8 @@ import apiserver
 import rights
 from outlast.job.contract import Label
 from outlast.kubernetes import api as kube
-from outlast.kubernetes.api.kinds import ELASTIC_JOB
+from outlast.kubernetes.api import owner_references
+from outlast.kubernetes.api.kinds import ELASTIC_JOB, POD, Kind
 from outlast.kubernetes.operator.cluster_cache import CachedJob
 from outlast.kubernetes.operator.kueue_workloads import ClusterFeatures
 from outlast.kubernetes.operator.leader import Leadership
@@ -35,19 +36,11 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
     known = job.get("status") or {}
     status = {**known, "state": "Running", "judged": sorted({*known.get("judged", []), *(p["metadata"]["uid"] for p in failed)})}
     status["restarts"] = len(status["judged"])
-    owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": meta["name"], "uid": meta["uid"]}
+    there = {"namespace": meta["namespace"], "ownerReferences": [owner_references.reference(job)]}
     creates = tuple(
-        {
-            "apiVersion": "v1",
-            "kind": "Pod",
-            "metadata": {
-                "name": name,
-                "namespace": meta["namespace"],
-                "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)},
-                "ownerReferences": [owner],
-            },
-            "spec": {"containers": []},
-        }
+        POD.document(
+            {**there, "name": name, "labels": {Label.JOB: meta["name"], Label.WORKER: str(index)}}, spec={"containers": []}
+        )
         for index in range(count)
         if (name := f"{meta['name']}-worker-{index}") not in names
     )
@@ -98,9 +91,9 @@ class World:
         assert codes, "it did not stop"
         return codes[0]
 
-    def status(self, name: str) -> Document:
+    def status(self, name: str, kind: Kind = ELASTIC_JOB) -> Document:
         with self.api.lock:
-            return dict(self.api.documents[ELASTIC_JOB.resource, "default", name].get("status") or {})
+            return dict(self.api.documents[kind.resource, "default", name].get("status") or {})
 
     def apply(self, *names: str) -> None:
         for name in names:

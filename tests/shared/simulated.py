@@ -132,28 +132,9 @@ class Cluster:
         """API groups of other installed systems."""
         self.kueue: Kueue | None = None
         for n in range(nodes):
-            self.put(
-                {
-                    "apiVersion": "v1",
-                    "kind": "Node",
-                    "metadata": {"name": f"node-{n}"},
-                    "spec": {},
-                    "status": ready(True, self.now),
-                }
-            )
-        self.put(
-            {
-                "apiVersion": "outlast.dev/v1alpha1",
-                "kind": "ElasticJob",
-                "metadata": {
-                    "name": "train",
-                    "namespace": "team",
-                    "generation": 1,
-                    "creationTimestamp": pod_status.rfc3339(BEGAN),
-                },
-                "spec": {"image": "i", "module": "m", "workers": workers, **fields},
-            }
-        )
+            self.put(kinds.NODE.document({"name": f"node-{n}"}, spec={}, status=ready(True, self.now)))
+        meta = {"name": "train", "namespace": "team", "generation": 1, "creationTimestamp": pod_status.rfc3339(BEGAN)}
+        self.put(kinds.ELASTIC_JOB.document(meta, spec={"image": "i", "module": "m", "workers": workers, **fields}))
 
     # documents
 
@@ -190,9 +171,8 @@ class Cluster:
     def change(self, **workers: Any) -> None:
         """Change the job's `workers`, as a user would."""
         spec = self.job["spec"]
-        for key in ("suspend",):
-            if key in workers:
-                spec[key] = workers.pop(key)
+        if "suspend" in workers:
+            spec["suspend"] = workers.pop("suspend")
         spec["workers"] = {**spec["workers"], **workers}
         self.job["metadata"]["generation"] += 1
 
@@ -322,8 +302,7 @@ class Cluster:
 
     def reaches(self, agent: Agent) -> bool:
         """Return whether an agent reaches the API server."""
-        node = next(pod["spec"].get("nodeName") for pod in self.pods if pod["metadata"]["uid"] == agent.uid)
-        return self.reached and node not in self.cut
+        return self.reached and self.node_of(agent) not in self.cut
 
     def answers(self, pod: Document) -> bool:
         """Return whether the pod's node responds."""
@@ -335,18 +314,11 @@ class Cluster:
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
         """End the container of a pod."""
         phase = "Succeeded" if code == 0 else "Failed"
-        state = {"terminated": {"exitCode": code, "reason": reason or "Error", "finishedAt": pod_status.rfc3339(self.now)}}
-        pod["status"] = {"phase": phase, "containerStatuses": [{"name": "trainer", "state": state}]}
+        self.end_beside(pod, code, reason=reason)
+        pod["status"] = {"phase": phase, "containerStatuses": pod["status"]["containerStatuses"][:1]}
         if disrupted:
-            pod["status"]["conditions"] = [
-                {
-                    "type": "DisruptionTarget",
-                    "status": "True",
-                    "reason": disrupted,
-                    "lastTransitionTime": pod_status.rfc3339(self.now),
-                }
-            ]
-        self.agents.pop(pod["metadata"]["uid"], None)
+            target = {"type": "DisruptionTarget", "status": "True", "lastTransitionTime": pod_status.rfc3339(self.now)}
+            pod["status"]["conditions"] = [{**target, "reason": disrupted}]
         if "deletionTimestamp" in pod["metadata"]:
             self.gone(pod)
 
@@ -430,24 +402,13 @@ class Cluster:
             self.kueue.admits()
         for pod in list(self.pods):
             uid = pod["metadata"]["uid"]
-            if (
-                (until := pod_status.timestamp(pod["metadata"].get("deletionTimestamp")))
-                and self.now > until
-                and self.answers(pod)
-            ):
+            until = pod_status.timestamp(pod["metadata"].get("deletionTimestamp"))
+            if until and self.now > until and self.answers(pod):
                 self.gone(pod)
                 continue
             if pod["status"]["phase"] == "Pending" and "nodeName" in pod["spec"] and self.answers(pod):
-                pod["status"] = {
-                    "phase": "Running",
-                    "containerStatuses": [
-                        {
-                            "name": "trainer",
-                            "ready": False,
-                            "state": {"running": {"startedAt": pod_status.rfc3339(self.now)}},
-                        }
-                    ],
-                }
+                state = {"running": {"startedAt": pod_status.rfc3339(self.now)}}
+                pod["status"] = {"phase": "Running", "containerStatuses": [{"name": "trainer", "ready": False, "state": state}]}
                 index = int(pod["metadata"]["labels"][Label.WORKER])
                 self.agents[uid] = Agent(index, uid, since=self.now, begins=self.now + 1)
             agent = self.agents.get(uid)
@@ -503,13 +464,8 @@ class Cluster:
                 self.stops(agent, pod)
         if agent.standing == "done" and called and not called["planned"] and called["generation"] > agent.generation:
             agent.standing, agent.since = "waiting", self.now
-        if (
-            agent.standing == "waiting"
-            and self.now >= agent.begins
-            and world
-            and world["generation"] > agent.generation
-            and agent.index in world["members"]
-        ):
+        called_in = world and world["generation"] > agent.generation and agent.index in world["members"]
+        if agent.standing == "waiting" and self.now >= agent.begins and called_in:
             agent.standing, agent.generation, agent.since = "training", world["generation"], self.now
             agent.failed, agent.failure, agent.again, agent.trained = False, None, False, 0.0
             if not any(
@@ -576,13 +532,9 @@ class Cluster:
     def unheard(self, agent: Agent) -> tuple[list[int], list[int]]:
         """Return the members that an agent does not hear, and those of them whose machine reports their end."""
         world = (self.status.get("rendezvous") or {}).get("world")
-        if (
-            not self.mesh
-            or agent.again
-            or not world
-            or agent.generation != world["generation"]
-            or agent.index not in world["members"]
-        ):
+        if not self.mesh or agent.again or not world:
+            return [], []
+        if agent.generation != world["generation"] or agent.index not in world["members"]:
             return [], []
         unheard, refused = [], []
         for index in world["members"]:
@@ -633,26 +585,11 @@ class Cluster:
             if self.now - self.counted[0] > COUNTED_S:
                 self.counted = self.now, self.account()
             progress |= self.counted[1]
-        self.put(
-            {
-                "apiVersion": "coordination.k8s.io/v1",
-                "kind": "Lease",
-                "metadata": {
-                    "name": f"train-worker-{agent.index}",
-                    "labels": {Label.JOB: "train", Label.WORKER: str(agent.index)},
-                    "annotations": {
-                        Annotation.REPORT: text,
-                        Annotation.PROGRESS: json.dumps(progress),
-                    },
-                },
-                "spec": {
-                    "holderIdentity": agent.uid,
-                    "renewTime": pod_status.rfc3339(self.now),
-                    "leaseDurationSeconds": lasts_s,
-                },
-                RECEIVED_AT: self.clock(),
-            }
-        )
+        notes = {Annotation.REPORT: text, Annotation.PROGRESS: json.dumps(progress)}
+        labels = {Label.JOB: "train", Label.WORKER: str(agent.index)}
+        meta = {"name": f"train-worker-{agent.index}", "labels": labels, "annotations": notes}
+        spec = {"holderIdentity": agent.uid, "renewTime": pod_status.rfc3339(self.now), "leaseDurationSeconds": lasts_s}
+        self.put({**kinds.LEASE.document(meta, spec=spec), RECEIVED_AT: self.clock()})
 
     def jump(self, seconds: float) -> None:
         """Set every clock in the cluster, and restart the operator, without longer waits for anyone."""
@@ -770,20 +707,16 @@ def stored(value: Any) -> Any:
 
 
 def ready(well: bool, now: float) -> Document:
-    return {
-        "conditions": [{"type": "Ready", "status": "True" if well else "Unknown", "lastTransitionTime": pod_status.rfc3339(now)}]
-    }
+    status = "True" if well else "Unknown"
+    return {"conditions": [{"type": "Ready", "status": status, "lastTransitionTime": pod_status.rfc3339(now)}]}
 
 
 def trains(workers: int) -> Any:
     """Return a condition: exactly this number of workers exists, and all of them train."""
 
     def so(cluster: Cluster) -> bool:
-        return (
-            len(cluster.status.get("world") or ()) == workers
-            and len(cluster.pods) == workers
-            and cluster.status.get("state") == "Running"
-        )
+        in_world = len(cluster.status.get("world") or ())
+        return in_world == workers == len(cluster.pods) and cluster.status.get("state") == "Running"
 
     return so
 

@@ -15,15 +15,4 @@ from outlast.kubernetes.api.stop import Stop, within
 from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.api.watch import Change
 
-__all__ = [
-    "Change",
-    "Cluster",
-    "Document",
-    "Ended",
-    "LogOptions",
-    "Stop",
-    "connect",
-    "load",
-    "within",
-    "without_server_fields",
-]
+__all__ = ["Change", "Cluster", "Document", "Ended", "LogOptions", "Stop", "connect", "load", "within", "without_server_fields"]

@@ -99,15 +99,7 @@ class Cluster(Api):
             Request(subject, "PATCH", path, params, document, content_type, repeat=True, tries=tries, timeout_s=timeout_s)
         )
 
-    def patch(
-        self,
-        kind: Kind,
-        name: str,
-        change: Any,
-        *,
-        namespace: str | None = None,
-        subresource: str = "",
-    ) -> Document:
+    def patch(self, kind: Kind, name: str, change: Any, *, namespace: str | None = None, subresource: str = "") -> Document:
         """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict unless the
         document still has this version."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
@@ -156,12 +148,8 @@ class Cluster(Api):
         options: Document = {"preconditions": {"uid": uid}} if uid else {}
         if grace_s is not None:
             options["gracePeriodSeconds"] = round(grace_s)
-        body = {
-            "apiVersion": "policy/v1",
-            "kind": "Eviction",
-            "metadata": name,
-            **({"deleteOptions": options} if options else {}),
-        }
+        body = {"apiVersion": "policy/v1", "kind": "Eviction", "metadata": name}
+        body |= {"deleteOptions": options} if options else {}
         subject, path = self.address("evict", POD, pod, namespace, subresource="eviction")
         self.document(Request(subject, "POST", path, body=body, tries=1, timeout_s=timeout_s))
 

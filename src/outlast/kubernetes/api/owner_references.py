@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identified:
-    """A document in the cluster, with the name and uid by which others refer to it."""
+    """A document in the cluster. Other documents refer to it by its name and uid."""
 
     document: Mapping[str, Any]
 

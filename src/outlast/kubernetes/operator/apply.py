@@ -28,7 +28,7 @@ RETRY_S = 1.0
 EVENT_WINDOW_S = 600
 """Repetitions of a message within this time are counted in one Event. The API server keeps Events for an hour."""
 FAILED_CREATE = "FailedCreate"
-"""Event reason if a pod cannot be created, the same as in Kubernetes' own controllers."""
+"""Event reason when a pod cannot be created, as in Kubernetes' own controllers."""
 
 
 @dataclass(frozen=True)
@@ -184,7 +184,7 @@ class _Execution:
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
         """Create a pod; returns the obstacle if another object has its name. If the pod already exists and belongs to the job but
-        lacks the label that pods are watched by, the label is added: either a controller that we replace created the pod, or
+        lacks the label that the watch selects, the label is added: either a controller that we replace created the pod, or
         somebody changed the label."""
         if _create(self.cluster, pod):
             return None
@@ -199,7 +199,7 @@ class _Execution:
             if existing.get("deletionTimestamp"):
                 return _Obstacle(f"{name} is still terminating; it is created again when it is gone")
             if (existing.get("labels") or {}).get(Label.JOB) != meta["labels"].get(Label.JOB):
-                log.info("%s of this job lacked the label by which it is watched; it has it now", name)
+                log.info("%s of this job lacked the label that the watch selects; it has it now", name)
                 self.cluster.patch(kind, meta["name"], {"metadata": {"labels": meta["labels"]}}, namespace=meta.get("namespace"))
             return None
         if existing.get("deletionTimestamp"):

@@ -56,7 +56,7 @@ TAINTS: Mapping[str, NoticePeriod] = {
 }
 """Taints of nodes that are about to be terminated."""
 CONDITIONS: Mapping[str, NoticePeriod] = {
-    "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector"),
+    "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector")
 }
 """Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
 leaving."""

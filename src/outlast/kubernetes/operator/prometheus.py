@@ -19,12 +19,7 @@ from outlast.kubernetes.operator.plan import Event
 
 disable_created_metrics()  # type: ignore[no-untyped-call]  # a second series for every counter, which no one reads
 
-_INTERRUPTIONS = {
-    "WorkerInterrupted": "told",
-    "WorkerPreempted": "told",
-    "NodeLost": "node-lost",
-    "NodeLeaving": "node-leaving",
-}
+_INTERRUPTIONS = {"WorkerInterrupted": "told", "WorkerPreempted": "told", "NodeLost": "node-lost", "NodeLeaving": "node-leaving"}
 """Event reasons that report an interruption, each with its value for the label `cause`."""
 _RECONCILE_BUCKETS = (0.001, 0.0025, 0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1.0, 2.5, 5.0, 10.0, 60.0)
 _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0, 1800.0)
