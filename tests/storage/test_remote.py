@@ -23,6 +23,7 @@ from outlast.job import contract
 from outlast.storage import checkpoints, runs, store
 from outlast.storage.checkpoints import in_store, register, register_rules, retention
 from outlast.storage.checkpoints.register_rules import Latest, Names, Place
+from outlast.storage.runs import heartbeat
 from outlast.storage.store import Store, multipart
 from outlast.worker.agent import upload
 from servers import Place as Bucket
@@ -689,6 +690,19 @@ def test_a_run_claims_its_place_once(place: Store):
     assert runs.update(place, "one", state="Running").state == "Running"
     assert runs.end(place, "one", "Succeeded", "all steps are done", 0) == runs.read(place)
     assert runs.read(place) == a_run("one", state="Succeeded", reason="all steps are done", exit_code=0)
+
+
+def test_what_another_worker_of_the_run_writes_meanwhile_is_not_foreign(place: Store, monkeypatch: pytest.MonkeyPatch):
+    names = place.names
+
+    def begun() -> list[str]:
+        monkeypatch.undo()
+        runs.claim(place, a_run("one"))
+        heartbeat.beat(place, "one", "here")
+        return names()
+
+    monkeypatch.setattr(place, "names", begun)
+    assert runs.claim(place, a_run("one", reason="a moment later")) == a_run("one")
 
 
 def test_a_run_that_has_not_ended_keeps_its_place(place: Store):

@@ -202,7 +202,7 @@ class Agent:
         self._printed_end = self.worker.code, self.worker.reason
         print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
         self.coordination.record_end_from_operator()
-        if not self._store:  # the output is in its final place
+        if not self._store or contract.Env.OWNER not in self.environ:  # in its final place; or the run was never claimed
             self._events.put(lifecycle.Flushed())
             return
         threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
