@@ -277,14 +277,14 @@ def test_a_worker_leaves_between_two_worlds_unless_only_its_memory_has_the_newes
     member.must_stop()
     member.failed({"reason": "worker 0 is lost"})
     if stays:
-        assert member._next_world("host-1:1").generation == 2, "which saves, and then it leaves"
+        assert member._await_world("host-1:1").generation == 2, "which saves, and then it leaves"
         assert (offers.said[-1], offers.owes) == (("waiting", 20), True)
         writer.write(progress_file.Progress(generation=2, rank=0, phase="started"))
         member.world = offers.world
         assert not member.must_stop(), "its processes are still restoring that step"
         writer.write(progress_file.Progress(generation=2, rank=0, phase="train", committed=20, snapshot=20))
     with pytest.raises(Leaving):
-        member._next_world("host-1:1")
+        member._await_world("host-1:1")
     assert offers.said[-1][0] == "leaving"
     writer.close()
 
@@ -297,7 +297,7 @@ def test_a_worker_whose_processes_failed_says_whether_only_its_memory_has_the_ne
     writer = progress_file.Writer(tmp_path, 0)
     writer.write(progress_file.Progress(generation=1, rank=1, phase="train", snapshot=20, committed=committed))
     member.failed({"reason": "worker 0 is lost"})
-    member._next_world("host-1:1")
+    member._await_world("host-1:1")
     assert (offers.said[-1], offers.owes) == (("waiting", 20), owes)
     writer.close()
 
@@ -387,7 +387,7 @@ def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_sav
     with pytest.raises(Leaving, match="were killed"):
         member.next_world(lambda *_: None)
     with pytest.raises(Leaving, match="were killed"):
-        member._next_world("host:1")
+        member._await_world("host:1")
     assert offers.said == said, "nor does it report that it waits for a world"
 
 

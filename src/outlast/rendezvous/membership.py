@@ -132,7 +132,7 @@ class Membership:
         """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
         save."""
         self._report_leaving()
-        self._owes()
+        self._read_steps()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
@@ -237,8 +237,8 @@ class Membership:
                 continue
             with listener:
                 address = f"{self._host}:{listener.getsockname()[1]}"
-                again = self._again(address)
-                world = again or self._next_world(address)
+                again = self._agree_on_attempt(address)
+                world = again or self._await_world(address)
                 try:
                     return self._join(world, listener, connect, again=again is not None)
                 except (RuntimeError, OSError) as error:
@@ -251,9 +251,9 @@ class Membership:
             failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**failure, "echo": True, "step": None, "committed": None})
 
-    def _again(self, address: str) -> World | None:
+    def _agree_on_attempt(self, address: str) -> World | None:
         """Return the current world with a fresh store if its members agree to restart their processes, otherwise None."""
-        self._owes()
+        self._read_steps()
         if self.repairs is None or self.world is None:
             return None
         if self._next.get("standing") is MemberState.DONE:
@@ -291,13 +291,13 @@ class Membership:
 
     def _stopped(self) -> dict[str, Any]:
         """Return the report's fields after our processes have stopped."""
-        self._owes()
+        self._read_steps()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
         fields |= self._next
         return {**(self.repairs.report(failed=True) if fields["failed"] and self.repairs else {}), **fields}
 
-    def _next_world(self, address: str) -> World:
+    def _await_world(self, address: str) -> World:
         if self.abandoned():
             raise Leaving(_KILLED)
         generation = self.generation
@@ -412,13 +412,17 @@ class Membership:
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Return whether this worker's memory holds an unsaved step, according to its processes' records. The last world's
-        records count until the new processes have restored the step."""
+        """Return whether this worker's memory holds an unsaved step."""
+        self._read_steps()
+        return self._unsaved
+
+    def _read_steps(self) -> None:
+        """Read which steps are in memory and saved from the processes' records. The last world's records count until the new
+        processes have restored the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
             self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
-        return self._unsaved
 
     def _newest_batch(self) -> tuple[int, ...]:
         """Return `messages.Report.batch` as reported by the running processes, or else the last known value."""
@@ -439,5 +443,5 @@ class Membership:
     def _report_leaving(self) -> None:
         if not self._reported_leaving:
             self._reported_leaving = True
-            self._owes()
+            self._read_steps()
             self._client.report(standing=MemberState.LEAVING, held=self._held, owes=True)

@@ -18,7 +18,7 @@ _EARLIER_S = 2.0
 keep whole seconds."""
 
 
-def lost_workers(rec: ReconcilePass) -> None:
+def unreachable_workers(rec: ReconcilePass) -> None:
     """Force-delete pods whose node is unreachable or gone."""
     explained = set()
     silent = rec.status.silent_uids

@@ -74,8 +74,8 @@ def lost_fast_at(pod: Pod, ended: float) -> float:
 
 def silent_workers(rec: ReconcilePass) -> None:
     """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
-    worker hung or was stopped; a worker whose node is unreachable is lost (see `lost_workers`). Silence in one world has one
-    cause and is counted once."""
+    worker hung or was stopped; a worker whose node is unreachable is lost (see `unreachable_workers`). Silence in one world has
+    one cause and is counted once."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
