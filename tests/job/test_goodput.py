@@ -27,6 +27,7 @@ def test_an_undisturbed_run_trains_all_the_time_but_for_its_start_and_end():
     assert account.wall_s == 13.5
     assert account.goodput == pytest.approx(10 / 13.5)
     assert (account.state, account.worlds, account.steps_kept, account.steps_replayed) == ("Succeeded", 1, 10, 0)
+    assert printed.counts(account)["worlds"] == "1"
     assert (account.step_median_s, account.step_mean_s, account.failures, account.restarts) == (1, 1, 0, 0)
     assert account.incidents == ()
     assert [(s.start, s.end, s.bucket.value) for s in account.segments] == [
@@ -46,6 +47,7 @@ def test_steps_after_the_restored_one_were_lost_with_the_step_under_way():
     assert spent(account) == {"queue": 1, "startup": 3, "training": 9, "checkpoint": 0.1, **recovery}
     assert (account.steps_kept, account.steps_replayed) == (9, 3)
     assert (account.worlds, account.failures, account.restarts, account.saves) == (2, 1, 1, 1)
+    assert printed.counts(account)["worlds"] == "2 (1 failure, 1 restart)"
     lost = Lost(500_000, 1_250_000, 500_000, 3_200_000, up_to=True)
     assert account.incidents == (Incident(10.8, "failure", KILLED, 1, 1, pytest.approx(2.75), 3, lost=lost, cause="killed"),)
 

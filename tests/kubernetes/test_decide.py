@@ -970,3 +970,14 @@ def test_workers_that_the_version_before_had_meet_at_an_etcd_leave_for_others_an
     assert not before & {each["metadata"]["uid"] for each in cluster.pods}
     assert "wanted" not in cluster.status["rendezvous"]
     assert (cluster.status["restarts"], repeated(cluster)) == (0, 0)
+
+
+def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
+    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
+    cluster.every = 10_000
+    for _ in range(3):
+        cluster.run(5)
+        cluster.agent_of(0).frozen = True
+        cluster.run(100)
+    assert cluster.status["state"] == "Failed"
+    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]

@@ -498,3 +498,20 @@ def test_modern_learns_the_digits_and_more_than_the_workshop_s_setting_in_less_t
     assert found["modern"][0] >= 98
     assert found["modern"][0] > found["workshop"][0]
     assert found["modern"][1] < 1.1 * found["workshop"][1]
+
+
+@pytest.mark.slow
+def test_an_interrupted_run_goes_on_with_the_same_bits(
+    alone: Callable[..., list[str]], images: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    argv = [f"--data={images}", "--epochs=2", *SMALL]
+    alone(*argv)
+    (tmp_path / "out").rename(tmp_path / "calm")
+    (tmp_path / "notice").write_text("{}")
+    monkeypatch.setenv("OUTLAST_NOTICE", str(tmp_path / "notice"))
+    with pytest.raises(SystemExit, match="75"):
+        alone(*argv)
+    monkeypatch.delenv("OUTLAST_NOTICE")
+    alone(*argv)
+    assert said(tmp_path, "final.json") == json.loads((tmp_path / "calm" / "final.json").read_text())
+    assert disturbances.logged(tmp_path / "out") == disturbances.logged(tmp_path / "calm")

@@ -705,6 +705,21 @@ def test_what_another_worker_of_the_run_writes_meanwhile_is_not_foreign(place: S
     assert runs.claim(place, a_run("one", reason="a moment later")) == a_run("one")
 
 
+def test_what_a_run_writes_just_before_another_takes_its_place_is_moved_with_it(place: Store, monkeypatch: pytest.MonkeyPatch):
+    names = place.names
+
+    def begun() -> list[str]:
+        monkeypatch.undo()
+        before = names()
+        runs.claim(place, a_run("one"))
+        place.put("checkpoints/step-1/COMMIT", b"")
+        return before
+
+    monkeypatch.setattr(place, "names", begun)
+    assert runs.claim(place, a_run("two"), replace=True).aside == "one"
+    assert runs.archive(place, "two") == 1
+
+
 def test_a_run_that_has_not_ended_keeps_its_place(place: Store):
     runs.claim(place, a_run("one", state="Running"))
     with pytest.raises(AlreadyRunning, match=r"run one of job job in .* has not ended \(it was Running when it last said so\)"):

@@ -633,3 +633,15 @@ def test_the_script_in_the_guides_trains_and_resumes(plain: Path, monkeypatch: p
         assert names["step"] == names["stream"].total_steps == 48
         assert names["newest"].step == 48
         names["model"].load_state_dict(torch.load(plain / "out" / "model.pt", weights_only=True))
+
+
+def test_metrics_are_cut_after_the_restored_step(tmp_path: Path):
+    path = tmp_path / "metrics.jsonl"
+    metrics.truncate_after(path, 3)  # there is none
+    for step in range(1, 6):
+        metrics.append(path, {"step": step})
+    metrics.truncate_after(path, 3)
+    assert path.read_text() == '{"step": 1}\n{"step": 2}\n{"step": 3}\n'
+    metrics.truncate_after(path, 0)
+    metrics.truncate_after(path, 0)
+    assert path.read_text() == ""

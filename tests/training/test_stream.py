@@ -378,3 +378,13 @@ def test_a_warning_comes_when_much_of_a_period_was_waiting_and_not_again_soon():
     assert [text for _, text in said if text] == ["training waited for data 24.6 % of the last 1m01s; wait less"]
     assert said[3][1]
     assert stalls.warning(1200, 1000, "wait less")
+
+
+@given(samples=st.integers(1, 5000), seed=st.integers(0, 2**64), epoch=st.integers(0, 1000))
+def test_every_epoch_holds_every_sample_once(samples: int, seed: int, epoch: int):
+    assert sorted(permuted(np.arange(samples), samples, seed, epoch)) == list(range(samples))
+
+
+def test_seeds_and_epochs_have_orders_of_their_own():
+    orders = [tuple(permuted(np.arange(50), 50, seed, epoch)) for seed in range(20) for epoch in range(20)]
+    assert len(set(orders)) == len(orders)

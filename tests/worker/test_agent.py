@@ -15,7 +15,6 @@ from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
-from unittest.mock import Mock
 
 import pytest
 from hypothesis import given, settings
@@ -35,7 +34,6 @@ from outlast.worker.agent.lifecycle import Phase
 from outlast.worker.agent.nvml import Gpus
 from outlast.worker.agent.ranks import Ranks
 from outlast.worker.agent.upload_supervisor import UploadProcess
-from outlast.worker.agent.world_loop import WorldLoop
 from outlast.worker.hangs import hang_limit
 from outlast.worker.launch import warm_request, warm_supervisor
 from waits import until
@@ -197,18 +195,6 @@ def test_a_warm_process_that_is_stopped_goes_on_at_the_next_look(bench: Bench) -
         bench.looks()
         until(lambda: progress_file.kernel(process.pid)[0] == "S")
         process.kill()
-
-
-@pytest.mark.parametrize(("called", "noticed"), [(False, False), (True, False), (False, True)])
-def test_records_are_read_for_processes_that_wait_only_once_the_world_is_to_change(
-    tmp_path: Path, called: bool, noticed: bool
-) -> None:
-    if noticed:
-        (tmp_path / "notice").touch()
-    loop: Any = SimpleNamespace(_member=SimpleNamespace(called=lambda: called), _start=Mock(), _looked=0.0)
-    loop._settings = SimpleNamespace(environ={contract.Env.NOTICE: str(tmp_path / "notice")})
-    WorldLoop._waits(loop)
-    assert loop._start.waits.called is (called or noticed)
 
 
 @pytest.mark.parametrize("problem", [ValueError("a bug"), OutlastError("no endpoint")])

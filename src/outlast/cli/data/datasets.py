@@ -35,7 +35,7 @@ def get(
         str | None,
         typer.Argument(
             metavar="[NAME|URL]",
-            help="A dataset, or the URL of a file, followed by #sha256=... Without it, the named datasets are listed.",
+            help="A dataset, or the URL of a file, followed by #sha256=... Without this argument, the named datasets are listed.",
             autocompletion=completion.datasets,
         ),
     ] = None,

@@ -39,7 +39,7 @@ _UPLOADED = ".uploaded.json"
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
 
-ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of the samples that goes into val; 0 for none.")]
+ValOption = Annotated[float, typer.Option(min=0.0, max=0.99, help="Share of the data that goes into val; 0 for none.")]
 VocabularyOption = Annotated[int | None, typer.Option(metavar="N", help="Vocabulary size of a BPE trained here. Default: 4096.")]
 SeparatorOption = Annotated[
     str | None, typer.Option(metavar="TOKEN", help="Token after each document, '' for none. Default: <|endoftext|>.")

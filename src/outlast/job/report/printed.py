@@ -160,8 +160,9 @@ def counts(goodput: Goodput) -> dict[str, str]:
     saves = f"{goodput.saves:,} committed"
     if goodput.saves_failed:
         saves += f", {goodput.saves_failed:,} failed"
-    happened = [units.count(getattr(goodput, f"{noun}s"), noun) for noun in ("failure", "hang", "interruption", "restart")]
-    worlds = f"{goodput.worlds:,}" + (f" ({', '.join(filter(None, happened))})" if any(happened) else "")
+    nouns = ("failure", "hang", "interruption", "restart")
+    happened = [units.count(number, noun) for noun in nouns if (number := getattr(goodput, f"{noun}s"))]
+    worlds = f"{goodput.worlds:,}" + (f" ({', '.join(happened)})" if happened else "")
     if not goodput.steps_kept + goodput.steps_replayed + goodput.saves + goodput.saves_failed:
         saves = ""  # a script that reports no steps saves on its own
     found = {"steps": steps, "saves": saves, "worlds": worlds, "snapshots": _snapshots(goodput), "lost": _total(goodput)}

@@ -109,8 +109,10 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
     conditional writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
     """
     for _ in range(_ATTEMPTS):
-        others = _others(store)  # first: a run writes its record before anything else, so what is listed has its record by now
+        others = _others(store)  # before the record, which a run writes before anything else
         old, etag, _ = _load(store)
+        if etag:  # what that run has written since is moved, too
+            others = _others(store)
         if not etag and not replace:  # without a record, the objects may not be ours: never move them unless requested
             mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"

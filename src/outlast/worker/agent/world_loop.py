@@ -34,6 +34,8 @@ from outlast.worker.launch import rank_failures, rank_processes, script_files, w
 from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
+LOOK_S = 0.5
+"""Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
 """Maximum time, in seconds, from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
@@ -93,6 +95,7 @@ class WorldLoop:
         self._member.dies = self._dies
         self._member.abandoned = lambda: warm.killed
         self._seen = Seen(time.monotonic)
+        self._looked = 0.0
         self._verdicts: dict[int, rank_failures.Verdict] = {}
         """Verdicts on the processes of the current attempt, by local rank."""
 
@@ -209,10 +212,12 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Their records are read only once that world is called, or this
-        worker was asked to leave: whichever worker was asked first, the others are called, too."""
+        """Return whether all processes wait for the next world. Their records are read rarely until one is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
-        return asked and self._start.waits()
+        if not asked and time.monotonic() - self._looked < LOOK_S:
+            return False
+        self._looked = time.monotonic()
+        return self._start.waits()
 
     def _failure(self, ended: rank_failures.Ended, *, oom: bool = False) -> dict[str, Any]:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)
