@@ -14,6 +14,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Protocol, Self
 
+from outlast.base.clock import until
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.failure import Failure
@@ -359,8 +360,8 @@ class _Step:
         self.effects.append(Send(tuple(self.state.reports), "called", self.message(call)))
 
     def message(self, call: Call) -> messages.Called:
-        until = call.at + self.settings.timeouts.leave
-        return messages.Called(call.generation, call.reason, call.planned, until, leave_s=until - self.now)
+        deadline = call.at + self.settings.timeouts.leave
+        return messages.Called(call.generation, call.reason, call.planned, deadline, leave_s=deadline - self.now)
 
     def fence(self, id: int, reason: str) -> None:
         """Exclude an unresponsive member from the run, and make its process exit and restart."""
@@ -391,7 +392,7 @@ class _Step:
         state, debounce = self.state, self.settings.debounce
         trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
         wait_s = debounce.answer if trains and root_cause.only_echoes(state.pending) else debounce.settle
-        if who_trains.until(state.pending_since, wait_s, self.now) is None:
+        if until(state.pending_since, wait_s, self.now) is None:
             self.judge(cause)
 
     def judge(self, known: Known | None, new: World | None = None) -> None:

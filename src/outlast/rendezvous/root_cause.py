@@ -13,11 +13,12 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
+from outlast.base.clock import until
 from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 from outlast.job.failure import Failure
 from outlast.rendezvous import restart_budget
-from outlast.rendezvous.who_trains import World, until
+from outlast.rendezvous.who_trains import World
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
 """The fields that a `Failure` takes from `messages.Report.failure`."""

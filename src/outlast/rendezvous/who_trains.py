@@ -24,7 +24,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 
-from outlast.base import clock
+from outlast.base.clock import until
 from outlast.rendezvous import partition, sentences
 from outlast.rendezvous.vocabulary import (
     Call,
@@ -41,8 +41,6 @@ from outlast.rendezvous.vocabulary import (
 )
 
 __all__ = ["Call", "Cause", "Closed", "Decision", "Desired", "Member", "MemberState", "State", "Timeouts", "Wait", "World"]
-
-until = clock.until
 
 
 def largest(sizes: Iterable[int], available: int) -> int:

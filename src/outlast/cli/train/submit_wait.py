@@ -19,6 +19,7 @@ from outlast.cli import terminal
 if TYPE_CHECKING:
     from outlast.job.spec import Job
     from outlast.kubernetes.jobs.backend import KubernetesBackend
+    from outlast.kubernetes.jobs.outcome import Outcome
 
 WaitOption = Annotated[
     bool,
@@ -57,15 +58,22 @@ class WaitOptions:
     keyed: bool = False
     """True if only this pipeline step uses the job's name."""
 
-    @contextlib.contextmanager
-    def writing(self) -> Iterator[Path]:
-        """Yield the directory for the outputs, which is created first. Raises OutlastError if it cannot be written."""
-        assert self.directory is not None
+    def write(self, outcome: Outcome) -> None:
+        """Write the outputs. Raises OutlastError."""
+        try:
+            if self.directory:
+                outcome.write(self.directory)
+        except OSError as error:
+            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
+
+    def prepare(self) -> None:
+        """Create the directory for the outputs, so that errors appear before training. Raises OutlastError."""
+        if not self.directory:
+            return
         try:
             self.directory.mkdir(parents=True, exist_ok=True)
             if not os.access(self.directory, os.W_OK):
                 raise PermissionError(f"{self.directory} is not writable")
-            yield self.directory
         except OSError as error:
             raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
@@ -123,9 +131,7 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
     """Submit the job, wait for it to end, and write the outputs. Returns the exit code."""
     from outlast.kubernetes.jobs import outcome, waiting
 
-    if options.directory:
-        with options.writing():
-            pass  # so that errors appear before training
+    options.prepare()
     terminable = _Terminable()
     waiter = waiting.Waiter(place.workloads, name, say=terminal.say, may_cancel=options.keyed, defer_sigterm=terminable.held)
     before = None
@@ -146,8 +152,7 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
         return INTERRUPTED
     if options.directory:
         result = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
-        with options.writing() as directory:
-            result.write(directory)
+        options.write(result)
         for output, reason in result.missing.items():
             terminal.say(f"output {output} is empty: {reason}")
     terminal.say(ended.sentence)

@@ -35,8 +35,11 @@ _LABELS = {f"app.kubernetes.io/{key}": value for key, value in (("name", "outlas
 REQUIRED_NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
 """Names that every pod in a cluster must be able to resolve."""
 _FATAL_REASONS = (
-    *("ImagePullBackOff", "InvalidImageName", "ErrImageNeverPull"),
-    *("CreateContainerConfigError", "CreateContainerError"),
+    "ImagePullBackOff",
+    "InvalidImageName",
+    "ErrImageNeverPull",
+    "CreateContainerConfigError",
+    "CreateContainerError",
 )
 _PORT = 29400
 _MEMORY = "2Gi"

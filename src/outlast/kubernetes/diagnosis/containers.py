@@ -17,8 +17,12 @@ from outlast.kubernetes.manifests.render_request import Document
 # Images and starts
 
 _IMAGE_REASONS = (
-    *("ErrImagePull", "ImagePullBackOff", "RegistryUnavailable"),
-    *("ErrImageNeverPull", "InvalidImageName", "ImageInspectError"),
+    "ErrImagePull",
+    "ImagePullBackOff",
+    "RegistryUnavailable",
+    "ErrImageNeverPull",
+    "InvalidImageName",
+    "ImageInspectError",
 )
 _START_REASONS = ("CreateContainerConfigError", "CreateContainerError", "RunContainerError", "PostStartHookError")
 _NEVER_RAN = ("StartError", "ContainerCannotRun")

@@ -37,8 +37,17 @@ _DELETION_S = 120.0
 """Timeout for a deletion, in seconds: pods have 15 s to end, and the namespace controller works in rounds."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
-    *(kinds.DEPLOYMENT, kinds.STATEFUL_SET, kinds.DAEMON_SET, kinds.CRON_JOB, kinds.JOB, kinds.ELASTIC_JOB),
-    *(kinds.POD, kinds.SERVICE, kinds.CONFIG_MAP, kinds.SECRET, kinds.CLAIM),
+    kinds.DEPLOYMENT,
+    kinds.STATEFUL_SET,
+    kinds.DAEMON_SET,
+    kinds.CRON_JOB,
+    kinds.JOB,
+    kinds.ELASTIC_JOB,
+    kinds.POD,
+    kinds.SERVICE,
+    kinds.CONFIG_MAP,
+    kinds.SECRET,
+    kinds.CLAIM,
 )
 """A namespace must not be deleted if it contains objects of these kinds that are not Outlast's."""
 

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
+from outlast.base.clock import until
 from outlast.job import spec
 from outlast.job.contract import End
 from outlast.job.status import State
@@ -124,9 +125,9 @@ class ReconcilePass:
         return max(now, default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
-        """Return the end of a wait that began at this time, or None once the wait is over. See `who_trains.until` about clock
+        """Return the end of a wait that began at this time, or None once the wait is over. See `base.clock.until` about clock
         jumps."""
-        return who_trains.until(at, wait_s, self.now)
+        return until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)

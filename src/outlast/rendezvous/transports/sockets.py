@@ -338,7 +338,8 @@ class Server:
         """Accept a member's connection; returns False if a later process has replaced the one that is connecting.
 
         A new coordinator does not know which process is the later one. It can tell only if both have joined worlds: a later
-        process joins later ones. A process that has joined none may be new, or one that hung before its first world.
+        process joins later ones. A process that has joined none may be new, or one that hung before its first world,
+        or the next start of one that was refused here.
         """
         id = report.id
         other, last = self._writers.get(id), self._process.get(id)

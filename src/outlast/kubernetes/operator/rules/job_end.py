@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 
+from outlast.base.clock import until
 from outlast.job import contract
 from outlast.job.contract import End
 from outlast.job.status import State
@@ -11,7 +12,6 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.operator.observed_job import Limits, Pod
 from outlast.kubernetes.operator.plan import Deletion, Plan
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
-from outlast.rendezvous import who_trains
 
 LEAVE_S = 60.0
 """Timeout for workers to flush their uploads and exit once the job has ended, in seconds."""
@@ -89,7 +89,7 @@ def force_delete(rec: ReconcilePass, pod: Pod) -> None:
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
     """Return the plan for terminating pods whose job no longer exists: pods on unreachable nodes are force-deleted."""
     terminating = [(pod, max(pod.node_lost_at, since)) for pod in pods if pod.terminating and pod.node_lost_at is not None]
-    ends = [(pod, who_trains.until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
+    ends = [(pod, until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
     deletes = tuple(
         Deletion(pod.name, pod.uid, f"it is being deleted, and its node {pod.node} does not answer", grace_s=0)
         for pod, end in ends
