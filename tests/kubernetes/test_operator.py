@@ -476,16 +476,16 @@ class Leases:
 def test_one_leads_at_a_time_and_another_takes_over_when_it_falls_silent() -> None:
     cluster, clock = Leases(), [0.0]
     a, b = (Leadership(cluster, name, "home", clock=lambda: clock[0]) for name in "ab")
-    for clock[0] in (0.0, 9.0):
+    for clock[0] in (0.0, 4.0):
         a.acquire_or_renew()
         b.acquire_or_renew()
         assert (a.is_leader(), b.is_leader()) == (True, False)
-    clock[0] = 18.9  # a is paused; it stops acting before anybody else begins
+    clock[0] = 8.9  # a is paused; it stops acting before anybody else begins
     assert (a.is_leader(), b.is_leader()) == (True, False)
-    clock[0] = 19.1
+    clock[0] = 9.1
     b.acquire_or_renew()
     assert (a.is_leader(), a.lost_leadership, b.is_leader()) == (False, True, False)
-    clock[0] = 24.1
+    clock[0] = 11.1
     b.acquire_or_renew()
     assert (a.is_leader(), b.is_leader()) == (False, True)
     a.acquire_or_renew()
@@ -526,11 +526,11 @@ def test_a_leader_that_cannot_renew_its_lease_acts_no_more() -> None:
     a = Leadership(cluster, "a", "home", clock=lambda: clock[0])
     a.acquire_or_renew()
     cluster.away = True
-    clock[0] = 9.9
+    clock[0] = 4.9
     with pytest.raises(ClusterError):
         a.acquire_or_renew()
     assert a.is_leader()
-    clock[0] = 10.0
+    clock[0] = 5.0
     assert (a.is_leader(), a.lost_leadership) == (False, True)
 
 
