@@ -6,7 +6,6 @@
 
 Three workers of one process each, at least 2, at most 4 (so nodes < max), all running `steps.py`. What is measured:
 
-    form     the last worker's agent asks for a world -> every rank of the world of three runs its first line
     kill     one training process is SIGKILLed -> every rank of a new world has ended a step
     worker   one worker, agent and all, is SIGKILLed -> every rank of a new world has ended a step
     first    the same with the first worker (for torchrun: the one that holds the store)
@@ -24,7 +23,6 @@ from __future__ import annotations
 import argparse
 import contextlib
 import dataclasses
-import datetime
 import importlib.metadata
 import json
 import math
@@ -39,7 +37,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -48,7 +46,7 @@ import psutil
 HERE = Path(__file__).parent
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
 WORKERS, MIN, MAX = 3, 2, 4
-SCENARIOS = ("form", "kill", "worker", "first")
+SCENARIOS = ("kill", "worker", "first")
 START_LIMIT_S = 120.0
 MARK = "OUTLAST_BENCH_MARK"
 TUNED = "last_call_timeout=1,keep_alive_interval=1,keep_alive_max_attempt=2"
@@ -65,9 +63,6 @@ class System(Protocol):
     def agents(self) -> list[int]:
         """Return the process ids of the workers' agents, by worker."""
 
-    def logs(self) -> list[Path]:
-        """Return the workers' logs, in which torch's elastic agent records its requests for a world."""
-
     def over(self) -> bool:
         """Return whether no process is left that could resume."""
 
@@ -79,35 +74,35 @@ class Torchrun:
         self.name = name
         self._conf = conf
         self._nodes: list[subprocess.Popen[bytes]] = []
-        self._logs: list[Path] = []
 
     def start(self, directory: Path, environ: dict[str, str]) -> None:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             port = probe.getsockname()[1]
-        self._logs = [directory / f"node-{i}.log" for i in range(WORKERS)]
+        self._directory, self._environ, self._port = directory, environ, port
         self._nodes = []
-        for i, log in enumerate(self._logs):
-            conf = ",".join(filter(None, (f"is_host={int(i == 0)}", self._conf)))
-            command = [
-                sys.executable,
-                "-m",
-                "torch.distributed.run",
-                f"--nnodes={MIN}:{MAX}",
-                "--nproc-per-node=1",
-                "--max-restarts=10",
-            ]
-            command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{port}", "--rdzv-id=bench", f"--rdzv-conf={conf}"]
-            with log.open("wb") as file:
-                self._nodes.append(
-                    subprocess.Popen([*command, str(HERE / "steps.py"), str(directory)], env=environ, stdout=file, stderr=file)
-                )
+        for _ in range(WORKERS):
+            self.add_node()
+
+    def add_node(self) -> None:
+        """Start one more node."""
+        number = len(self._nodes)
+        conf = ",".join(filter(None, (f"is_host={int(number == 0)}", self._conf)))
+        command = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            f"--nnodes={MIN}:{MAX}",
+            "--nproc-per-node=1",
+            "--max-restarts=10",
+        ]
+        command += ["--rdzv-backend=c10d", f"--rdzv-endpoint=127.0.0.1:{self._port}", "--rdzv-id=bench", f"--rdzv-conf={conf}"]
+        with (self._directory / f"node-{number}.log").open("wb") as file:
+            command += [str(HERE / "steps.py"), str(self._directory)]
+            self._nodes.append(subprocess.Popen(command, env=self._environ, stdout=file, stderr=file))
 
     def agents(self) -> list[int]:
         return [node.pid for node in self._nodes]
-
-    def logs(self) -> list[Path]:
-        return self._logs
 
     def over(self) -> bool:
         return all(node.poll() is not None for node in self._nodes)
@@ -117,6 +112,8 @@ class Outlast:
     """`outlast run --detach` of a job with the same script."""
 
     name = "outlast"
+    script = "steps.py"
+    args: Sequence[str] = ()
 
     def start(self, directory: Path, environ: dict[str, str]) -> None:
         self._directory = directory
@@ -126,8 +123,8 @@ class Outlast:
             "kind": "ElasticJob",
             "metadata": {"name": "bench"},
             "spec": {
-                "script": "steps.py",
-                "args": [str(directory)],
+                "script": self.script,
+                "args": [str(directory), *self.args],
                 "output": str(directory / "out"),
                 "workers": {"replicas": WORKERS, "min": MIN, "max": MAX},
                 "processesPerWorker": 1,
@@ -135,7 +132,7 @@ class Outlast:
             },
         }
         (directory / "job").mkdir()
-        (directory / "job" / "steps.py").write_bytes((HERE / "steps.py").read_bytes())
+        (directory / "job" / self.script).write_bytes((HERE / self.script).read_bytes())
         (directory / "job" / "job.yaml").write_text(json.dumps(job))
         self._cli("run", str(directory / "job" / "job.yaml"), "--detach")
 
@@ -152,9 +149,6 @@ class Outlast:
 
     def agents(self) -> list[int]:
         return [worker["pid"] for worker in sorted(self._status()["workers"], key=lambda worker: worker["index"])]
-
-    def logs(self) -> list[Path]:
-        return sorted((self._directory / "out").glob("bench/logs/worker-*.log"))
 
     def over(self) -> bool:
         return False
@@ -185,9 +179,9 @@ class Line:
 class Trial:
     """Results of one job. None stands for never."""
 
-    form_s: float | None
-    recovery_s: float | None = None
+    recovery_s: float | None
     lost: int | None = None
+    started: bool = True
     ended: bool = False
 
 
@@ -215,20 +209,6 @@ def complete(found: list[Line]) -> float | None:
         if None not in times:
             return max(t for t in times if t is not None)
     return None
-
-
-def asked(logs: list[Path]) -> float | None:
-    """Return the time of the latest of the workers' first requests for a world, from the log of torch's elastic agent."""
-    first: list[float] = []
-    for log in logs:
-        match = re.search(
-            r"I(\d\d)(\d\d) (\d\d):(\d\d):(\d\d)\.(\d{6}) .*Rendezvous'ing worker group", log.read_text(errors="replace")
-        )
-        if match:
-            month, day, hour, minute, second, microsecond = map(int, match.groups())
-            year = datetime.date.today().year
-            first.append(datetime.datetime(year, month, day, hour, minute, second, microsecond).timestamp())
-    return max(first) if len(first) == WORKERS else None
 
 
 @contextlib.contextmanager
@@ -273,7 +253,7 @@ def trial(system: System, scenario: str, limit_s: float, rng: random.Random) -> 
     """Run one job in a separate directory, which is kept if training did not resume."""
     directory = Path(tempfile.mkdtemp(prefix=f"outlast-bench-{scenario}-"))
     done = attempt(system, directory, scenario, limit_s, rng)
-    if done.form_s is None or (done.recovery_s is None and scenario != "form"):
+    if done.recovery_s is None:
         print(f"never: see {directory}")
     else:
         shutil.rmtree(directory, ignore_errors=True)
@@ -291,11 +271,7 @@ def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng:
             return complete([line for line in book.lines() if line.world_size == WORKERS and (line.step or 0) >= 5])
 
         if waited(START_LIMIT_S, trains, system.over) is None:
-            return Trial(None, ended=system.over())
-        up, world = asked(system.logs()), complete([line for line in book.lines() if line.world_size == WORKERS])
-        form_s = world - up if up is not None and world is not None else math.nan
-        if scenario == "form":
-            return Trial(form_s)
+            return Trial(None, started=False, ended=system.over())
         time.sleep(rng.uniform(0.5, 1.5))
         if scenario == "kill":
             training = {line.rank: line.pid for line in book.lines()}
@@ -315,9 +291,9 @@ def attempt(system: System, directory: Path, scenario: str, limit_s: float, rng:
 
         after = waited(limit_s, lambda: complete(stepped()), system.over)
         if after is None:
-            return Trial(form_s, ended=system.over())
+            return Trial(None, ended=system.over())
         reached = max(line.step or 0 for line in book.lines() if line.pid in old)
-        return Trial(form_s, after - before, reached + 1 - min(line.step or 0 for line in stepped()))
+        return Trial(after - before, reached + 1 - min(line.step or 0 for line in stepped()))
 
 
 # The whole run
@@ -357,12 +333,8 @@ def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
     for scenario in SCENARIOS:
         ours = math.nan
         for system, done in results.items():
-            if scenario == "form":
-                trials = [t for each in done.values() for t in each if t.form_s is None or not math.isnan(t.form_s)]
-                seconds: Seconds = [t.form_s for t in trials]
-            else:
-                trials = [t for t in done.get(scenario, []) if t.form_s is not None]
-                seconds = [t.recovery_s for t in trials]
+            trials = [t for t in done.get(scenario, []) if t.started]
+            seconds = [t.recovery_s for t in trials]
             if not trials:
                 continue
             middle = median(seconds)
@@ -371,7 +343,7 @@ def table(results: dict[str, dict[str, list[Trial]]]) -> list[str]:
             ratio = f"{ours / middle:.2f}" if system != "outlast" and math.isfinite(ours + middle) else ""
             back = sum(s is not None for s in seconds)
             ended = sum(t.ended for t, s in zip(trials, seconds, strict=True) if s is None)
-            lost = [t.lost for t in trials if t.lost is not None and scenario != "form"]
+            lost = [t.lost for t in trials if t.lost is not None]
             again = f"{statistics.median(lost):g} ({min(lost)} – {max(lost)})" if lost else ""
             name = SYSTEMS[system]().name
             rows.append(f"| {scenario} | {name} | {said(seconds)} | {back} of {len(seconds)} | {ended} | {again} | {ratio} |")
@@ -418,7 +390,7 @@ def main() -> None:
         "--scenario",
         choices=SCENARIOS,
         action="append",
-        help="only these (may be repeated); form is measured in all that use steps.py",
+        help="only these (may be repeated)",
     )
     parser.add_argument("--system", choices=tuple(SYSTEMS), action="append", help="only these (may be repeated)")
     parser.add_argument("--limit", type=float, default=90.0, help="seconds until `never`")
