@@ -93,6 +93,12 @@ class Cluster:
         ]
         return sorted(found, key=lambda pod: str(pod["metadata"]["name"]))
 
+    def leader_node(self) -> str:
+        """Return the node of the operator that leads."""
+        lease = json.loads(self.kubectl("get", "lease", "outlast-operator", "-n", "outlast-system", "-o", "json"))
+        pod = lease["spec"]["holderIdentity"]
+        return self.kubectl("get", "pod", pod, "-n", "outlast-system", "-o", "jsonpath={.spec.nodeName}")
+
     def ended(self) -> list[Line]:
         """Return the steps of all ranks so far, including those in the logs of deleted pods."""
         for pod in self.pods():
@@ -133,12 +139,12 @@ def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namesp
         return account.Cost(None)
     time.sleep(options.every * (1 + rng.random()))
     step_s = account.pace(cluster.ended())
-    pods = cluster.pods()
-    victim = pods[rng.randrange(1, len(pods))]
+    kept = cluster.leader_node() if scenario == "node frozen" and not options.leader else ""
+    victim = rng.choice([pod for pod in cluster.pods()[1:] if pod["spec"]["nodeName"] != kept])
     name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
     fault = time.time()
     if scenario == "process killed":
-        kill = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
+        kill = "for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && kill -9 ${p#/proc/}; done; true"
         cluster.kubectl("exec", name, "--", "sh", "-c", kill, check=False)
     elif scenario == "pod deleted":
         cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")
@@ -167,6 +173,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until `never`")
     parser.add_argument("--freeze", default="", help="command that freezes a node: {node} is its name")
     parser.add_argument("--thaw", default="", help="command that thaws it")
+    parser.add_argument("--leader", action="store_true", help="the frozen node may be the one where the operator's leader is")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     image = os.environ.get("OUTLAST_TEST_IMAGE", "")
