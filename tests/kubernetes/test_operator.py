@@ -6,9 +6,9 @@ from __future__ import annotations
 import dataclasses
 import functools
 import json
-import re
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
