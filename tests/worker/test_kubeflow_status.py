@@ -126,7 +126,7 @@ def test_a_server_that_fails_harms_nothing(server: Server, ours: StatusServer, t
     began = time.monotonic()
     for step in range(3):
         ours.look(step, 20, rank=0)
-    assert time.monotonic() - began < 0.4, "reports are sent beside the agent's loop"
+    assert time.monotonic() - began < 1.5, "reports are sent beside the agent's loop"
     ours.end(done=True)
     assert time.monotonic() - began < 3
     assert len(server.received) <= 2, "one attempt at a time"
