@@ -127,7 +127,8 @@ def brought(namespace: Namespace, directory: Path, name: str) -> str:
         archive.add(directory, arcname=name)
     words = ["kubectl", "-n", namespace.name, "exec", "-i", "s3", "--", "tar", "xf", "-", "-C", "/tmp"]
     subprocess.run(words, input=made.getvalue(), check=True)
-    env = [f"{key}={value}" for key, value in {**keys(namespace), "HOME": "/tmp"}.items()]
+    here = {**keys(namespace), "AWS_ENDPOINT_URL": "http://localhost:8080", "HOME": "/tmp"}  # not each network leads back
+    env = [f"{key}={value}" for key, value in here.items()]
     namespace.kubectl("exec", "s3", "--", "env", *env, "outlast", "sync", f"/tmp/{name}", f"s3://bucket/{name}")
     return f"s3://bucket/{name}"
 
