@@ -1,7 +1,7 @@
 """Carries out the operator's plans, one write after another. The process may be killed between any two writes.
 
-Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If it fails,
-somebody else has changed the object: it is left alone, and the next reconcile pass decides again.
+Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If the
+precondition fails, somebody else has changed the object, and the next reconcile pass decides again.
 """
 
 from __future__ import annotations
@@ -25,9 +25,8 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before retrying to create an object whose name is still taken."""
 EVENT_WINDOW_S = 600
-"""Identical events within this window become one Event with a count."""
+"""Identical Events within this window are counted in one Event."""
 FAILED_CREATE = "FailedCreate"
-"""The Event reason that Kubernetes' own controllers use."""
 
 
 @dataclass(frozen=True)
@@ -159,8 +158,8 @@ class _Execution:
 
     def _check_owner(self, document: Document, existing: Document) -> str | None:
         """Return None if the existing object belongs to this job, and a sentence if it belongs to an earlier job of this name and
-        must be garbage-collected first. A foreign object is reported and left alone, with an empty result; a foreign Role or
-        RoleBinding raises Refused, as pods must not get rights that somebody else granted."""
+        must be garbage-collected first. A foreign object is only reported, but a foreign Role or RoleBinding raises Refused, as
+        pods must not get rights that somebody else granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -175,8 +174,8 @@ class _Execution:
         return ""
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
-        """Create a pod, or return the obstacle. A pod of this job that lacks the label for the watch gets it: a controller that
-        we replace created the pod, or somebody changed the label."""
+        """Create a pod, or return the obstacle. If a controller that we replace created the pod without the label that the watch
+        selects, add the label."""
         if _create(self.cluster, pod):
             return None
         kind, meta = kind_of(pod), pod["metadata"]
@@ -202,11 +201,9 @@ class _Execution:
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """An object that has the name of a pod to be created."""
-
     sentence: str
     permanent: bool = False
-    """True if the object will not go away by itself."""
+    """True if the object that has the pod's name will not go away by itself."""
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
@@ -234,8 +231,8 @@ def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
 
 
 def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: float) -> None:
-    """Write an Event. Its name is a hash of its content and time window, so a repetition only increments its count, even after
-    the operator has restarted. Failures are only logged."""
+    """Write an Event. Its name is a hash of its content and time window, so a repetition only increments its count. Failures are
+    only logged."""
     document = event_document(job, event, now)
     try:
         if not _create(cluster, document):

@@ -1,9 +1,8 @@
 """Caches the cluster's state for the operator: documents from the watches, and the responses to the operator's own writes.
 
 A watch lags: a decision based on the watch alone would create again what we have just created. So the response to each write
-takes precedence until the watch has reached its resource version. Unlike the expectations of Kubernetes' own controllers, this
-needs no counting and never blocks. Resource versions of one kind are increasing numbers (guaranteed by KEP-5504, and true in
-practice before it).
+takes precedence until the watch has reached its resource version. Resource versions of one kind are increasing numbers
+(guaranteed by KEP-5504, and true in practice before it).
 """
 
 from __future__ import annotations
@@ -49,7 +48,7 @@ class CachedJob:
     observed_since: float
     """When the last watch connected; the current time while any watch is disconnected."""
     refusal: str = ""
-    """A sentence on why the last attempt to create the job's pods failed; empty if it did not fail."""
+    """Why the last attempt to create the job's pods failed; empty if it did not fail."""
     job_count: int = 1
 
 
@@ -57,7 +56,7 @@ class _Entry(NamedTuple):
     """A document as JSON, which takes a fifth of the memory that dictionaries would take."""
 
     body: bytes
-    """Without the resource version."""
+    """The document without its resource version."""
     uid: str
     version: int
     urgent_hash: int
@@ -76,7 +75,6 @@ class KindCache:
     """The resource version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
-    """True once the watch has delivered all existing objects."""
     connected_at: float = 0.0
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
     """Responses to our own writes, kept until the watch reaches their versions."""
@@ -107,7 +105,7 @@ class KindCache:
         return vanished
 
     def put(self, document: Document) -> Urgency | None:
-        """Store a document from the watch. Returns when to reconcile the change, or None if that is not necessary."""
+        """Store a document from the watch. Returns when to reconcile the change, or None for never."""
         name, new = _name_of(document), _entry(self.kind, document)
         previous = self.newest(name)
         if self.unconfirmed is not None:
@@ -123,7 +121,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """Remove a document that the watch reports as deleted. Returns True if the deletion was not known before."""
+        """Remove a document that the watch reports as deleted. Returns whether the deletion is news."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))

@@ -67,7 +67,7 @@ RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     replaced_workers.surplus_workers,
     replaced_workers.missing_workers,
 )
-"""The order matters: rules that observe pods come before the decision about the world, and pods are created last."""
+"""Rules that observe pods come before the decision about the world, and pods are created last."""
 PLAIN_RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
     plain_torchrun.start_time,

@@ -34,7 +34,6 @@ class KueueObjects:
     workloads: Sequence[Document] = ()
     """Workloads with the job's label."""
     flavors: Mapping[str, Document] = field(default_factory=dict)
-    """By name."""
     classes: Sequence[Document] = ()
     """All PriorityClasses and WorkloadPriorityClasses."""
 
@@ -112,8 +111,7 @@ class WorkloadSlice(Identified):
     # changed documents
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
-        """Return the Workload with changed conditions (type, whether it is true, reason, message) and other changed status
-        fields."""
+        """Return the Workload with changed conditions (type, whether it is true, reason, message) and status fields."""
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
@@ -217,8 +215,8 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """Return a new pod assigned to a Workload, whose entry in `free_quota` is reduced; None if no Workload has free quota and
-        all its flavors."""
+        """Return the pod assigned to a Workload, whose entry in `free_quota` is reduced, or None if no Workload has free quota
+        and all its flavors."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
@@ -307,8 +305,7 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return each Workload's free quota as a number of pods. Pods that are older than the queue name no Workload but also use
-        quota."""
+        """Return each Workload's free quota in pods. Pods that are older than the queue name no Workload but also use quota."""
         free = {workload.name: workload.count for workload in self.admitted_slices}
         unassigned = 0
         for pod in pods:

@@ -59,9 +59,9 @@ CONDITIONS: Mapping[str, NoticePeriod] = {
 }
 """These count as notices while they are True and the node is cordoned, as a node that accepts pods is not leaving."""
 TAINTED_AT = "tainted"
-"""Key in a node document for when a watch first delivered the node with a notice, by the operator's clock."""
+"""Key for when a watch first delivered a node with a notice, by the operator's clock."""
 RESERVED_S = 2.0
-"""Time reserved for a deletion to reach the kubelet and for the pod to end."""
+"""Time that a deletion takes to reach the kubelet and to end the pod."""
 
 
 @dataclass(frozen=True)
@@ -79,8 +79,8 @@ class Departure:
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period for deleting a pod; None if the pod's own grace period ends before the deadline. It is at least
-        1, as 0 would not wait for the node."""
+        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. It is at least 1, as 0
+        would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -127,7 +127,8 @@ def pod_departure(pod: Document) -> Departure | None:
 
 
 def earliest(*departures: Departure | None) -> Departure | None:
-    """Return the departure with the earliest deadline, or None if there are no departures. No deadline counts as the latest."""
+    """Return the departure with the earliest deadline, where no deadline counts as the latest; None if there are no
+    departures."""
     existing = [each for each in departures if each is not None]
     return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 

@@ -1,5 +1,4 @@
-"""Computes the operator's metrics for Prometheus, which `prometheus_metrics.TABLE` describes. All times are passed in as
-arguments."""
+"""Computes the operator's metrics for Prometheus, which `prometheus_metrics.TABLE` describes."""
 
 from __future__ import annotations
 
@@ -49,7 +48,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
-        """By kind, namespace and name."""
+        """Existing jobs by kind, namespace and name."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)

@@ -1,5 +1,4 @@
-"""Holds the state of one reconcile pass, which the rules of `decide` share: the snapshot, and the status and plan built so far.
-Pure."""
+"""One reconcile pass: the snapshot, and the status and plan that the rules of `decide` have built so far. Pure."""
 
 from __future__ import annotations
 
@@ -30,7 +29,7 @@ class ReconcilePass:
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
         self.deletes: dict[str, Deletion] = {}
-        """By pod uid."""
+        """Deletions by pod uid."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -54,7 +53,7 @@ class ReconcilePass:
 
     @property
     def desired(self) -> int:
-        """The number of workers to run now: the requested number, or fewer if the queue has not admitted all of them."""
+        """The number of workers to run now: the requested number, or fewer if the queue has not admitted all."""
         if self.snapshot.queue is not None:
             return self.snapshot.queue.largest_admitted(self.requested, self.spec.workers.allowed())
         if kueue_workloads.unsynced(self.snapshot.document, self.snapshot.features) and not self.resource_pods:
@@ -63,7 +62,7 @@ class ReconcilePass:
 
     @property
     def requested(self) -> int:
-        """The number of workers that the specification requests; 0 while the job is suspended."""
+        """The number of workers that the specification requests; 0 during suspension."""
         return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
@@ -76,7 +75,7 @@ class ReconcilePass:
 
     @property
     def alive(self) -> list[Pod]:
-        """Pods that train or will train, except those that this plan deletes."""
+        """Pods that train or will train, without those that this plan deletes."""
         return [pod for pod in self._alive_pods if pod.uid not in self.deletes]
 
     @property
@@ -94,7 +93,7 @@ class ReconcilePass:
     def late_members(self) -> list[MemberReport]:
         """The late members, if most are late although their nodes are ready; otherwise empty. A member is late once it has not
         renewed its Lease for half of `lease_s`. The path to the API server is then presumed broken, and no member is presumed
-        dead before `mass_silence_s`. As members return one by one, this holds until all have returned."""
+        dead before `mass_silence_s`, until all have returned."""
         expected = [
             report for pod in self._alive_pods if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost_at is None
         ]
@@ -164,8 +163,7 @@ class ReconcilePass:
         return self.pods_by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
-        """Plan to delete a pod, unless it is already being deleted with this grace period or a shorter one: finalizers or
-        sidecars may delay its end."""
+        """Plan to delete a pod, unless it is already being deleted with this grace period or a shorter one."""
         requested_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
         if pod.terminating and (grace_s is None or (requested_s is not None and requested_s <= grace_s)):
             return
@@ -254,8 +252,7 @@ class ReconcilePass:
         return attempts
 
     def is_counted(self, generation: int) -> bool:
-        """Return whether the failure of a generation's newest start is already counted; False for generation 0, which stands for
-        no world."""
+        """Return whether the failure of a generation's newest start is already counted. Generation 0 means no world."""
         return generation > 0 and self.status.counted >= self.newest_start(generation)
 
     def presumed_dead_at(self, report: MemberReport) -> float | None:
@@ -265,7 +262,7 @@ class ReconcilePass:
         return self.end_of_wait(self.last_seen(report), max(lease_s, self.snapshot.limits.mass_silence_s) if held else lease_s)
 
     def lease_s(self, report: MemberReport) -> float:
-        """Return how many seconds a member may be silent: at least the duration of its Lease, which is longer in large worlds."""
+        """Return how many seconds a member may be silent, which are at least its Lease's duration."""
         return max(self.snapshot.limits.silence_s, report.lease_s)
 
     def is_mass_silence(self) -> bool:

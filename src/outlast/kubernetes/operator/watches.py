@@ -1,7 +1,7 @@
 """Fills the operator's cache from one watch per kind of object, and discovers Kueue and gang schedulers.
 
-Errors are logged and counted, and the watch is started again after a pause. A watch ends only if it is for Kueue's objects and
-the cluster no longer serves them.
+Errors are logged and counted, and the watch is started again after a pause. Only watches of Kueue's objects end, when the cluster
+no longer serves them.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from outlast.kubernetes.operator.prometheus import Metrics
 log = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 10.0
-"""Maximum pause before a watch is restarted. It is short, so that a newly installed CRD is found quickly."""
+"""Maximum pause before a watch is restarted, so that a newly installed CRD is found quickly."""
 _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
@@ -39,7 +39,6 @@ class Settings:
     namespace: str | None = None
     """The only namespace that the operator serves; all if None."""
     workers: int = 8
-    """Number of jobs reconciled concurrently."""
     host: str = ""
     """Address of the probes; all addresses if empty."""
     port: int = 0
@@ -69,9 +68,7 @@ class Watches:
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
         self._unready_since: dict[str, float] = {}
-        """When each unready node became unready, by our clock."""
         self._notice_seen_at: dict[str, float] = {}
-        """When we first saw a termination notice on each node, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
