@@ -96,7 +96,6 @@ class Board:
         self._previous_generation = 0
         """Newest generation before this member started. The member is in no world up to it, even if a world lists its id."""
         self._resource_version = ""
-        """Our Lease's version after our last write."""
         self._report: Report | None = None
         self._changed_at = 0.0
         self._away = False
@@ -181,9 +180,7 @@ class Board:
         if self._owner is None:
             self._previous_generation = world.generation if world and run == self.run else 0
             newest = max(self._previous_generation, called.generation - 1 if called and run == self.run else 0)
-            self._min_generation = (
-                self._min_generation if self._min_generation > newest else 0
-            )  # 0 if the operator knows the generation
+            self._min_generation = self._min_generation if self._min_generation > newest else 0  # 0 if the operator knows it
             reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
             self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
         if run != self.run:
@@ -232,8 +229,8 @@ class Board:
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _interval_s(self, report: Report) -> float:
-        """Return the seconds until the next renewal. They are many if peers watch this member, but few after a change, so that
-        the operator sees a world's first steps."""
+        """Return the seconds until the next renewal: few for rank 0's worker and soon after a change, so that the operator sees a
+        world's first steps, and more if peers watch this member."""
         world = self._published.world
         if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)

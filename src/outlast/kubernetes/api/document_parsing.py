@@ -103,7 +103,6 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 
 def _is_small(size: int, kind: Kind | None) -> bool:
-    """Return whether text of this size can be parsed without measuring it first."""
     return kind not in dropins.ELASTIC_JOBS and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 

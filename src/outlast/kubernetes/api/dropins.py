@@ -47,7 +47,6 @@ class Functions(Protocol):
 class DropIn:
     kind: Kind
     container: str
-    """Name of the training container."""
     index: str
     """Label with the worker's index on pods that the other controller created."""
     module: str

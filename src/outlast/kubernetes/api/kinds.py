@@ -94,7 +94,6 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""How to install an API group's kinds."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:

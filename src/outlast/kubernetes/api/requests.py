@@ -84,7 +84,6 @@ class Clients:
 class Connection:
     clients: Clients = field(repr=False)
     websocket_client: Callable[[], httpx2.Client] = field(repr=False)
-    """Creates an HTTP client for one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
     """The server's warnings without duplicates."""

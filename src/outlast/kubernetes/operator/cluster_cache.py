@@ -121,7 +121,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """Remove a document that the watch reports as deleted. Returns whether the deletion is news."""
+        """Remove a document that the watch reports as deleted. Returns whether the deletion was unknown until now."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))

@@ -36,7 +36,6 @@ class CountedFailure:
 
     record: Record
     node: str
-    """Empty if unknown."""
     cause: str = ""
     """A `contract.FailureCause`; empty if unknown."""
 
@@ -151,7 +150,6 @@ class Status:
     failure: Mapping[str, Any] | None = None
     """The last failure, as a `failure.Failure` with its node and the log's tail."""
     started: float | None = None
-    """When the job was first reconciled."""
     resumed: float | None = None
     """When the job was last resumed, and deadlines started over."""
     finished: float | None = None

@@ -134,12 +134,8 @@ class WorkloadSlice(Identified):
         reason, message = evicted["reason"], evicted.get("message", "")
         conditions = [
             ("QuotaReserved", False, "Pending", message),
-            (
-                "Requeued",
-                reason in ("Preempted", "NodeFailures"),
-                reason,
-                message,
-            ),  # after other evictions, Kueue requeues by itself
+            # After other evictions, Kueue requeues the Workload by itself.
+            ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),
         ]
         spent: Document = {}
         if admitted := pod_status.condition(self.document, "Admitted"):

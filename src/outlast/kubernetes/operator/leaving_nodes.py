@@ -61,7 +61,7 @@ CONDITIONS: Mapping[str, NoticePeriod] = {
 TAINTED_AT = "tainted"
 """Key for when a watch first delivered a node with a notice, by the operator's clock."""
 RESERVED_S = 2.0
-"""Time that a deletion takes to reach the kubelet and to end the pod."""
+"""Time reserved for a deletion to reach the kubelet and end the pod."""
 
 
 @dataclass(frozen=True)

@@ -142,7 +142,6 @@ class LeaseProgress:
     snapshot: int = 0
     """Step of the newest complete snapshot; 0 if unknown."""
     every: int = 0
-    """Number of steps between snapshots; 0 if unknown."""
     time: float = 0.0
     """When `step` was completed, by the member's clock; 0 if unknown."""
     goodput: float | None = None
@@ -186,7 +185,6 @@ class PlainJob:
     """The restart policy. `Never` allows no restarts, and `ExitCode` only those of pods that were killed, lost or never
     started."""
     service: Document
-    """The Service through which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
 
 

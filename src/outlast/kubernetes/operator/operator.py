@@ -81,7 +81,6 @@ class Operator:
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
         self._busy_passes: dict[Key, int] = {}
-        """Consecutive passes that found something to do."""
         self._refusals: dict[Key, str] = {}
         """Why the last attempt to create a job's pods failed."""
         self._decision_lock = threading.Lock()

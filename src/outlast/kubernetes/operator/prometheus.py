@@ -26,7 +26,6 @@ _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 
 
 _TRAINING = ("Running", "Restarting")
-"""States in which a job should make progress."""
 
 
 @dataclass(frozen=True)
@@ -36,7 +35,6 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed_at: float | None = None
-    """When progress was last written."""
     committed_at: float | None = None
     losses: elasticjob_status.Losses | None = None
 
@@ -150,7 +148,6 @@ _PER_JOB: Mapping[str, Callable[[_Job, float | None], float | None]] = {
     "outlast_progress_age_seconds": lambda job, now: _age(job, job.progressed_at, now),
     "outlast_commit_age_seconds": lambda job, now: _age(job, job.committed_at, now),
 }
-"""Metrics with one value per job."""
 
 
 def failure_cause(status: Mapping[str, Any]) -> str:

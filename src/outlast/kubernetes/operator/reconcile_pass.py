@@ -29,7 +29,6 @@ class ReconcilePass:
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
         self.deletes: dict[str, Deletion] = {}
-        """Deletions by pod uid."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -92,8 +91,8 @@ class ReconcilePass:
     @functools.cached_property
     def late_members(self) -> list[MemberReport]:
         """The late members, if most are late although their nodes are ready; otherwise empty. A member is late once it has not
-        renewed its Lease for half of `lease_s`. The path to the API server is then presumed broken, and no member is presumed
-        dead before `mass_silence_s`, until all have returned."""
+        renewed its Lease for half of `lease_s`. The path to the API server is then presumed broken until all have returned, and
+        no member is presumed dead before `mass_silence_s`."""
         expected = [
             report for pod in self._alive_pods if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost_at is None
         ]

@@ -29,7 +29,7 @@ from outlast.kubernetes.operator.prometheus import Metrics
 log = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 10.0
-"""Maximum pause before a watch is restarted, so that a newly installed CRD is found quickly."""
+"""Maximum pause before a watch is restarted. It is short, so that a newly installed CRD is found quickly."""
 _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 

@@ -55,9 +55,7 @@ def new_or_changed(rec: ReconcilePass) -> None:
     rec.update(observed_generation=generation)
     try:
         if status.started is None:
-            if (
-                rec.snapshot.refusal and rec.snapshot.refusal != status.reason
-            ):  # the creation is retried once the status shows the refusal
+            if rec.snapshot.refusal and rec.snapshot.refusal != status.reason:  # retried once the status shows the refusal
                 rec.skip_rest = True
                 return rec.set_state(State.PENDING, rec.snapshot.refusal, "FailedCreate", warning=True)
             if no_gang := gang.missing(rec.snapshot.gang, rec.snapshot.features.groups):

@@ -14,7 +14,7 @@ from outlast.kubernetes.operator.rules.replaced_workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""A requested deletion is shortened only if it would end this long after the deadline, as API servers keep whole seconds."""
+"""A requested deletion is shortened only if it would end more than this after the deadline, as API servers keep whole seconds."""
 
 
 def unreachable_workers(rec: ReconcilePass) -> None:

@@ -20,7 +20,7 @@ from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEU
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
-"""The replacement of a pod that ended sooner than this is delayed, as its node would reject the next pod as well."""
+"""A pod that ends sooner than this after its creation is not replaced at once, as its node would reject the next pod as well."""
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent, as their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
