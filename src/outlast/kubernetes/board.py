@@ -94,7 +94,8 @@ class Board:
         """Owner reference to the ElasticJob. Reports are written only once the watch has shown the job."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member is in no world up to it, even if a world lists its id."""
+        """Newest generation before this member started. No world up to it includes this member, even if the world lists its
+        id."""
         self._resource_version = ""
         self._report: Report | None = None
         self._changed_at = 0.0

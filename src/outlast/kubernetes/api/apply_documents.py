@@ -1,9 +1,4 @@
-"""Applies documents to a cluster, after a check of who owns existing objects, and reports what has changed.
-
-apply_documents.check(cluster, documents, instead="choose another name")     raises Taken before anything is changed
-done = apply_documents.apply(cluster, document, old=apply_documents.existing(cluster, document))
-done.what                                                                    created, changed or unchanged
-"""
+"""Applies documents to a cluster, checks who owns existing objects, and reports whether each object was created or changed."""
 
 from __future__ import annotations
 

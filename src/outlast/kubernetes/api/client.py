@@ -163,8 +163,7 @@ class Cluster(Api):
         documents as deleted. While the server is down, the watch retries. Raises the server's refusals, and Unanswered if the
         server is down before the first list is complete.
 
-        `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
-        when the connection is lost.
+        `on_version` receives the version up to which everything has been reported, and None when the connection is lost.
         """
         return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version)
 

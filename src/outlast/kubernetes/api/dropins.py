@@ -1,8 +1,5 @@
 """Lists drop-ins: job kinds from other projects, which the operator runs in place of those projects' controllers.
 
-    if (drop_in := dropins.of(workload)) is not None:
-        drop_in.sizes(workload)
-
 The rest of Outlast uses drop-ins only through this module. To remove a kind, delete its package and its entry here.
 """
 

@@ -124,7 +124,7 @@ def _read_refusal(answer: httpx2.Response) -> None:
 
 def _for_lightkube(merged: Mapping[str, Any]) -> dict[str, Any]:
     """Adapt credential plugins (`exec`) to lightkube, which sets no KUBERNETES_EXEC_INFO, and rejects version v1 of their output
-    although its format is that of v1beta1."""
+    although it equals v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:
         program = entry["user"].get("exec")

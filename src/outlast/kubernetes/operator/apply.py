@@ -1,7 +1,7 @@
 """Carries out the operator's plans, one write after another. The process may be killed between any two writes.
 
-Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If the
-precondition fails, somebody else has changed the object, and the next reconcile pass decides again.
+Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If it does not
+hold, somebody else has changed the object, and the next reconcile pass decides again.
 """
 
 from __future__ import annotations
@@ -174,8 +174,8 @@ class _Execution:
         return ""
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
-        """Create a pod, or return the obstacle. If a controller that we replace created the pod without the label that the watch
-        selects, add the label."""
+        """Create a pod, or return the obstacle. If the job's pod exists but lacks the label that the watch selects, add the
+        label."""
         if _create(self.cluster, pod):
             return None
         kind, meta = kind_of(pod), pod["metadata"]

@@ -1,6 +1,4 @@
-"""Decides what to do about a job: applies an ordered table of rules to one snapshot of the job, as a pure function.
-
-    plan = decide(snapshot)
+"""Decides what to do about a job, by an ordered table of rules that are applied to one snapshot of the job. Pure.
 
 Each rule is named after a situation and writes a sentence for the status, the Event and the log line. If several rules set the
 state in one pass, the first wins, unless a later rule forms a world or ends the job. `rendezvous.coordinator.step` decides which

@@ -1,8 +1,5 @@
 """Reads and writes a job's `.status`, in which the operator keeps its state between reconcile passes. Pure.
 
-    elasticjob_status.read(status)      -> Status
-    elasticjob_status.write(Status, ...) -> the new status
-
 `outlast status` and kubectl read the fields of `outlast.job.status.JobStatus`, and the job's agents watch `rendezvous`.
 `startTime`, `completionTime`, `progressTime` and the times of conditions are in Kubernetes' format; all others are seconds since
 the epoch.

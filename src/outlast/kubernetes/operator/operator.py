@@ -1,9 +1,7 @@
 """Runs the operator: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
 
-    Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
-
-Reconcilers are pure functions. This module ensures that nothing is decided before all watches are synced, that only the leader
-writes, and that failures are retried with backoff. The process may be killed between any two lines.
+Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. The process may
+be killed between any two lines.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""A plan for one job, which `decide` returns and `apply.carry_out` executes.
-
-If the process is killed between any two writes, the next reconcile pass plans the remaining writes, or better ones.
-"""
+"""A plan for one job, which `decide` returns and `apply.carry_out` executes."""
 
 from __future__ import annotations
 

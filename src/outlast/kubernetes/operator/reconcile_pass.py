@@ -269,7 +269,7 @@ class ReconcilePass:
         return any(self.end_of_wait(self.last_seen(each), self.lease_s(each)) is None for each in self.late_members)
 
     def last_seen(self, report: MemberReport | None) -> float:
-        """Return when a member last renewed its Lease, or when our watches were connected if that is later. A renewal in the
-        future is ignored, as our clock was set back."""
+        """Return when a member last renewed its Lease, or when our watches were connected if that is later. Renewals in the
+        future are ignored."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
         return self.snapshot.observed_since if late or report is None else max(report.renewed, self.snapshot.observed_since)

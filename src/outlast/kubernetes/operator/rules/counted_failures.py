@@ -28,8 +28,8 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """Return the failure behind a pod's end. If the pod ran out of memory, its peers know the step that all were at. A worker
-    that left because of wrong bits has reported that itself."""
+    """Return the failure behind a pod's end. If the pod ran out of memory, its step is that of its peers. A worker that left
+    because of wrong bits has reported that itself."""
     world_now, report = rec.status.world, rec.snapshot.reports.get(pod.index)
     told = report.failure if report else None
     if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:

@@ -72,8 +72,8 @@ def lost_fast_at(pod: Pod, ended: float) -> float:
 
 
 def silent_workers(rec: ReconcilePass) -> None:
-    """Delete workers whose Lease has expired, and count the failure once the pod is gone. If a ready node killed it, the worker
-    hung or was stopped. Silence in one world is counted once."""
+    """Delete workers whose Lease has expired, and count a hang once the pod is gone, unless its node is unreachable. All silence
+    in one world is counted as one failure."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
