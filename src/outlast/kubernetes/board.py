@@ -4,7 +4,7 @@ server, and each keeps working while the other is down.
     member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-The pod that started last owns the Lease. If a pod on a lost node comes back, it finds that another pod has written the Lease, and
+The pod that started last owns the Lease. A pod that comes back on a lost node finds that another pod has written the Lease, and
 exits. See docs/decisions/0013-the-operator.md.
 """
 
@@ -40,29 +40,27 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Interval between progress reports from rank 0's worker, in seconds. Users see the steps in these reports."""
+"""Interval between progress reports from rank 0's worker, in which users see the steps."""
 LONGEST_PAUSE_S = 1.0
-"""Maximum pause between attempts to send a changed report, or to watch, in seconds. For a plain renewal, it is RENEW_S."""
+"""Maximum pause between attempts to send a changed report or to watch. For a plain renewal, it is the renewal interval."""
 ANSWER_S = 10.0
-"""How long to wait for the API server's response to a report, in seconds. Arbitrary: a newer report soon follows."""
+"""Timeout for the API server's response to a report. Arbitrary, as a newer report soon follows."""
 
 
 def board(endpoint: str, member: Member) -> Board:
-    """Return the member's side of an endpoint; see `rendezvous.transport`."""
+    """Return the board for an endpoint; see `rendezvous.transport`. Raises OutlastError if the pod's uid is unknown."""
     if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
     return Board(endpoint.removeprefix(contract.KUBERNETES), member)
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the interval between Lease renewals, in seconds, for this many workers. With `mesh`, peers watch one another."""
+    """Return the seconds between Lease renewals for this many workers. With `mesh`, peers watch one another."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A pod that must leave by a deadline, in seconds since the epoch."""
-
     uid: str
     deadline: float
     reason: str = ""
@@ -77,7 +75,7 @@ class _Rendezvous(Published):
 
 
 class Board:
-    """A member's side: its Lease, and the newest state that the operator published; see `member_client.Board`."""
+    """A member's connection to the operator through the API server; see `member_client.Board`."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -90,25 +88,23 @@ class Board:
         self._must_leave, self._run_ended = member.must_leave, member.run_ended
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
-        """Entries from the operator that the run's ledger already contains."""
+        """The operator's ledger entries that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
-        """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
+        """Owner reference to the ElasticJob. Reports are written only once the watch has shown the job."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
-        lists its id."""
+        """Newest generation before this member started. No world up to it includes this member, even if the world lists its
+        id."""
         self._resource_version = ""
-        """Our Lease's version after our last write."""
         self._report: Report | None = None
-        """The last report that we tried to write, successfully or not."""
         self._changed_at = 0.0
         self._away = False
         self._deadline: _Leaving | None = None
-        """The latest deadline for this pod."""
+        """The last deadline that the operator published for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client for `put`. No other thread uses it, so it may be closed when its login expires."""
+        """The client for `put`, which no other thread uses, so it may be closed when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:
@@ -120,7 +116,7 @@ class Board:
         try:
             self._cluster = self._cluster or _connected(self._namespace)
             self._renew(self._cluster, self._lease(report))
-        except Unauthorized:  # the login has expired: Kubernetes has replaced the token in the account's file before
+        except Unauthorized:  # the login has expired, and the account's file has a newer token
             self.leave(reachable=True)
             raise
         self._away = False
@@ -162,7 +158,7 @@ class Board:
             self._watching.set()
 
     def leave(self, *, reachable: bool) -> None:
-        """Disconnect, without changing the Lease."""
+        """Disconnect without changing the Lease."""
         if self._cluster is not None:
             self._cluster.close()
             self._cluster = None
@@ -185,7 +181,7 @@ class Board:
         if self._owner is None:
             self._previous_generation = world.generation if world and run == self.run else 0
             newest = max(self._previous_generation, called.generation - 1 if called and run == self.run else 0)
-            self._min_generation = self._min_generation if self._min_generation > newest else 0  # the operator knows it
+            self._min_generation = self._min_generation if self._min_generation > newest else 0  # 0 if the operator knows it
             reference = {"apiVersion": ELASTIC_JOB.api_version, "kind": ELASTIC_JOB.kind, "controller": False}
             self._owner = {**reference, "name": meta["name"], "uid": meta["uid"]}
         if run != self.run:
@@ -214,7 +210,7 @@ class Board:
     # This member's reports
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
-        """Write the Lease. After the first write, require that no other process has written it since. Raises Superseded."""
+        """Write the Lease. After the first write, require that no other pod has written it since. Raises Superseded."""
         meta = lease["metadata"]
         while True:
             precondition = {"resourceVersion": self._resource_version} if self._resource_version else {}
@@ -234,8 +230,8 @@ class Board:
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _interval_s(self, report: Report) -> float:
-        """Return the seconds until the next renewal. The interval is long where peers watch this member. After a change it is
-        short, so that the operator sees the first steps of a world."""
+        """Return the seconds until the next renewal: few for rank 0's worker and soon after a change, so that the operator sees a
+        world's first steps, and more if peers watch this member."""
         world = self._published.world
         if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
@@ -259,8 +255,8 @@ class Board:
         return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
-        """Return the progress of this worker's training processes. None for scripts that do not call `training.progress`, and
-        before the checkpoint is restored, since step 0 would look like lost steps."""
+        """Return the progress of the training processes. None for scripts that do not call `training.progress`, and before the
+        checkpoint is restored, as step 0 would look like lost steps."""
         all_records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [
             record for record in all_records if record and (record.phase not in ("started", "open", "restore") or record.step)
@@ -282,7 +278,7 @@ class Board:
 
 
 def _account(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's goodput and losses from an `agent.upload.Report`; empty if that process does not compute them."""
+    """Return the goodput and losses in an `agent.upload.Report`; empty if the uploader does not compute them."""
     if report.get("goodput") is None:
         return {}
     return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}
@@ -300,5 +296,5 @@ def report_account(job: str, worker: int, environ: Mapping[str, str], report: Ma
 
 
 def _connected(namespace: str) -> api.Cluster:
-    """Log in. Raises ClusterError."""
+    """Log in to the cluster. Raises ClusterError."""
     return api.connect(namespace=namespace or None, prefer_pod=True)

@@ -3,9 +3,8 @@
     cluster = api.connect()
     for pod in cluster.list_(kinds.POD, labels="outlast.dev/job=train"): ...
 
-`client` sends requests, `paths` has their paths and pages, `watch` watches, `streams` runs commands in pods, `login` connects to
-a cluster, `error_mapping` maps errors, `kinds` lists the kinds of documents, and `pod_status` reads pods. `pod_status`,
-`document_parsing` and `kinds` are pure.
+`client` sends requests, `watch` watches, `streams` runs commands in pods, `login` connects to a cluster, `error_mapping` maps
+errors, and `pod_status` reads pods.
 """
 
 from outlast.kubernetes.api.client import Cluster, LogOptions, without_server_fields

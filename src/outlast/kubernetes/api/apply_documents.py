@@ -1,9 +1,4 @@
-"""Applies documents to a cluster. Checks who owns existing objects, and reports whether each object was created or changed.
-
-applied.check(cluster, documents, instead="choose another name")     raises Taken before anything is changed
-done = applied.apply(cluster, document, old=applied.existing(cluster, document))
-done.what                                                            created, changed or unchanged
-"""
+"""Applies documents to a cluster, checks who owns existing objects, and reports whether each object was created or changed."""
 
 from __future__ import annotations
 
@@ -23,10 +18,10 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome for one document; in a dry run, the outcome that a real run would have."""
+    """The outcome for one document, which a dry run only predicts."""
 
     old: Document | None
-    """The object as it was before; None if it did not exist."""
+    """None if the object did not exist."""
     new: Document
 
     @property
@@ -54,7 +49,7 @@ def check(cluster: Cluster, documents: Iterable[Document], labels: Mapping[str, 
 
 
 def apply(cluster: Cluster, document: Document, *, old: Document | None, dry_run: bool = False) -> Applied:
-    """Apply a document server-side. If the object has changed since `old` was read, try once more. Raises ClusterError, and
+    """Apply a document server-side, and once more if the object has changed since `old` was read. Raises ClusterError, and
     Conflict if the object may now belong to another owner."""
 
     def applied(old: Document | None) -> Applied:

@@ -1,7 +1,6 @@
-"""Requests to a cluster's API server. Documents are plain dicts.
+"""A client for a cluster's API server. Documents are plain dicts, so unknown fields are preserved.
 
-Documents are not parsed into models, so unknown fields are preserved. All errors are `ClusterError`s from `error_mapping`. All
-functions here are thread-safe. Long calls end as soon as their `Stop` is set.
+All functions are thread-safe. Long calls end as soon as their `Stop` is set.
 """
 
 from __future__ import annotations
@@ -28,18 +27,16 @@ _WRITE = {"fieldManager": MANAGER, "fieldValidation": "Strict"}
 
 @dataclass(frozen=True)
 class LogOptions:
-    """Which of a container's log lines to read."""
-
     container: str = ""
     follow: bool = False
     since_s: float | None = None
     since: str = ""
-    """Read only lines after this time, given in the format of `timestamps`."""
+    """Read only lines after this time, which has the format of `timestamps`."""
     tail: int | None = None
     previous: bool = False
-    """True to read the container's log from before its last restart."""
+    """Read the log from before the container's last restart."""
     timestamps: bool = False
-    """True to begin each line with its time."""
+    """Begin each line with its time."""
 
     def params(self) -> dict[str, str]:
         """Return the options as query parameters."""
@@ -53,8 +50,6 @@ class LogOptions:
 
 
 class Cluster(Api):
-    """A cluster's API server, and the default namespace for documents."""
-
     # Documents
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
@@ -72,7 +67,7 @@ class Cluster(Api):
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
-        """Return all documents of a kind that the selectors match, in one namespace or in all namespaces (`everywhere`)."""
+        """Return all documents of a kind that the selectors match, in one namespace or everywhere."""
         selection = Selection(kind, namespace, everywhere, labels, fields)
         try:
             return [document for page, _ in self.pages(selection) for document in page]
@@ -90,7 +85,7 @@ class Cluster(Api):
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
         """Create a document, or set its fields to the given values (server-side apply). Unknown fields are an error. Pass
-        `tries=1` if the caller itself retries with fresher data."""
+        `tries=1` if the caller retries with fresher data."""
         kind, name, namespace = _named(document)
         subject, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
@@ -100,8 +95,8 @@ class Cluster(Api):
         )
 
     def patch(self, kind: Kind, name: str, change: Any, *, namespace: str | None = None, subresource: str = "") -> Document:
-        """Change some fields with a merge patch. If the change contains `metadata.resourceVersion`, raises Conflict unless the
-        document still has this version."""
+        """Change some fields with a merge patch. If the change has a `metadata.resourceVersion`, raises Conflict unless it is the
+        document's."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))
 
@@ -122,10 +117,8 @@ class Cluster(Api):
         uid: str | None = None,
         timeout_s: float | None = None,
     ) -> Document:
-        """Delete a document and its dependents. Returns the document with its deletion timestamp, or a Status.
-
-        Raises Absent, and Conflict if the document now has another uid.
-        """
+        """Delete a document and by default its dependents. Returns the document with its deletion timestamp, or a Status. Raises
+        Absent, or Conflict if the document has another uid."""
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = round(grace_s)
@@ -166,13 +159,11 @@ class Cluster(Api):
     ) -> Iterator[Change]:
         """Yield all existing documents, then every change, until `stop` is set.
 
-        No state is missed permanently. If the server no longer has the changes since the last connection, the watch lists
-        everything again, and reports documents that have vanished as deleted. While the server is down, the watch retries with
-        growing pauses. Raises the server's refusals, and Unanswered if the server is down before the first list is complete.
-        Documents are parsed one at a time.
+        If the server no longer has the changes since the last connection, the watch lists everything again, and reports vanished
+        documents as deleted. While the server is down, the watch retries. Raises the server's refusals, and Unanswered if the
+        server is down before the first list is complete.
 
-        `on_version` receives the version up to which everything has been reported, on connecting and with each bookmark, and None
-        when the connection is lost.
+        `on_version` receives the version up to which everything has been reported, and None when the connection is lost.
         """
         return watch.changes(self, Selection(kind, namespace, everywhere, labels, fields), stop, on_version)
 
@@ -190,7 +181,7 @@ class Cluster(Api):
                 yield line.decode(errors="replace")
 
     def proxy(self, pod: str, port: int, path: str, *, timeout_s: float | None = None) -> str:
-        """Send a GET request to a server in a pod through the API server, and return the response. Raises Unanswered."""
+        """Send a GET request to a server in a pod, and return the response. Raises Unanswered."""
         subject, base = self.address("proxy", POD, f"{pod}:{port}", None, subresource="proxy")
         return self.connection.answer(Request(subject, "GET", f"{base}/{path.lstrip('/')}", timeout_s=timeout_s)).text
 
@@ -203,7 +194,7 @@ class Cluster(Api):
     # The cluster
 
     def may(self, verb: str, kind: Kind, *, name: str = "", subresource: str = "") -> bool:
-        """Return whether the current user has the right to perform an action (SelfSubjectAccessReview)."""
+        """Return whether the current user may perform an action (SelfSubjectAccessReview)."""
         attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
         if kind.namespaced:
             attributes["namespace"] = self.namespace
@@ -251,7 +242,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """Return the document at a path. Meant for documents without a kind, such as API discovery and the server's version."""
+        """Return the document at a path, such as the server's version, which has no kind."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
@@ -259,7 +250,7 @@ class Cluster(Api):
 
 
 def without_server_fields(document: Document) -> Document:
-    """Return a document without its status and without the metadata that the API server writes."""
+    """Return a document without its status and the metadata that the API server writes."""
     meta = {key: value for key, value in document["metadata"].items() if key not in _WRITTEN_BY_SERVER}
     return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
 

@@ -1,9 +1,8 @@
-"""Parses documents from an API server, within limits, since users choose the shape of their JSON. Pure.
+"""Parses documents from an API server within limits, as users choose the shape of their JSON. Pure.
 
-A job may be nested 10,000 levels deep, which Python's parser cannot read. It may also contain a million empty objects, which
-take 25 times as much memory once parsed. The text is therefore measured first, without recursion. A value that is too deep or too
-long is omitted, and the document gets a message about it under `UNREADABLE`. The document's name, uid and version are always
-preserved.
+A job may be nested 10,000 levels deep, which Python's parser cannot read, or contain a million empty objects, which take 25 times
+as much memory once parsed. So the text is measured first, without recursion. Values that are too deep or too long are omitted and
+reported under `UNREADABLE`; the document's name, uid and version are always preserved.
 """
 
 from __future__ import annotations
@@ -19,21 +18,20 @@ from outlast.kubernetes.api.kinds import LEASE, POD, Kind
 Document = dict[str, Any]
 
 UNREADABLE = "unreadable"
-"""Top-level key for a message about a document's omitted values. The API server prunes unknown keys, so no user can write it."""
+"""Top-level key for a message about omitted values. No user can write it, as the API server prunes unknown keys."""
 MAX_DEPTH = 100
-"""Maximum nesting depth of a value. A PodSpec has 12 levels."""
+"""Maximum nesting depth; a PodSpec has 12 levels."""
 MAX_BYTES = 128 * 1024
-"""Maximum size of a job's spec as JSON, in bytes."""
+"""Maximum size of a job's spec as JSON."""
 _METADATA_FACTOR = 3
-"""Maximum size of metadata, as a multiple of the document's maximum size: Kubernetes accepts 256 KiB of annotations."""
+"""Factor for the size limit of metadata: Kubernetes accepts 256 KiB of annotations."""
 _MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
-"""Maximum size of a document in bytes, for kinds that users create and the operator caches. A pod contains its job's file."""
+"""Size limits for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
-"""Metadata fields that the API server writes, or whose size it limits."""
+"""Metadata fields that the API server writes or limits in size."""
 _SERVER_KEYS = ("apiVersion", "kind", "metadata", "status")
-"""Keys that only the API server and controllers write. Their length is not limited."""
+"""Keys that only the API server and controllers write, so their length is not limited."""
 _MAX_SCALAR = 256
-"""Maximum length of a scalar that is preserved from an omitted object, in bytes."""
 _MAX_SCALARS = 32
 
 _STRING = rb'"[^"\\]*+(?:\\.[^"\\]*+)*+"'
@@ -59,11 +57,11 @@ class _Span(NamedTuple):
     begin: int
     end: int
     depth: int
-    """Nesting depth, at most three too low; 0 for a scalar."""
+    """The nesting depth, which may be up to three too low; 0 for a scalar."""
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
-    """Return the document in a response. Raises ValueError unless the text is a JSON object."""
+    """Return the document in a response. Raises ValueError if the text is not a JSON object."""
     if _is_small(len(text), kind):
         try:
             parsed = json.loads(text)
@@ -80,7 +78,7 @@ def document(text: bytes, kind: Kind | None = None) -> Document:
 
 
 def event(text: bytes, kind: Kind) -> tuple[str, Document]:
-    """Parse a line from a watch into an event's type and object. Raises ValueError."""
+    """Return the type and object of the event in a line from a watch. Raises ValueError."""
     parts: dict[str, Any] = {}
     if _is_small(len(text), kind):
         parts = document(text)
@@ -93,8 +91,7 @@ def event(text: bytes, kind: Kind) -> tuple[str, Document]:
 
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
-    """Return a list's metadata and documents. The iterator parses each document when it reaches it. Raises ValueError, even
-    during iteration."""
+    """Return a list's metadata and an iterator that parses its documents one by one. Raises ValueError, also during iteration."""
     meta: Document = {}
     items: _Span | None = None
     for key, span in _members(text, _skip_space(text, 0)):
@@ -106,7 +103,6 @@ def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
 
 
 def _is_small(size: int, kind: Kind | None) -> bool:
-    """Return whether text of this size can be parsed without measuring it."""
     return kind not in dropins.ELASTIC_JOBS and (kind is None or size <= _MAX_BYTES.get(kind, size))
 
 
@@ -227,7 +223,6 @@ def _skip_space(text: bytes, at: int) -> int:
 
 
 def _skip_mark(text: bytes, at: int, mark: bytes) -> int:
-    """Return the position after an expected mark and the white space that follows."""
     at = _skip_space(text, at)
     if text[at : at + 1] != mark:
         raise _syntax_error(text, at)

@@ -1,9 +1,4 @@
-"""Registry of drop-ins: job kinds from other projects, which the operator runs in place of those projects' controllers.
-
-Each package that adds a kind has an entry here.
-
-    if (drop_in := dropins.of(workload)) is not None:
-        drop_in.sizes(workload)
+"""Lists drop-ins: job kinds from other projects, which the operator runs in place of those projects' controllers.
 
 The rest of Outlast uses drop-ins only through this module. To remove a kind, delete its package and its entry here.
 """
@@ -21,7 +16,7 @@ Document = Mapping[str, Any]
 
 
 class Functions(Protocol):
-    """The functions in a drop-in's `registration` module."""
+    """The functions of a drop-in's module."""
 
     def sizes(self, job: Document, /) -> tuple[int, int, int]:
         """Return the minimum, desired and maximum number of workers."""
@@ -47,18 +42,15 @@ class Functions(Protocol):
 
 @dataclass(frozen=True)
 class DropIn:
-    """One kind of job, and the package that implements it."""
-
     kind: Kind
     container: str
-    """Name of the training container in pods with several containers."""
     index: str
-    """Label that holds the worker's index, on pods that the other controller created."""
+    """Label with the worker's index on pods that the other controller created."""
     module: str
 
     @property
     def functions(self) -> Functions:
-        """The drop-in's functions. Its package is imported on first use."""
+        """The drop-in's functions; the package is imported on first use."""
         return cast(Functions, importlib.import_module(self.module))
 
 
@@ -74,16 +66,16 @@ DROP_INS: list[DropIn] = [
 
 KINDS = tuple(each.kind for each in DROP_INS)
 ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
-"""Kinds of jobs that the operator runs. Workloads of these kinds have their job's name, and free-form fields."""
+"""Kinds that the operator runs. A workload of these kinds has its job's name, and fields of any shape."""
 
 
 def has(workload: Document) -> bool:
-    """Return whether a drop-in runs this workload, so that its pods have no agent."""
+    """Return whether a drop-in runs this workload, whose pods then have no agent."""
     return _entry(workload) is not None
 
 
 def of(workload: Document) -> Functions | None:
-    """Return the functions for this workload, or None if no drop-in runs it."""
+    """Return the functions of the drop-in that runs this workload, or None."""
     entry = _entry(workload)
     return entry.functions if entry else None
 

@@ -1,7 +1,4 @@
-"""Maps an API server's error responses to Outlast's errors, each with a remedy.
-
-No other module does this. Pure; tests/kubernetes/test_kube.py checks it with responses from real servers.
-"""
+"""Maps an API server's error responses to Outlast's errors, each with a remedy. No other module does this. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +13,7 @@ from outlast.base.errors import Absent, ClusterError, Conflict, Forbidden, NotSe
 from outlast.kubernetes.api.kinds import INSTALLED_BY, Kind
 
 _MAX_LENGTH = 600
-"""Maximum length of a server's message within an error, in characters, since some messages quote whole documents."""
+"""Maximum length of a server's message in an error, as some messages quote whole documents."""
 _PARTICIPLES = {
     "get": "read",
     "list": "listed",
@@ -43,7 +40,7 @@ class Subject:
     """The object or collection that a request concerns, for error messages."""
 
     verb: str
-    """One of get, list, watch, create, apply, patch, update and delete; for a pod, also log, exec and proxy."""
+    """The action, such as get or apply; on a pod also log, exec, evict or proxy."""
     kind: Kind | None = None
     name: str = ""
     namespace: str = ""
@@ -123,7 +120,6 @@ def _absent(details: Mapping[str, Any], message: str, subject: Subject) -> Clust
 
 
 def _refused(message: str, details: Mapping[str, Any]) -> str:
-    """Return the server's message, without quoted parts of the document."""
     if match := _WEBHOOK.search(message):
         return f"the admission webhook {match['name']} denied it: {match['said'] or 'it does not say why'}"
     if match := _POLICY.search(message):
@@ -136,8 +132,8 @@ def _refused(message: str, details: Mapping[str, Any]) -> str:
 
 
 def _cause(message: str) -> str:
-    """Return the cause in a message: `field is immutable` for `Invalid value: {a whole pod}: field is immutable`. A CEL rule's
-    message is returned unchanged."""
+    """Return the cause in a message, such as `field is immutable` in `Invalid value: {a whole pod}: field is immutable`. A CEL
+    rule's message is returned unchanged."""
     rest = message.removeprefix("Invalid value: ")
     if len(message) < 120 or rest == message:
         return message

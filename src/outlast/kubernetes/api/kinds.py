@@ -13,7 +13,7 @@ from outlast.job import contract
 @dataclass(frozen=True)
 class Kind:
     api_version: str
-    """API version, such as `v1` or `batch/v1`."""
+    """The API version, such as `batch/v1`."""
     kind: str
     plural: str
     """The name in paths, such as `pods`."""
@@ -68,7 +68,7 @@ CRD = Kind("apiextensions.k8s.io/v1", "CustomResourceDefinition", "customresourc
 
 ELASTIC_JOB = Kind(contract.API_VERSION, contract.KIND, "elasticjobs")
 LEGACY_JOB = Kind("elastic.pytorch.org/v1alpha1", "ElasticJob", "elasticjobs")
-"""The job kind of torchelastic's archived controller, which the operator replaces."""
+"""The job kind of torchelastic's archived controller, which our operator replaces."""
 VOLCANO_GROUP = Kind("scheduling.volcano.sh/v1beta1", "PodGroup", "podgroups")
 POD_GROUP = Kind("scheduling.x-k8s.io/v1alpha1", "PodGroup", "podgroups")
 """PodGroup of the coscheduling plugin."""
@@ -94,7 +94,6 @@ INSTALLED_BY = {
     "metrics.k8s.io": "ask the cluster's administrator for metrics-server",
     "argoproj.io": "ask the cluster's administrator for Argo Workflows (https://argoproj.github.io/workflows)",
 }
-"""Instructions for installing an API group's kinds."""
 
 
 def kind_of(document: Mapping[str, Any]) -> Kind:

@@ -1,8 +1,7 @@
-"""Finds and reads the kubeconfig like kubectl does.
+"""Finds and reads the kubeconfig as kubectl does, without sending requests.
 
-The configuration is `$KUBECONFIG`, else `~/.kube/config`, else the service account of the pod that this process runs in.
-`$KUBECONFIG` may list several files. They are merged, and the first file that sets a value wins. This module only reads files; it
-sends no requests.
+The configuration is `$KUBECONFIG`, else `~/.kube/config`, else this pod's service account. Several files in `$KUBECONFIG` are
+merged, and the first that sets a value wins.
 """
 
 from __future__ import annotations
@@ -17,14 +16,14 @@ from urllib.parse import quote
 from outlast.base.errors import NoCluster
 
 ACCOUNT = Path("/var/run/secrets/kubernetes.io/serviceaccount")
-"""Directory that holds the token for a pod's service account."""
+"""Directory of a pod's service account token."""
 _PATHS = {
     "clusters": ("cluster", ("certificate-authority",)),
     "users": ("user", ("client-certificate", "client-key", "tokenFile")),
     "contexts": ("context", ()),
 }
-"""Sections of a kubeconfig, each with the key under which an entry keeps its value, and those of the value's fields that are
-paths relative to the file's directory."""
+"""Sections of a kubeconfig, each with the key of an entry's value, and the fields of the value that are paths relative to the
+file."""
 
 
 def files(environ: Mapping[str, str]) -> list[Path]:
@@ -45,7 +44,7 @@ def in_pod(environ: Mapping[str, str]) -> bool:
 
 
 def available(environ: Mapping[str, str]) -> bool:
-    """Return whether any configuration for a cluster exists. Raises NoCluster if `$KUBECONFIG` is wrong."""
+    """Return whether there is a configuration for a cluster. Raises NoCluster if `$KUBECONFIG` is wrong."""
     return bool(files(environ)) or in_pod(environ)
 
 
@@ -73,7 +72,7 @@ def read(paths: list[Path]) -> dict[str, Any]:
 
 
 def context_name(config: Mapping[str, Any], context: str | None) -> str:
-    """Return the name of the selected context. Raises NoCluster, listing the existing contexts, if it does not exist."""
+    """Return the selected context's name. Raises NoCluster if the context does not exist or is incomplete."""
     contexts = [entry["name"] for entry in config["contexts"]]
     selected = context or config["current-context"]
     names = f"there are {', '.join(contexts)}" if contexts else "the kubeconfig has none"
@@ -94,7 +93,7 @@ def context_name(config: Mapping[str, Any], context: str | None) -> str:
 
 
 def impersonation_headers(config: Mapping[str, Any], context: str) -> list[tuple[str, str]]:
-    """Return the HTTP headers that make a context's user impersonate another; empty if there are none.
+    """Return the HTTP headers that make a context's user impersonate another.
 
     https://kubernetes.io/docs/reference/access-authn-authz/user-impersonation/
     """

@@ -1,7 +1,7 @@
 """Connects to a cluster, with a kubeconfig or with this pod's service account.
 
 lightkube reads kubeconfigs and runs cloud providers' login programs. Only this module imports it, and never for a service
-account: its compiled parts are built for one version of Python, while torchrun with our handler may run in another, the image's.
+account: its compiled parts are built for one version of Python, whereas torchrun may run our handler in another, the image's.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
     import httpx2
 
 _IDLE_S = 30.0
-"""Idle timeout for connections: shorter than the API server's (90 s), longer than the interval between Lease renewals."""
+"""Idle timeout for connections: less than the API server's (90 s), more than the interval between Lease renewals."""
 
 
 class _Login(NamedTuple):
@@ -29,11 +29,10 @@ class _Login(NamedTuple):
     context: str
     namespace: str
     arguments: dict[str, Any]
-    """Arguments for httpx2's client."""
 
 
 def not_installed(error: ImportError) -> NoCluster:
-    """Return the error for a missing library that cluster access requires."""
+    """Return the error for a missing library."""
     library = (error.name or "").partition(".")[0]
     return NoCluster(f"{library} is not installed; for clusters: pip install 'outlast[kubernetes]'")
 
@@ -41,8 +40,8 @@ def not_installed(error: ImportError) -> NoCluster:
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
     """Return the cluster of a kubeconfig context (default: the current one), or the cluster that this pod runs in.
 
-    If `prefer_pod` is set, a pod that has a service account uses it and ignores `$KUBECONFIG`, which may be meant for the
-    training script. Sends no request to the server. Raises NoCluster.
+    With `prefer_pod`, a pod with a service account ignores `$KUBECONFIG`, which may be meant for the training script. Sends no
+    request. Raises NoCluster.
     """
     paths = [] if prefer_pod and kubeconfig.in_pod(os.environ) else kubeconfig.files(os.environ)
     try:
@@ -59,14 +58,13 @@ def connect(context: str | None = None, namespace: str | None = None, *, prefer_
     except (OSError, ValueError, KeyError, TypeError) as error:
         place = ", ".join(map(str, paths)) or "the account of this pod"
         raise NoCluster(f"{place} cannot be used: {error or type(error).__name__}; log in to the cluster again") from error
-    # A connection that becomes a websocket must not be reused for other requests. Refusals must be read before it closes.
+    # A connection that becomes a websocket must not be reused for other requests. Refusals must be read before it is closed.
     websocket_client = lambda: httpx2.Client(**arguments, event_hooks={"response": [_read_refusal]})  # noqa: E731
     connection = Connection(clients, websocket_client, login.server)
     return Cluster(connection, context=login.context, namespace=namespace or login.namespace)
 
 
 def _from_kubeconfig(paths: list[Any], context: str | None) -> _Login:
-    """Return a context's login, with its proxy and its impersonation headers. Raises NoCluster, ValueError."""
     from lightkube.config.client_adapter import ConnectionParams
     from lightkube.config.kubeconfig import KubeConfig
     from lightkube.config.models import User
@@ -106,7 +104,7 @@ def _from_pod(context: str | None) -> _Login:
 
 
 def _authorized(request: httpx2.Request) -> httpx2.Request:
-    """Add the token for this pod's service account, which the kubelet renews every hour."""
+    """Add the service account's token, which the kubelet renews every hour."""
     try:
         request.headers["Authorization"] = f"Bearer {(kubeconfig.ACCOUNT / 'token').read_text().strip()}"
     except OSError as error:
@@ -125,8 +123,8 @@ def _read_refusal(answer: httpx2.Response) -> None:
 
 
 def _for_lightkube(merged: Mapping[str, Any]) -> dict[str, Any]:
-    """Adapt a kubeconfig's credential plugins (`exec`) to lightkube, which sets no KUBERNETES_EXEC_INFO, and rejects version v1
-    of the plugins' output, although its format is that of v1beta1."""
+    """Adapt credential plugins (`exec`) to lightkube, which sets no KUBERNETES_EXEC_INFO, and rejects version v1 of their output
+    although it equals v1beta1."""
 
     def user(entry: Mapping[str, Any]) -> dict[str, Any]:
         program = entry["user"].get("exec")

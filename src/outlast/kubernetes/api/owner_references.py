@@ -1,4 +1,4 @@
-"""Owner references: Kubernetes deletes a document with its owner. Pure."""
+"""Reads and makes owner references, by which Kubernetes deletes a document with its owner. Pure."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identified:
-    """A document in the cluster. Other documents refer to it by its name and uid."""
+    """A document in the cluster, to which others refer by name and uid."""
 
     document: Mapping[str, Any]
 
@@ -31,15 +31,15 @@ def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Return whether an earlier object of the same group, kind and name owns the document. Kubernetes will garbage-collect the
-    document."""
+    """Return whether an earlier object with the owner's group, kind and name owns the document, which will then be
+    garbage-collected."""
     identity = (_group(owner), owner["kind"], owner["metadata"]["name"])
     references = document["metadata"].get("ownerReferences") or ()
     return not owned_by(document, owner) and any((_group(each), each["kind"], each["name"]) == identity for each in references)
 
 
 def reference(owner: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the owner reference for objects that `owner` controls."""
+    """Return an owner reference for objects that `owner` controls."""
     return {
         "apiVersion": owner["apiVersion"],
         "kind": owner["kind"],

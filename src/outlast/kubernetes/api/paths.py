@@ -1,4 +1,4 @@
-"""An API server's address, and what requests, watches and streams share: document paths and pages."""
+"""Builds document paths and reads lists page by page, for requests, watches and streams."""
 
 from __future__ import annotations
 
@@ -12,14 +12,11 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE, _PAGE_OF_JOBS = 100, 20
-"""Number of documents per page, fewer for jobs, which may be 1 MiB each: an API server needs minutes for 500 of those, and a page
-must fit into the operator's memory."""
+"""Documents per page. A job may be 1 MiB: an API server needs minutes for 500 of them, and a page must fit into memory."""
 
 
 @dataclass(frozen=True)
 class Selection:
-    """The documents that a list or a watch selects."""
-
     kind: Kind
     namespace: str | None = None
     everywhere: bool = False
@@ -46,13 +43,13 @@ class Api:
 
     @property
     def warnings(self) -> list[str]:
-        """The server's warnings, without duplicates."""
+        """The server's warnings without duplicates."""
         return self.connection.warnings
 
     def address(
         self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
     ) -> tuple[Subject, str]:
-        """Return a request's subject, for its errors, and its path."""
+        """Return a request's subject, for errors, and its path."""
         effective_namespace = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
         parts = [kind.root, *(["namespaces", quote(effective_namespace, safe="")] if effective_namespace else []), kind.plural]
         parts += [quote(name, safe=":")] if name else []
@@ -62,7 +59,7 @@ class Api:
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
         """Yield a list's pages, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired` if
-        the list has expired; the earlier pages are then useless."""
+        the list has expired, which makes earlier pages useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
@@ -80,7 +77,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, subject: Subject) -> Iterator[Document]:
-    """Yield a page's documents, and add their kind, which the server omits in lists."""
+    """Yield a page's documents with their kind, which the server omits in lists."""
     with requests.parsing(content, subject):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

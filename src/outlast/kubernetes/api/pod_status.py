@@ -1,7 +1,6 @@
-"""Functions that read pods: a pod's worker, phase and containers, why the pod waits, and how it ended. Pure.
+"""Reads pods: the worker's index and containers, why a pod waits, and how it ended. Pure.
 
-Pods are documents from the API server, and any part of their status may be missing. The operator, `jobs` and `diagnosis` read
-pods only through these functions. The commands `status`, `logs` and `list` show the sentences to users.
+Any part of a pod's status may be missing. The commands `status`, `logs` and `list` show the sentences to users.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ _INDICES = (
     "apps.kubernetes.io/pod-index",
     *(each.index for each in dropins.DROP_INS),
 )
-"""Labels or annotations that hold a worker's index. The first one that is set wins."""
+"""Labels or annotations with a worker's index. The first one that is set wins."""
 _DISRUPTIONS = {
     "PreemptionByScheduler": "was preempted by a pod of higher priority",
     "DeletionByTaintManager": "was removed because its node is tainted",
@@ -45,11 +44,11 @@ class End:
     """How a worker's container ended."""
 
     code: int
-    """Exit code; -1 if the container was lost or never started."""
+    """-1 if the container was lost or never started."""
     sentence: str
-    """Text that follows the worker's name, such as `was killed (exit code 137)`."""
+    """A phrase that follows the worker's name, such as `was killed (exit code 137)`."""
     counted: bool
-    """True if the end is a failure rather than an interruption."""
+    """True if the end is a failure."""
     time: float
     out_of_memory: bool = False
 
@@ -81,7 +80,7 @@ def timestamp(time: str | None) -> float:
 
 
 def rfc3339(when: float) -> str:
-    """Format seconds since the epoch as Kubernetes does, in whole seconds: `2026-01-01T00:02:00Z`."""
+    """Format seconds since the epoch as Kubernetes does: `2026-01-01T00:02:00Z`."""
     return datetime.fromtimestamp(when, UTC).strftime("%Y-%m-%dT%H:%M:%SZ")
 
 
@@ -107,7 +106,7 @@ def finished(pod: Document) -> bool:
 
 
 def conditions(document: Document, kind: str = "") -> Iterator[Document]:
-    """Yield the conditions in a pod's, Job's or node's status. With `kind`, yield only conditions of this type."""
+    """Yield the conditions of a pod, Job or node, or with `kind` only those of this type."""
     for each in (document.get("status") or {}).get("conditions") or ():
         if not kind or each.get("type") == kind:
             yield each
@@ -119,12 +118,12 @@ def condition(document: Document, kind: str, status: str = "True") -> dict[str, 
 
 
 def bound_at(pod: Document) -> float:
-    """Return when the pod was bound to its node or, while the status does not show this, when the pod was created."""
+    """Return when the pod was bound to its node or, while that is unknown, when it was created."""
     return max((timestamp(each.get("lastTransitionTime")) for each in conditions(pod, "PodScheduled")), default=created_at(pod))
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """Return the DisruptionTarget condition, which means that the cluster terminates the pod through no fault of its own."""
+    """Return the DisruptionTarget condition, with which the cluster terminates a pod through no fault of its own."""
     return condition(pod, "DisruptionTarget")
 
 
@@ -135,8 +134,8 @@ def disrupted(pod: Document) -> bool:
 
 
 def unreachable(pod: Document) -> bool:
-    """Return whether the pod's node is unreachable. In that case, the node controller sets Ready to False and preserves the last
-    reported state of the containers (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
+    """Return whether the pod's node is unreachable. The node controller then sets Ready to False but keeps the containers' last
+    states (kubernetes/pkg/controller/util/node, MarkPodsNotReady)."""
     gated = pod["spec"].get("readinessGates") or terminating(pod)
     contradiction = condition(pod, "Ready", "False") and condition(pod, "ContainersReady", "True")
     return bool(contradiction and not gated) or phase(pod) == "Unknown" or (pod.get("status") or {}).get("reason") == "NodeLost"
@@ -153,8 +152,8 @@ def statuses(pod: Document) -> Iterator[Document]:
 
 
 def container_status(pod: Document) -> Document:
-    """Return the status of the worker's container, or else of the first failed container, or else of the first container; an
-    empty dict if there is none."""
+    """Return the status of the worker's container, else of the first failed container, else of the first container, else an empty
+    dict."""
     statuses_ = (pod.get("status") or {}).get("containerStatuses") or ()
     named = [each for each in statuses_ if each["name"] in CONTAINERS]
     failed = [each for each in statuses_ if ((each.get("state") or {}).get("terminated") or {}).get("exitCode")]
@@ -162,7 +161,7 @@ def container_status(pod: Document) -> Document:
 
 
 def container(pod: Document) -> Document:
-    """Return the specification of the worker's container, or else of the first container."""
+    """Return the worker's container, else the first container."""
     containers = pod["spec"].get("containers") or ()
     return next((each for each in containers if each.get("name") in CONTAINERS), containers[0] if containers else {})
 
@@ -173,7 +172,7 @@ def container_name(pod: Document) -> str:
 
 
 def requested(pod: Document, resource: str) -> float:
-    """Return the total amount of a resource that the pod's containers request."""
+    """Return the amount of a resource that the pod's containers request in total."""
     requests = [(each.get("resources") or {}).get("requests") or {} for each in pod["spec"].get("containers") or ()]
     return sum(units.quantity(each.get(resource, 0)) for each in requests)
 
@@ -186,12 +185,12 @@ def waiting_states(pod: Document) -> Iterator[tuple[str, str]]:
 
 
 def terminated(status: Document) -> dict[str, Any]:
-    """Return the container's termination: the current one, or else the one before its last restart, or else an empty dict."""
+    """Return the container's current termination, else the one before its last restart, else an empty dict."""
     return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
 
 
 def termination(pod: Document) -> dict[str, Any] | None:
-    """Return how the pod's first failed container, or else its worker's container, terminated; None if neither has."""
+    """Return how the pod's first failed container, else its worker's container, terminated; None if neither has."""
     terminations = [
         {**termination_, "container": each.get("name")}
         for each in statuses(pod)
@@ -210,8 +209,8 @@ def any_running(pod: Document) -> bool:
 
 
 def all_ended(pod: Document) -> bool:
-    """Return whether no container of the pod runs or will run. The kubelet writes the pod's phase seconds later, after it has
-    removed the sandbox."""
+    """Return whether no container of the pod runs or will run. The kubelet writes the phase seconds later, once the sandbox is
+    removed."""
     status = pod.get("status") or {}
     all_statuses = [*statuses(pod), *(status.get("ephemeralContainerStatuses") or ())]
     all_reported = len(status.get("containerStatuses") or ()) == len(pod["spec"].get("containers") or ())
@@ -219,7 +218,7 @@ def all_ended(pod: Document) -> bool:
 
 
 def ready(pod: Document) -> bool:
-    """Return whether the worker is in a world."""
+    """Return whether the worker is ready, which it is while it is in a world."""
     return bool(container_status(pod).get("ready")) and not terminating(pod)
 
 
@@ -245,8 +244,8 @@ _MISSING = re.compile(
 
 
 def command_missing(message: str) -> str | None:
-    """Return the command that an image lacks, according to an error from runc, crun or gVisor. Empty if the message does not name
-    the command; None if the message has another cause."""
+    """Return the command that an image lacks, according to an error from runc, crun or gVisor. Empty if the error does not name
+    it; None if the error has another cause."""
     match = _MISSING.search(message)
     return next((name for name in (match["runc"], match["crun"], match["gvisor"]) if name), "") if match else None
 
@@ -287,7 +286,7 @@ def _unfinished_init(pod: Document) -> Document:
 
 
 def _failed_init(pod: Document) -> Document | None:
-    """Return the failed init container's status: the last one with an exit code, since earlier sidecars end after it fails."""
+    """Return the status of the last init container with an exit code, as earlier sidecars end after the failed one."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in reversed(statuses_) if terminated(each).get("exitCode")), None)
 
@@ -351,13 +350,13 @@ def end(pod: Document) -> End | None:
 
 
 def last_error(pod: Document) -> str:
-    """Return the error that Outlast's command left in the pod's termination message; empty if there is none."""
+    """Return the error that Outlast's command left in the termination message; empty if there is none."""
     lines = str(terminated(container_status(pod)).get("message") or "").splitlines()
     return next((line.removeprefix("Error: ") for line in reversed(lines) if line.startswith("Error: ")), "")
 
 
 def rejected_by_kubelet(reason: str) -> bool:
-    """Return whether a kubelet rejects or removes pods for this reason through no fault of their own."""
+    """Return whether kubelets reject or remove blameless pods for this reason."""
     return reason in _REFUSALS or reason.startswith("OutOf")
 
 
@@ -373,7 +372,7 @@ def memory_field(pod: Document) -> str:
 
 
 def out_of_memory(pod: Document) -> str:
-    """Return a phrase about an OOMKilled container. If there is no limit, the container has exceeded its node's memory."""
+    """Return a phrase about an OOMKilled container. Without a limit, the container has exceeded its node's memory."""
     limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 

@@ -1,6 +1,6 @@
-"""Sends requests to an API server, retries them, and reads responses: whole, as a stream of lines, or through a websocket.
+"""Sends requests to an API server, retries them, and reads responses as a whole, as a stream of lines, or through a websocket.
 
-All errors are `ClusterError`s, except `Gone`. All functions here are thread-safe.
+All errors are `ClusterError`s, except `Gone`. All functions are thread-safe.
 """
 
 from __future__ import annotations
@@ -29,22 +29,19 @@ Document = dict[str, Any]
 
 CONNECT_S = 10.0
 READ_S = 65.0
-"""Timeout for a response, in seconds. The API server ends ordinary requests after 60 s."""
+"""Timeout for a response. The API server ends ordinary requests after 60 s."""
 _MAX_MESSAGE = 2**20
 """Maximum size of a websocket message, in bytes. Kubelets send messages of 32 KiB."""
 _CLOSE_S = 1.0
-"""How long to wait until a websocket's reader sees the end, in seconds."""
 _MAX_CLIENTS = 32
-"""Maximum number of HTTP clients per cluster. Each client takes a few kilobytes, plus the connections of its threads."""
+"""Maximum number of HTTP clients, each of which takes a few kilobytes."""
 _ATTEMPTS = 4
-"""Number of attempts for a request that had no effect or is idempotent."""
+"""Attempts for a request that had no effect or is idempotent."""
 LONGEST_PAUSE_S = 30.0
 
 
 @dataclass(frozen=True)
 class Request:
-    """A request to the API server."""
-
     subject: Subject
     method: str
     path: str
@@ -52,17 +49,14 @@ class Request:
     body: Any = None
     content_type: str = "application/json"
     repeat: bool = False
-    """True if the request may be repeated even if the server may have handled it already."""
+    """True to repeat the request even if the server may have handled it already."""
     tries: int | None = None
     timeout_s: float | None = None
 
 
 class Clients:
-    """HTTP clients, one for each thread up to a limit.
-
-    Before each request, a client checks all its idle connections under a lock. If twenty threads shared one client, most of them
-    would wait for the lock.
-    """
+    """HTTP clients, one for each thread up to a limit. A client checks its connections under a lock before each request, so
+    threads that share a client wait for each other."""
 
     def __init__(self, factory: Callable[[], httpx2.Client]) -> None:
         self._factory, self._clients = factory, [factory()]
@@ -71,7 +65,7 @@ class Clients:
         self._guard = threading.Lock()
 
     def for_thread(self) -> httpx2.Client:
-        """Return this thread's client. Threads share clients only beyond the limit."""
+        """Return this thread's client."""
         client: httpx2.Client | None = getattr(self._of_thread, "client", None)
         if client is None:
             with self._guard:
@@ -88,17 +82,14 @@ class Clients:
 
 @dataclass
 class Connection:
-    """A connection to an API server, with its clients, retries and warnings."""
-
     clients: Clients = field(repr=False)
     websocket_client: Callable[[], httpx2.Client] = field(repr=False)
-    """Creates an HTTP client for one websocket."""
     server: str
     warnings: list[str] = field(default_factory=list)
-    """Warnings from the server, without duplicates: about a policy that will be enforced, or a version that will be removed."""
+    """The server's warnings without duplicates."""
 
     def answer(self, request: Request) -> httpx2.Response:
-        """Send a request and return the server's response. Raises the server's refusals. A request that the server has not
+        """Send a request and return the server's response, or raise the server's refusal. A request that the server has not
         accepted is retried a few times; one that it may have accepted is retried only if `repeat` is set."""
         import httpx2
 
@@ -136,7 +127,7 @@ class Connection:
     def stream(
         self, subject: Subject, path: str, params: Mapping[str, str], stop: Stop, *, silence_s: float | None
     ) -> Generator[Iterator[bytes], None, None]:
-        """Yield a response's lines as they arrive, without line ends, until `stop` is set."""
+        """Yield a response's lines as they arrive, until `stop` is set."""
         import httpx2
 
         timeout = httpx2.Timeout(READ_S, connect=CONNECT_S, pool=None)
@@ -160,7 +151,7 @@ class Connection:
     def websocket(
         self, subject: Subject, path: str, params: list[tuple[str, str]], protocol: str
     ) -> Generator[WebSocketSession, None, None]:
-        """Open a websocket, and close it at the end of the block."""
+        """Open a websocket, and close it after the block."""
         from httpx2.websockets import HTTPXWSException, WebSocketUpgradeError
 
         with contextlib.closing(self.websocket_client()) as client:
@@ -183,7 +174,7 @@ class Connection:
                 context.__exit__(None, None, None)
 
     def _record_warnings(self, answer: httpx2.Response) -> None:
-        """Record the server's warnings: https://kubernetes.io/blog/2020/09/03/warnings/."""
+        """Record the server's warnings (https://kubernetes.io/blog/2020/09/03/warnings/)."""
         for value in answer.headers.get_list("warning"):
             warning = value.partition('"')[2].rpartition('"')[0].replace('\\"', '"')
             if warning and warning not in self.warnings:
@@ -208,7 +199,7 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
 
 
 def connection_error(error: Exception, subject: Subject) -> ClusterError:
-    """Return the error for a request that got no response."""
+    """Return the error for a request that got no response. Raises the given error again if its cause is unknown."""
     import httpx2
 
     text = str(error) or type(error).__name__
@@ -250,7 +241,7 @@ def parse(content: bytes, subject: Subject) -> Document:
 
 @contextlib.contextmanager
 def parsing(content: bytes, subject: Subject) -> Iterator[None]:
-    """Convert a ValueError in the block to Unanswered: the content is not from an API server."""
+    """Turn a ValueError in the block into Unanswered, as the content is not from an API server."""
     try:
         yield
     except ValueError as error:
@@ -277,6 +268,6 @@ def _lines(answer: httpx2.Response, subject: Subject, stop: Stop) -> Iterator[by
 
 
 def shut_down_reading(connection: WebSocketSession) -> None:
-    """Shut down the receiving side of a websocket. The reader sees the end and closes the websocket."""
+    """Shut down the receiving side of a websocket, so that the reader sees the end and closes it."""
     if (raw_socket := connection.stream.get_extra_info("socket")) is not None:
         shut_down(raw_socket, socket.SHUT_RD)

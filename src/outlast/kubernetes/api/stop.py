@@ -1,4 +1,4 @@
-"""An Event that also shuts down connections: once it is set, functions that wait for the API server return."""
+"""An Event that also shuts down connections, so that setting it ends waits for the API server."""
 
 from __future__ import annotations
 
@@ -9,8 +9,6 @@ from collections.abc import Iterator
 
 
 class Stop(threading.Event):
-    """An Event that also interrupts waits for the server, in all threads."""
-
     def __init__(self) -> None:
         super().__init__()
         self._sockets: set[socket.socket] = set()
@@ -24,7 +22,7 @@ class Stop(threading.Event):
 
     @contextlib.contextmanager
     def holding(self, connection: socket.socket | None) -> Iterator[None]:
-        """Shut down the connection if the Event is set during the block."""
+        """Shut down the connection if `set` is called during the block."""
         if connection is None:
             yield
             return

@@ -26,7 +26,7 @@ class Ended:
 
     @property
     def error_line(self) -> str:
-        """The last line of stderr, or the exit code if stderr is empty."""
+        """The last line of stderr, or else the exit code."""
         lines = self.error.decode(errors="replace").strip().splitlines()
         return lines[-1] if lines else f"exit code {self.code}"
 
@@ -52,7 +52,6 @@ def execute(api: Api, pod: str, command: Sequence[str], *, namespace: str | None
 
 
 def _messages(connection: WebSocketSession, subject: Subject) -> Iterator[bytes]:
-    """Yield a websocket's messages until it is closed. Raises Unanswered if the connection is lost."""
     from httpx2.websockets import WebSocketDisconnect, WebSocketNetworkError
 
     while True:

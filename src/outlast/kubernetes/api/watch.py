@@ -1,4 +1,4 @@
-"""Watches, which report all existing documents of a kind, then every change, over as many connections as necessary."""
+"""Watches a kind: reports all existing documents, then every change, over as many connections as necessary."""
 
 from __future__ import annotations
 
@@ -16,25 +16,22 @@ from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
-"""Requested duration of one connection in seconds. The next connection continues at the same version. The duration is less than
-`_SILENCE_S`: the server sends no bookmarks for a kind that has not changed since its start, so only the end of the connection
-shows that the server is alive."""
+"""Requested duration of one connection. It is less than `_SILENCE_S`, as the server sends no bookmarks for a kind that has not
+changed since its start: only the end of the connection shows that the server is alive."""
 _SILENCE_S = 150.0
-"""Timeout for a connection that neither brings an event or a bookmark nor ends, in seconds."""
+"""Timeout for a connection on which nothing arrives."""
 _STABLE_S = 30.0
-"""A connection that the server ends after this many seconds is not a failure, even if it had no events."""
+"""A connection that lasts this long is not a failure, even without events."""
 _LONGEST_PAUSE_S = 1.0
-"""Maximum pause between attempts to connect, in seconds: workers must learn of a new world soon."""
+"""Maximum pause between attempts to connect: workers must learn of a new world soon."""
 
 
 @dataclass(frozen=True)
 class Change:
-    """A change to a document."""
-
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """The current state, or the last state of a deleted document. If the document vanished between two connections, only its
-    kind, apiVersion and metadata without annotations remain."""
+    """The document's current or last state. If the document vanished between two connections, only its kind, apiVersion and
+    metadata without annotations remain."""
 
 
 def changes(api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None]) -> Iterator[Change]:
@@ -97,11 +94,11 @@ def _one_connection(
 
 
 class _Reported:
-    """The state that a watch has reported. Comparing it with a new list shows which documents have vanished."""
+    """The state that a watch has reported. A comparison with a new list shows which documents have vanished."""
 
     def __init__(self) -> None:
         self._outlines: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """Version, key (namespace and name) and JSON text, by uid. Parsed documents would take ten times the memory."""
+        """Version, namespace and name, and JSON text, by uid. Parsed documents would take ten times the memory."""
 
     def record(self, change: Change) -> None:
         if change.type == "deleted":
@@ -111,7 +108,7 @@ class _Reported:
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
         """Yield the changes between the reported state and a new list, and return the list's version. If another document now has
-        the name of a vanished document, the deletion precedes the creation."""
+        a vanished document's name, the deletion comes first."""
         keys = {key: uid for uid, (_, key, _) in self._outlines.items()}
         uids: set[str] = set()
         version = ""

@@ -1,4 +1,4 @@
-"""Reads workloads: the documents that define jobs, whatever their kind. Pure."""
+"""Reads workloads, the documents that define jobs of any kind. Pure."""
 
 from __future__ import annotations
 

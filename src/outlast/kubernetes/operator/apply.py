@@ -1,8 +1,7 @@
-"""Carries out a plan in order. The process may be killed between any two writes.
+"""Carries out the operator's plans, one write after another. The process may be killed between any two writes.
 
-Every write states its precondition: for a status, the resource version it is based on; for a deletion, a uid; for a creation,
-that the name is free. If the precondition no longer holds, somebody else has changed the object: it is not overwritten, and the
-next reconcile pass decides again.
+Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If it does not
+hold, somebody else has changed the object, and the next reconcile pass decides again.
 """
 
 from __future__ import annotations
@@ -24,23 +23,20 @@ from outlast.kubernetes.operator.writer import Parallel, Writer
 log = logging.getLogger(__name__)
 
 RETRY_S = 1.0
-"""Pause before a creation is retried while another object with the same name is being deleted, in seconds."""
+"""Pause before retrying to create an object whose name is still taken."""
 EVENT_WINDOW_S = 600
-"""Repetitions of a message within this time are counted in one Event. The API server keeps Events for an hour."""
+"""Identical Events within this window are counted in one Event."""
 FAILED_CREATE = "FailedCreate"
-"""Event reason when a pod cannot be created, as in Kubernetes' own controllers."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome of carrying out a plan."""
-
     requeue_at: float | None
-    """When to reconcile again even if nothing changes; seconds since the epoch."""
+    """When to reconcile the job again even if nothing changes."""
     stale_reason: str = ""
-    """Why the rest of the plan was dropped, as a sentence: the job changed, or an object was in the way. Otherwise empty."""
+    """Why the rest of the plan was dropped; empty if the plan was carried out."""
     blocked_reason: str = ""
-    """A sentence about another object that occupies a new pod's name and will not go away by itself; otherwise empty."""
+    """A sentence about a foreign object that keeps a pod from being created; empty if there is none."""
 
 
 def carry_out(
@@ -52,12 +48,11 @@ def carry_out(
     background: Callable[[Callable[[], None]], None],
     on_status_written: Callable[[], None] = lambda: None,
 ) -> Outcome:
-    """Carry out a plan, unless the job has changed since the plan was made.
+    """Carry out a plan, but stop if a status write shows that the job has changed since the plan was made.
 
-    `parallel` runs the writes for one part of the plan, and `background` writes Events. `on_status_written` is called once the
-    status is written, even if a later write fails. Raises ClusterError if a write failed, once no other write is in flight; the
-    next pass completes the work. Raises Refused or Forbidden, and writes an Event, when the API server rejects pods or objects
-    that pods need.
+    `parallel` runs the writes of one part of the plan, and `background` writes Events. `on_status_written` is called even if a
+    later write fails. Raises ClusterError if a write failed, once no other write is in flight. If the API server rejects a pod or
+    an object that pods need, writes an Event and raises Refused or Forbidden.
     """
     execution = _Execution(cluster, job, now, parallel, background)
     try:
@@ -105,14 +100,12 @@ class _Execution:
         self.cluster, self.job, self.now, self._parallel, self._background = cluster, job, now, parallel, background
         self.namespace = job["metadata"].get("namespace")
         self._conflicts: list[str] = []
-        """Sentences about foreign objects whose names this job's objects need."""
 
     def write_event(self, event: Event) -> None:
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Apply `prerequisites` and `apply`; returns a sentence if another object must be gone first. Raises Refused,
-        Forbidden."""
+        """Write the plan's `prerequisites` and `apply`, or return a sentence about an object that must disappear first."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
@@ -137,7 +130,6 @@ class _Execution:
         return Outcome(requeue_at, blocked_reason=blocked)
 
     def _create_unless_exists(self, document: Document) -> str:
-        """Create an object unless one with its name exists. Returns and raises the same as `_check_owner`."""
         refused: ClusterError | None = None
         try:
             if _create(self.cluster, document):
@@ -154,7 +146,6 @@ class _Execution:
         return self._check_owner(document, existing) or ""
 
     def _apply(self, document: Document) -> str:
-        """Apply a document if its object belongs to the job or does not exist. Returns and raises the same as `_check_owner`."""
         kind, meta = kind_of(document), document["metadata"]
         try:
             existing = self.cluster.get(kind, meta["name"], namespace=meta.get("namespace"))
@@ -166,9 +157,9 @@ class _Execution:
         return ""
 
     def _check_owner(self, document: Document, existing: Document) -> str | None:
-        """Return None if the existing object with a document's name belongs to the job, or a sentence if it belongs to an earlier
-        job of this name and must be garbage-collected first. Any other object is left alone and reported, and the result is
-        empty. Raises Refused if it is a Role or RoleBinding: pods must not get rights that somebody else granted."""
+        """Return None if the existing object belongs to this job, and a sentence if it belongs to an earlier job of this name and
+        must be garbage-collected first. A foreign object is only reported, but a foreign Role or RoleBinding raises Refused, as
+        pods must not get rights that somebody else granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -183,9 +174,8 @@ class _Execution:
         return ""
 
     def _create_pod(self, pod: Document) -> _Obstacle | None:
-        """Create a pod; returns the obstacle if another object has its name. If the pod already exists and belongs to the job but
-        lacks the label that the watch selects, the label is added: either a controller that we replace created the pod, or
-        somebody changed the label."""
+        """Create a pod, or return the obstacle. If the job's pod exists but lacks the label that the watch selects, add the
+        label."""
         if _create(self.cluster, pod):
             return None
         kind, meta = kind_of(pod), pod["metadata"]
@@ -211,16 +201,14 @@ class _Execution:
 
 @dataclass(frozen=True)
 class _Obstacle:
-    """An object that occupies a new pod's name."""
-
     sentence: str
     permanent: bool = False
-    """True if the object will not go away by itself."""
+    """True if the object that has the pod's name will not go away by itself."""
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
-    """Return the job as written to its status subresource with PUT, which replaces the whole status and so also removes
-    missing keys; a merge patch would keep them. The resource version makes the write conditional."""
+    """Return the job for a PUT to its status subresource, which removes missing keys, unlike a merge patch. The resource version
+    makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return kind_of(job).document(meta, spec=job.get("spec", {}), status=dict(status))
 
@@ -234,7 +222,7 @@ def _create(cluster: Writer, document: Document) -> bool:
 
 
 def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
-    """Delete an object, but not a newer one with the same name."""
+    """Delete an object, unless it is gone or a newer object has its name."""
     try:
         cluster.delete(deletion.kind, deletion.name, namespace=namespace, grace_s=deletion.grace_s, uid=deletion.uid)
     except (Absent, Conflict):
@@ -243,8 +231,8 @@ def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
 
 
 def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: float) -> None:
-    """Write an Event. Its name is a hash of its content and the time window, so that a repetition increments the count of the
-    existing Event, even after a restart of the operator. A failure is only logged, as nothing depends on Events."""
+    """Write an Event. Its name is a hash of its content and time window, so a repetition only increments its count. Failures are
+    only logged."""
     document = event_document(job, event, now)
     try:
         if not _create(cluster, document):

@@ -1,11 +1,8 @@
-"""The operator's cache of the cluster's state: documents from the watches, and the responses to its own writes since then.
+"""Caches the cluster's state for the operator: documents from the watches, and the responses to the operator's own writes.
 
-A watch lags: an object that we have just created is not in the watch yet, and a decision from the watch alone would create it
-twice. So the response to each of our writes is kept as well, and takes precedence until the watch has reached its resource
-version; from then on the watch is right. There are no expectations to count, and nothing blocks.
-
-Resource versions of one kind are increasing numbers (guaranteed by KEP-5504, and true in practice before it). Pure except for a
-lock.
+A watch lags: a decision based on the watch alone would create again what we have just created. So the response to each write
+takes precedence until the watch has reached its resource version. Resource versions of one kind are increasing numbers
+(guaranteed by KEP-5504, and true in practice before it).
 """
 
 from __future__ import annotations
@@ -28,10 +25,10 @@ Document = dict[str, Any]
 NamespacedName = tuple[str, str]
 _NODE_ANNOTATIONS = (Annotation.LEAVING_AT, Annotation.LEAVING_REASON)
 _REDUNDANT_ANNOTATIONS = (Annotation.JOB_FILE, "kubectl.kubernetes.io/last-applied-configuration")
-"""Annotations that duplicate the content of other documents."""
+"""Large annotations whose content the operator gets from elsewhere."""
 _WORKER_LEASE = re.compile(re.escape(contract.worker_name("@", 0)).replace("@", "(?P<job>.+)").replace("0", "[0-9]+"))
 Urgency = Literal["now", "later"]
-"""When a change is reconciled: immediately, or within seconds together with other changes."""
+"""When to reconcile a change: immediately, or within seconds together with other changes."""
 
 
 class Key(NamedTuple):
@@ -42,21 +39,21 @@ class Key(NamedTuple):
 
 @dataclass(frozen=True)
 class CachedJob:
-    """All of a job's objects at one point in time. The documents are copies, except for the nodes, which must not be modified."""
+    """A job's objects at one point in time. They are copies, except for the nodes, which must not be modified."""
 
     job: Document | None
     pods: list[Document]
     leases: list[Document]
     nodes: Mapping[str, Document]
     observed_since: float
-    """When the last of the watches was connected; the current time if one is not connected."""
+    """When the last watch connected; the current time while any watch is disconnected."""
     refusal: str = ""
-    """Why the last attempt to create the job's pods failed, as a sentence; empty if it succeeded."""
+    """Why the last attempt to create the job's pods failed; empty if it did not fail."""
     job_count: int = 1
 
 
 class _Entry(NamedTuple):
-    """A document as JSON: dictionaries would take five times as much memory."""
+    """A document as JSON, which takes a fifth of the memory that dictionaries would take."""
 
     body: bytes
     """The document without its resource version."""
@@ -65,7 +62,7 @@ class _Entry(NamedTuple):
     urgent_hash: int
     """Hash of the fields whose changes must be reconciled immediately."""
     progress_hash: int
-    """Hash of the fields whose changes may be reconciled later (step progress)."""
+    """Hash of the progress whose changes may be reconciled later."""
     job: str
     node: str
 
@@ -78,23 +75,22 @@ class KindCache:
     """The resource version up to which the watch has delivered everything."""
     connected: bool = False
     synced: bool = False
-    """True once the watch has delivered everything."""
     connected_at: float = 0.0
     written: dict[NamespacedName, _Entry] = field(default_factory=dict)
-    """Responses to our own writes, until the watch reaches their versions."""
+    """Responses to our own writes, kept until the watch reaches their versions."""
     deleted_uids: set[str] = field(default_factory=set)
     """Uids of objects that we have deleted but that the watch still shows."""
     unconfirmed: set[NamespacedName] | None = None
-    """While a new watch lists all objects, the names from the previous watch that it has not delivered yet."""
+    """Names from the previous watch that the new watch has not listed yet; None while no watch is listing."""
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:
-        """Record that a new watch has started listing all objects."""
+        """Record that a watch has started to list all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
-        """Record that the watch has delivered everything up to a version, or that its connection is lost (None). Returns objects
-        that have vanished without an event."""
+        """Record that the watch has delivered everything up to a version, or with None that it is disconnected. Returns the
+        objects that have vanished without an event."""
         if version is None:
             self.connected = False
             return []
@@ -109,7 +105,7 @@ class KindCache:
         return vanished
 
     def put(self, document: Document) -> Urgency | None:
-        """Store a document from the watch; returns when to reconcile the change, or None for never."""
+        """Store a document from the watch. Returns when to reconcile the change, or None for never."""
         name, new = _name_of(document), _entry(self.kind, document)
         previous = self.newest(name)
         if self.unconfirmed is not None:
@@ -125,7 +121,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """Remove a document that the watch reports as deleted; returns whether the deletion was unknown."""
+        """Remove a document that the watch reports as deleted. Returns whether the deletion was unknown until now."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
@@ -147,7 +143,7 @@ class KindCache:
             self.deleted_uids.add(uid)
 
     def newest(self, name: NamespacedName) -> _Entry | None:
-        """Return a document's newest known version, or None if there is none."""
+        """Return a document's newest version, or None if the document is unknown or deleted."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
@@ -164,8 +160,7 @@ class KindCache:
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
     def _advance(self, version: int) -> None:
-        """Raise the version that the watch has reached, unless it is still listing: a list's items come in no particular
-        order."""
+        """Raise the version that the watch has reached, but not during a list, whose items come in no particular order."""
         if self.connected and self.unconfirmed is None:
             self.delivered_version = max(self.delivered_version, version)
 
@@ -175,7 +170,6 @@ class KindCache:
         self._index(name, old)
 
     def _index(self, name: NamespacedName, old: _Entry | None) -> None:
-        """Index a document under its current jobs, and remove it from the index of its former job."""
         now = {each.job for each in (self.watched.get(name), self.written.get(name)) if each is not None}
         for job in now:
             self.jobs.setdefault((name[0], job), set()).add(name)
@@ -187,7 +181,7 @@ class KindCache:
 
 
 class Cache:
-    """Caches jobs, their pods and Leases, and nodes. Calls `on_change` for every job that must be reconciled."""
+    """Caches jobs, their pods and Leases, and nodes. Calls `on_change` for each job that must be reconciled."""
 
     def __init__(self, jobs: Iterable[Kind], on_change: Callable[[Key, Urgency], None]) -> None:
         self.jobs = tuple(jobs)
@@ -198,19 +192,19 @@ class Cache:
         self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache for another kind. By default, `unsynced` and `CachedJob.observed_since` ignore this kind."""
+        """Start an empty cache for an optional kind, which `CachedJob.observed_since` ignores, and by default `unsynced` too."""
         with self._lock:
             self._kinds[kind] = KindCache(kind)
 
     # called by the watches
 
     def begin_listing(self, kind: Kind) -> None:
-        """Record that a watch for this kind is starting, or restarting from scratch because it could not be resumed."""
+        """Record that a watch of this kind starts to list all objects."""
         with self._lock:
             self._kinds[kind].begin_listing()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
-        """Record that a watch has delivered everything up to this version, or that its connection is lost (None)."""
+        """Record that a watch has delivered everything up to a version, or with None that it is disconnected."""
         with self._lock:
             kind_cache = self._kinds[kind]
             for each in kind_cache.set_version(version, now):
@@ -222,7 +216,7 @@ class Cache:
             urgency = self._kinds[kind].put(document)
             if old and kind not in self.jobs and old.job != _job_of(kind, document):
                 self._notify_job(_name_of(document)[0], old.job)  # the document now belongs to another job
-            if kind == NODE:  # replaced, never modified: readers may still hold the old one
+            if kind == NODE:  # the old dict is not modified, as readers may still hold it
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
                 self._notify(kind, document, urgency)
@@ -259,23 +253,23 @@ class Cache:
             return CachedJob(_decoded(job) if job else None, pods, leases, self._nodes, since, job_count=jobs)
 
     def unsynced(self, kinds: Iterable[Kind] | None = None) -> list[Kind]:
-        """Return the kinds whose watch has never delivered everything."""
+        """Return the kinds whose watches have not yet delivered all existing objects."""
         with self._lock:
             return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 
     def of_job(self, kind: Kind, key: Key) -> list[Document]:
-        """Return the documents of a kind that belong to a job."""
+        """Return a job's documents of one kind."""
         with self._lock:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
-        """Return all documents of a kind; only for kinds with few documents."""
+        """Return all documents of a kind that has few of them."""
         with self._lock:
             kind_cache = self._kinds[kind]
             return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
 
     def mark_unserved(self, kind: Kind, now: float) -> None:
-        """Record that the cluster does not serve this kind: there are no documents until a watch delivers some."""
+        """Record that the cluster does not serve this kind, so that nothing waits for its watch."""
         with self._lock:
             kind_cache = self._kinds[kind]
             if not kind_cache.connected:
@@ -309,7 +303,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """Return only the fields of a document that the operator reads; a pod's contents follow from its job."""
+    """Return a document without fields that the operator does not read."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {
         name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
@@ -334,7 +328,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """Return only a container's name and memory limit, which the sentence about an OOMKilled container needs."""
+    """Return only what the sentence about an OOMKilled container needs."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -355,8 +349,8 @@ def _entry(kind: Kind, document: Document) -> _Entry:
 
 
 def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
-    """Return the parts of the progress whose changes are reconciled soon: the member's generation, whether it has completed a
-    step, and the run's goodput."""
+    """Return the parts of a progress report whose changes are reconciled within seconds: the member's generation, whether it has
+    completed a step, and the final goodput."""
     try:
         progress_ = json.loads(progress or "{}")
         return progress_.get("generation"), progress_.get("step") is not None, progress_.get("whole") and progress_.get("goodput")
@@ -365,8 +359,8 @@ def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """Return the name of the job that a document belongs to. For a Lease, the job is taken from the Lease's name, not from its
-    labels: a worker can change the labels of its own Lease, but cannot write another worker's Lease."""
+    """Return the name of the job that a document belongs to. A Lease's job is taken from its name, not from its labels: a worker
+    can relabel its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:
         match = _WORKER_LEASE.fullmatch(meta["name"])
@@ -375,8 +369,8 @@ def _job_of(kind: Kind, document: Document) -> str:
 
 
 def _urgent_fields(kind: Kind, document: Document, body: bytes) -> bytes:
-    """Return the fields whose changes must be reconciled immediately. For a Lease, that excludes the fields that change with each
-    renewal and step; for a node, only taints, readiness, notices and deletion count."""
+    """Return the fields whose changes must be reconciled immediately. For Leases and nodes, these exclude what changes with each
+    renewal, step or heartbeat."""
     meta, spec = document["metadata"], document.get("spec") or {}
     if kind == LEASE:
         report = (meta.get("annotations") or {}).get(Annotation.REPORT)
@@ -396,7 +390,7 @@ def _encoded(content: Any) -> bytes:
 def _decoded(entry: _Entry) -> Document:
     try:
         document: Document = from_json(entry.body)
-    except ValueError:  # twice as fast as json, but limited in depth
+    except ValueError:  # from_json is twice as fast as json, but limits the depth
         document = json.loads(entry.body)
     document["metadata"]["resourceVersion"] = str(entry.version)
     return document

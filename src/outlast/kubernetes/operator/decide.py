@@ -1,13 +1,11 @@
-"""The operator's decisions: an ordered table of rules, applied as a pure function to one snapshot of a job.
+"""Decides what to do about a job, by an ordered table of rules that are applied to one snapshot of the job. Pure.
 
-    plan = decide(snapshot)
+Each rule is named after a situation and writes a sentence for the status, the Event and the log line. If several rules set the
+state in one pass, the first wins, unless a later rule forms a world or ends the job. `rendezvous.coordinator.step` decides which
+workers train together, as it does on one machine.
 
-Each rule is named after a situation and writes a sentence, which becomes the status, the Event and the log line. If several rules
-write one in a pass, users see the first; all rules may add to the plan. `rendezvous.coordinator.step` decides which workers train
-together and whether a failure leads to a restart, as on one machine.
-
-Invariants: apart from terminating pods, there are never more pods than desired, and never two with the same index; no failure is
-counted twice; nothing is deleted before the status says why. For a job in a steady state, the plan is empty.
+Invariants: no pod is created beyond the desired number, nor with the index of an existing pod. No failure is counted twice.
+Nothing is deleted before the status says why.
 """
 
 from __future__ import annotations
@@ -34,7 +32,7 @@ from outlast.kubernetes.operator.rules import (
 def decide(snapshot: JobSnapshot) -> Plan:
     """Return the plan for one reconcile pass."""
     if snapshot.document["spec"].get("managedBy", contract.MANAGED_BY) != contract.MANAGED_BY:
-        return Plan()  # another controller makes its pods and writes its status
+        return Plan()  # another controller runs this job
     if snapshot.document["metadata"].get("deletionTimestamp"):
         return job_end.orphans(snapshot.pods, snapshot.now, snapshot.observed_since, snapshot.limits)
     rec = ReconcilePass(snapshot)
@@ -67,7 +65,7 @@ RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     replaced_workers.surplus_workers,
     replaced_workers.missing_workers,
 )
-"""The order matters: rules that observe pods run before the world is decided, and pods are created last."""
+"""Rules that observe pods come before the decision about the world, and pods are created last."""
 PLAIN_RULES: tuple[Callable[[ReconcilePass], None], ...] = (
     job_end.finished,
     plain_torchrun.start_time,

@@ -1,4 +1,4 @@
-"""A job's desired objects: its workers' pods, and the objects that those pods need. Pure."""
+"""Renders a job's pods and the objects that they need. Pure."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ Document = dict[str, Any]
 
 
 def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """Return the objects that must exist before the first pod. Raises InvalidJob for a job that cannot be rendered as pods."""
+    """Return the objects that must exist before the first pod. Raises InvalidJob."""
     request = _request(snapshot)
     topologies.elasticjob(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
-        *configmaps_and_service.claims(request),  # no owner: they may hold data that others need
+        *configmaps_and_service.claims(request),  # claims have no owner, as they may hold data that others need
         *_worker_access(snapshot, request, bound_account=worker["spec"].get("serviceAccountName") or "default"),
         _with_owner(snapshot, configmaps_and_service.service(request)),
         _budget(snapshot, request),
@@ -31,7 +31,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
-    """Return the prerequisites that change with the job's workers."""
+    """Return the prerequisites that depend on the number of workers."""
     request = _request(snapshot)
     return (
         *(document for document in _worker_access(snapshot, request) if document["kind"] == "Role"),
@@ -41,7 +41,7 @@ def updated_prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
 
 
 def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count: int, priority: Priority) -> Document:
-    """Return a Workload that requests `count` workers; see `manifests.scheduling.kueue`."""
+    """Return a Workload that requests quota for `count` workers; see `manifests.scheduling.kueue`."""
     request = _request(snapshot)
     meta = labels.metadata(request, name)
     meta["labels"] = {**meta["labels"], kueue.JOB_UID: snapshot.uid}
@@ -52,7 +52,7 @@ def workload(snapshot: JobSnapshot, kind: Kind, name: str, count: int, min_count
 
 
 def workers(snapshot: JobSnapshot, indices: Sequence[int], generation: int, avoid: Sequence[str]) -> Iterator[Document]:
-    """Yield pods for these workers; they prefer nodes other than those in `avoid`."""
+    """Yield the pods of these workers. They prefer nodes that are not in `avoid`."""
     if snapshot.plain is not None:
         yield from (snapshot.plain.pod(index) for index in indices)
         return
@@ -75,7 +75,7 @@ def checkpoints_url(job: spec.Job) -> str:
 def _request(snapshot: JobSnapshot) -> Request:
     assert snapshot.job is not None
     job = snapshot.job
-    if job.spec.rendezvous.backend == "etcd":  # a job from kubectl: the operator decides anyway
+    if job.spec.rendezvous.backend == "etcd":  # in a job from kubectl; the operator decides anyway
         job = job.model_copy(update={"spec": job.spec.model_copy(update={"rendezvous": spec.Rendezvous()})})
     fresh = (snapshot.document["metadata"].get("annotations") or {}).get(contract.Annotation.FRESH) == "true"
     image = snapshot.limits.agent_image
@@ -121,15 +121,15 @@ def _with_owner(snapshot: JobSnapshot, document: Document) -> Document:
 
 
 _LOOSE_SKEW = 1000
-"""With a large maxSkew, the scheduler gives less weight to an uneven spread of pods."""
+"""A large maxSkew makes the scheduler care less about an even spread of pods."""
 
 
 def _prefer_other_nodes(pod: Document, nodes: Sequence[str]) -> None:
-    """Make a pod prefer other nodes, without requiring them: if there were none, the pod would stay pending."""
+    """Make a pod prefer other nodes but not require them, as it would stay pending if there were none."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])
     preferred.append({"weight": 100, "preference": {"matchFields": fields}})
     for spread in pod.get("topologySpreadConstraints", ()):
-        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # would pull with equal weight to the node whose worker is gone
+        if spread["whenUnsatisfiable"] == "ScheduleAnyway":  # it would pull just as strongly to the node whose worker is gone
             spread["maxSkew"] = _LOOSE_SKEW

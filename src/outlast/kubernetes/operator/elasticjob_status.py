@@ -1,10 +1,8 @@
-"""Defines, reads and writes the fields in a job's `.status`, in which the operator keeps its state for the job.
+"""Reads and writes a job's `.status`, in which the operator keeps its state between reconcile passes. Pure.
 
-    elasticjob_status.read(status)      -> Status
-    elasticjob_status.write(Status, ...) -> the new status
-
-Readers (`outlast status`, kubectl) find the fields of `outlast.job.status.JobStatus`; the job's agents watch `rendezvous`. Times
-in `rendezvous`, `failures`, `accounting` and `ledger` are seconds since the epoch, all others are in Kubernetes' format. Pure.
+`outlast status` and kubectl read the fields of `outlast.job.status.JobStatus`, and the job's agents watch `rendezvous`.
+`startTime`, `completionTime`, `progressTime` and the times of conditions are in Kubernetes' format; all others are seconds since
+the epoch.
 """
 
 from __future__ import annotations
@@ -31,38 +29,36 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class CountedFailure:
-    """A failure that still counts against the restart budget."""
+    """A failure that counts against the restart budget."""
 
     record: Record
     node: str
-    """The failed worker's node; empty if unknown."""
     cause: str = ""
-    """The failure's `contract.FailureCause`."""
+    """A `contract.FailureCause`; empty if unknown."""
 
 
 @dataclass(frozen=True)
 class Silent:
-    """A pod that was deleted because its worker was silent. The pod's end will show why."""
+    """A pod that we deleted because its worker was silent. The pod's end will show why."""
 
     uid: str
     worker: int
     node: str
     since: float
     generation: int = 0
-    """Generation of the worker's world; 0 if there is none."""
+    """Generation of the worker's world; 0 if it was in none."""
     echo: bool = False
     """True if the failure is already counted."""
     after_s: float = LEASE_S
-    """Duration of the silence, in seconds."""
+    """How long the worker was silent."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that its peers could not reach. It is excluded from worlds for a while; see `rendezvous.partition.Loss`."""
+    """A worker that its peers could not reach, which is kept out of worlds for a while; see `rendezvous.partition.Loss`."""
 
     worker: int
     uid: str
-    """Uid of the pod to delete."""
     node: str
     at: float
     times: int = 1
@@ -71,24 +67,23 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline, as published for the worker's agent."""
+    """A worker that must leave by a deadline, in seconds since the epoch, as published for its agent."""
 
     worker: int
     uid: str
     deadline: float
-    """The deadline, in seconds since the epoch."""
     reason: str = ""
 
 
 @dataclass(frozen=True)
 class Losses:
-    """Training seconds lost, by cause (`report.incidents.CAUSES`), and the number of steps whose results were lost."""
+    """Training seconds lost by cause (`report.incidents.CAUSES`), and steps lost."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
 
     def grown(self, newer: Losses) -> Losses:
-        """Return the larger value of each number: a counter must not fall, even if a later computation is more accurate."""
+        """Return the larger value of each number: counters must not fall, even if a later computation is more accurate."""
         causes = sorted({*self.seconds, *newer.seconds})
         seconds = {cause: max(self.seconds.get(cause, 0.0), newer.seconds.get(cause, 0.0)) for cause in causes}
         return Losses(seconds, max(self.steps, newer.steps))
@@ -96,28 +91,24 @@ class Losses:
 
 @dataclass(frozen=True)
 class Progress:
-    """Training progress, as last written."""
-
     step: int = 0
     steps: int | None = None
     committed: int = 0
     committed_at: float = 0.0
-    """When the commit of that step was first reported."""
+    """When the commit at that step was first reported."""
     rate: float | None = None
-    """The current world's rate, in steps per second."""
+    """The current world's steps per second."""
     time: float = 0.0
-    """When the progress was written, in whole seconds, as the status stores it."""
+    """When the progress was written, in whole seconds."""
     mark: tuple[int, float] | None = None
-    """The step that rank 0 had reported when `rate` was measured, and its time by rank 0's clock."""
+    """The step from which the next rate is measured, and its time by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
-    """Step of the newest complete snapshot in memory, and the number of steps between snapshots; 0 if none or unknown."""
+    """Step of the newest complete snapshot, and the number of steps between snapshots; 0 if unknown."""
     bytes: int = 0
-    """Size of the newest checkpoint; 0 if unknown."""
     goodput: float | None = None
-    """Goodput that rank 0's worker computes from the run's ledger; once the run has ended, from the whole ledger. None if it was
-    not reported."""
+    """The goodput that rank 0's worker reported; that of the whole run once the run has ended."""
     losses: Losses | None = None
-    """Losses, computed together with `goodput` but kept while nothing trains; None if they were never reported."""
+    """Reported together with `goodput`, but kept while nothing trains."""
 
 
 @dataclass(frozen=True)
@@ -128,23 +119,23 @@ class Result:
 
 @dataclass(frozen=True)
 class Status:
-    """The operator's state for a job, kept between reconcile passes; the defaults are those of a new job."""
+    """The operator's state for a job. The defaults are those of a new job."""
 
     state: State | None = None
     reason: str = ""
     blocked_worker: int | None = None
-    """The worker that cannot start and that `reason` names."""
+    """The worker that cannot start, which `reason` names."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
     result: Result | None = None
-    """Set once no further world will form."""
+    """Set once no further world will form, unless the job is resumed."""
     counted: tuple[int, int] = (0, 0)
     """The newest (generation, attempt) whose failure is already counted."""
     handled_pods: tuple[str, ...] = ()
-    """Uids of pods whose end is already counted; the pods may still exist."""
+    """Uids of pods whose end is already counted or was expected."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Container restarts that are already counted, by pod uid; only for workers without an agent."""
+    """Counted container restarts by pod uid, only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -152,25 +143,23 @@ class Status:
     restarts: int = 0
     interruptions: int = 0
     uses_etcd: bool = False
-    """True if an operator of the previous version had the agents elect a coordinator through etcd."""
+    """True if an operator of the previous version had agents elect a coordinator in etcd."""
     failure: Mapping[str, Any] | None = None
-    """The last failure: a `failure.Failure` with the node and the log's tail."""
+    """The last failure, as a `failure.Failure` with its node and the log's tail."""
     started: float | None = None
-    """When the job was first reconciled."""
     resumed: float | None = None
-    """Time of the last resumption, when deadlines start over, as for a Kubernetes Job."""
+    """When the job was last resumed, and deadlines started over."""
     finished: float | None = None
     has_formed_world: bool = False
     """True if a world has formed since the job was started or resumed."""
     observed_generation: int = 0
-    """The newest `metadata.generation` that the operator has acted on."""
     queue: str = ""
-    """The Kueue queue in which the job waits, or which has admitted it."""
+    """The Kueue queue in which the job waits or which has admitted it."""
     gang: str = ""
-    """The gang scheduler for all the job's pods, even if another one is installed later; empty if there is none."""
+    """The gang scheduler for the job's pods, even if another one is installed later."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
-    """The operator's decisions as ledger events: the first event, and the newest ones."""
+    """The operator's decisions as ledger events: the first one and the newest ones."""
     conditions: tuple[Mapping[str, Any], ...] = ()
 
     @property
@@ -188,18 +177,18 @@ class Status:
 
 
 MAX_LEDGER_EVENTS = 32
-"""Maximum number of ledger entries in the status. Rank 0's worker watches them and copies new ones into the run's own ledger."""
+"""Maximum number of ledger events in the status, from which rank 0's worker copies them into the run's own ledger."""
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
     """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
-    of all others, the oldest are dropped."""
+    of the others, the oldest are dropped."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
 
 def read(status: Mapping[str, Any]) -> Status:
-    """Parse a job's status (`{}` for a new job). Drops invalid parts, such as those from another program or version."""
+    """Parse a job's status, which is `{}` for a new job. Drops invalid objects in it, such as those of another version."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
     return Status(
@@ -238,8 +227,6 @@ def read(status: Mapping[str, Any]) -> Status:
 
 @dataclass(frozen=True)
 class _Failure:
-    """An entry in `failures`."""
-
     time: float
     committedStep: int
     failedStep: int | None = None
@@ -253,16 +240,12 @@ class _Failure:
 
 @dataclass(frozen=True)
 class _Mark:
-    """The status field `accounting.reported`."""
-
     step: int
     time: float
 
 
 @dataclass(frozen=True)
 class _Snapshot:
-    """The status field `snapshot`."""
-
     step: int
     every: int = 0
 
@@ -286,12 +269,11 @@ def _read_progress(status: Mapping[str, Any], account: Mapping[str, Any]) -> Pro
 
 
 def losses(status: Mapping[str, Any]) -> Losses | None:
-    """Return the losses in a status; None if they were never reported."""
+    """Return the losses in a status, or None if they were never reported."""
     return _valid(Losses, (status.get("accounting") or {}).get("lost"))
 
 
 def _valid(type_: type[T], fields: object) -> T | None:
-    """Return a part of the status, parsed as this type, or None if it is missing or invalid."""
     with contextlib.suppress(ValueError):
         return None if fields is None else decode(type_, fields)
     return None
@@ -300,9 +282,8 @@ def _valid(type_: type[T], fields: object) -> T | None:
 def write(
     status: Status, *, job: str, pods: int, world_size: int, size_range: tuple[int, int], checkpoints: str, grace_s: float
 ) -> Document:
-    """Return the status as a document. `world_size` is the number of workers in the current world, `size_range` is the allowed
-    range, `checkpoints` is the URL of the checkpoints in a store, and `grace_s` is how many seconds a planned re-rendezvous waits
-    for workers to save."""
+    """Return the status as a document. `world_size` is the current world's number of workers, `size_range` the allowed range, and
+    `checkpoints` the URL in the store. A planned re-rendezvous waits `grace_s` seconds for workers to save."""
     low, high = size_range
     world, progress = status.world, status.progress
     goodput = progress.goodput
@@ -349,8 +330,8 @@ def write(
 def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """Return the conditions once this one has become true: all others except `Created` become false. A condition that was never
-    true stays absent."""
+    """Return the conditions with this one true and all others except `Created` false. A condition that was never true stays
+    absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     by_type[type_] = {"type": type_, "status": "False", **by_type.get(type_, {}), "reason": reason, "message": message}
     for name, each in by_type.items():
@@ -362,7 +343,7 @@ def with_condition(
 
 
 def condition_reason(conditions: Sequence[Mapping[str, Any]], type_: str) -> str:
-    """Return a condition's reason, or an empty string if there is none of this type."""
+    """Return a condition's reason, or an empty string if there is no such condition."""
     return next((str(each["reason"]) for each in conditions if each["type"] == type_), "")
 
 
@@ -414,13 +395,12 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """Return a time rounded to milliseconds, so that it reads back as it was written."""
+    """Round a time to milliseconds, so that it is read back as it was written."""
     return None if when is None else round(when, 3)
 
 
 def _without_none(value: Any) -> Any:
-    """Return the value without entries that are None, at any depth: API servers drop them, and a status must be read back as
-    it was written."""
+    """Drop entries that are None, at any depth: API servers drop them, and a status must be read back as it was written."""
     if isinstance(value, Mapping):
         return {key: _without_none(each) for key, each in value.items() if each is not None}
     return [_without_none(each) for each in value] if isinstance(value, list | tuple) else value

@@ -1,13 +1,12 @@
-"""A job's Workloads in Kueue, the quota admitted for each, and which changes to make to them.
+"""Computes a job's quota from its Kueue Workloads, and the changes to make to them. Pure.
 
-A job has one Workload for its first workers, and one more for each later addition: workers that were not admitted at first, and
-workers that `outlast scale` adds. Training thus continues with the admitted workers, and the job never requests quota it already
-has. Each Workload can be evicted separately: the job loses only its workers, and stops only if fewer than `workers.min` remain.
-Quota that a job no longer needs is returned: whole Workloads are deleted, or part of their quota is marked as reclaimable
-(https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
+A job has one Workload for its first workers and another for each later addition: workers that were not admitted at first, or that
+`outlast scale` adds. So the admitted workers keep training, and each Workload can be evicted separately; the job stops only if
+fewer than `workers.min` workers remain. Quota that the job no longer needs is returned by deleting Workloads or marking pods as
+reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
 
-Kueue only requests an eviction. The quota stays reserved until the pods are gone; then the Workload's creator releases it, as
-Kueue's own integrations do. The functions are pure: no state is kept between reconcile passes.
+Kueue only requests evictions. The quota stays reserved until the pods are gone; then the operator releases it, as Kueue's own
+integrations do.
 """
 
 from __future__ import annotations
@@ -30,40 +29,34 @@ MakeWorkload = Callable[[str, int, int, Priority], Document]
 
 @dataclass(frozen=True)
 class KueueObjects:
-    """The Kueue objects that affect a job."""
-
     kind: Kind
     """The Workload kind, in the version that the cluster serves."""
     workloads: Sequence[Document] = ()
     """Workloads with the job's label."""
     flavors: Mapping[str, Document] = field(default_factory=dict)
-    """All ResourceFlavors, by name."""
     classes: Sequence[Document] = ()
     """All PriorityClasses and WorkloadPriorityClasses."""
 
 
 @dataclass(frozen=True)
 class ClusterFeatures:
-    """Optional features of the cluster."""
-
     groups: frozenset[str] = frozenset()
-    """API groups of Kueue and gang schedulers that the cluster serves."""
+    """API groups of Kueue and the gang schedulers that the cluster serves."""
     kueue: KueueObjects | None = None
     """None until the watches on Kueue's objects are synced."""
 
 
 @dataclass(frozen=True)
 class WorkloadSlice(Identified):
-    """A Workload of the job: a slice of its workers, with separate quota."""
+    """A Workload, which holds the quota for some of the job's workers."""
 
     @property
     def requested(self) -> int:
-        """Number of workers for which the Workload requests quota."""
         return int(self.document["spec"]["podSets"][0].get("count", 1))
 
     @property
     def count(self) -> int:
-        """Number of workers for which the Workload has quota, once admitted."""
+        """Number of workers for which the Workload has quota once it is admitted."""
         return kueue.admitted_count(self.document) - self.reclaimable
 
     @property
@@ -77,7 +70,7 @@ class WorkloadSlice(Identified):
 
     @property
     def is_admitted(self) -> bool:
-        """True if the Workload is admitted, so that its pods may exist."""
+        """True if the Workload is admitted, so its pods may exist."""
         return not self.is_finished and self.is_true("Admitted") and not self.is_true("Evicted")
 
     @property
@@ -87,7 +80,7 @@ class WorkloadSlice(Identified):
 
     @property
     def is_pending(self) -> bool:
-        """True if the Workload waits for quota; its requests can still be changed."""
+        """True if the Workload waits for quota. Its requests can still be changed."""
         return not self.is_finished and not self.is_true("QuotaReserved")
 
     @property
@@ -97,7 +90,7 @@ class WorkloadSlice(Identified):
 
     @property
     def reason(self) -> str:
-        """Why the Workload is not admitted, in Kueue's words."""
+        """Kueue's message on why the Workload is not admitted; empty if there is none."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.is_evicted else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)
@@ -118,8 +111,7 @@ class WorkloadSlice(Identified):
     # changed documents
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
-        """Return the Workload with its status changed: these conditions (type, whether it is true, reason, message), and other
-        fields."""
+        """Return the Workload with changed conditions (type, whether it is true, reason, message) and status fields."""
         by_type = {each["type"]: each for each in self._status.get("conditions") or ()}
         for type_, is_true, reason, message in conditions:
             status, previous = "True" if is_true else "False", by_type.get(type_, {})
@@ -128,7 +120,7 @@ class WorkloadSlice(Identified):
                 "type": type_,
                 "status": status,
                 "reason": reason,
-                "message": message[:1024],  # more than enough for messages that others wrote
+                "message": message[:1024],  # arbitrary, as Kueue's messages may be long
                 "lastTransitionTime": since,
                 "observedGeneration": self.document["metadata"].get("generation", 1),
             }
@@ -136,13 +128,14 @@ class WorkloadSlice(Identified):
         return {**self.document, "status": {key: value for key, value in status_.items() if value is not None}}
 
     def with_quota_released(self, now: float) -> Document:
-        """Return the evicted Workload with its quota released, once its pods are gone; Kueue may then queue it again."""
+        """Return the evicted Workload without its quota, so that Kueue may queue it again. Its pods must be gone."""
         evicted = self.condition("Evicted")
         assert evicted is not None, "only an evicted Workload releases its quota"
         reason, message = evicted["reason"], evicted.get("message", "")
         conditions = [
             ("QuotaReserved", False, "Pending", message),
-            ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),  # other evictions: Kueue requeues by itself
+            # After other evictions, Kueue requeues the Workload by itself.
+            ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),
         ]
         spent: Document = {}
         if admitted := pod_status.condition(self.document, "Admitted"):
@@ -155,11 +148,11 @@ class WorkloadSlice(Identified):
         return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
 
     def with_reclaimable(self, by: int, now: float) -> Document:
-        """Return the Workload with the quota for this many more workers marked as reclaimable."""
+        """Return the Workload with the quota of `by` more workers marked as reclaimable."""
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
 
     def with_pods_ready(self, now: float) -> Document:
-        """Return the Workload with PodsReady true, so that Kueue's start timeout does not evict it."""
+        """Return the Workload with PodsReady, without which Kueue's start timeout would evict it."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
@@ -175,14 +168,12 @@ class Changes:
 
 @dataclass(frozen=True)
 class Queue:
-    """A job's queue and Workloads."""
-
     name: str
-    """Name of the queue; empty for a job that was taken out of its queue."""
+    """Empty if the job was taken out of its queue."""
     job: Mapping[str, Any]
     objects: KueueObjects
     slices: tuple[WorkloadSlice, ...]
-    """Sorted by age, oldest first."""
+    """The oldest comes first."""
 
     @property
     def admitted_slices(self) -> list[WorkloadSlice]:
@@ -193,13 +184,13 @@ class Queue:
         return sum(workload.count for workload in self.admitted_slices)
 
     def largest_admitted(self, desired: int, sizes: Sequence[int]) -> int:
-        """Return the largest allowed number of workers, up to `desired`, that has quota; 0 if too few workers are admitted."""
+        """Return the largest allowed number of workers, up to `desired`, that the admitted quota covers; 0 if it covers none."""
         if not self.name:
             return desired
         return max((size for size in sizes if size <= min(desired, self.admitted_workers)), default=0)
 
     def rejects(self, pod: Mapping[str, Any]) -> bool:
-        """Return whether a pod belongs to a Workload that is no longer admitted."""
+        """Return whether a pod uses the quota of a Workload that is no longer admitted."""
         name = _workload_name(pod)
         return bool(self.name and name) and not any(workload.name == name for workload in self.admitted_slices)
 
@@ -220,7 +211,8 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """Return the new pod, assigned to a Workload with free quota, or None if no Workload has any or a flavor is missing."""
+        """Return the pod assigned to a Workload, whose entry in `free_quota` is reduced, or None if no Workload has free quota
+        and all its flavors."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
@@ -236,10 +228,10 @@ class Queue:
         make_workload: MakeWorkload,
         now: float,
     ) -> Changes:
-        """Compute the changes to the Workloads. `desired` is the number of workers in the job's specification, and `sizes` are
-        the allowed numbers. `pods` are all pods that still use resources."""
+        """Return the changes to the Workloads for `desired` workers. `sizes` are the allowed numbers, and `pods` are all pods
+        that still use resources."""
         live = [workload for workload in self.slices if not workload.is_finished]
-        if not self.name or not desired:  # quota is given back when the pods of a suspended job have gone
+        if not self.name or not desired:  # a suspended job returns its quota once its pods are gone
             return Changes(
                 deletes=tuple(_delete(workload, "the job needs no quota") for workload in live if not self.name or not pods)
             )
@@ -250,7 +242,7 @@ class Queue:
                 for workload in evicted
             }
             return Changes(statuses=tuple(workload.with_quota_released(now) for workload in evicted if not used[workload.name]))
-        if not size and self.admitted_slices:  # all workers are requested again together: quota must not wait for quota
+        if not size and self.admitted_slices:  # request all workers together: a job with quota must not wait for more
             superfluous = () if pods else self.admitted_slices
             return Changes(deletes=tuple(_delete(workload, "too few workers are admitted") for workload in superfluous))
         released = self._release_surplus(desired, pods, now)
@@ -263,7 +255,7 @@ class Queue:
         return Changes(requested.apply, (*released.statuses, *ready), (*requested.deletes, *released.deletes))
 
     def finished_workloads(self, succeeded: bool, reason: str, now: float) -> tuple[Document, ...]:
-        """Return the Workloads marked as finished once the job has ended, which frees their quota."""
+        """Return the Workloads marked as finished, which frees their quota."""
         return tuple(workload.with_finished(succeeded, reason, now) for workload in self.slices if not workload.is_finished)
 
     def priority(self) -> Priority | str:
@@ -273,7 +265,7 @@ class Queue:
     def _request_missing(
         self, desired: int, sizes: Sequence[int], pods: Sequence[Mapping[str, Any]], make_workload: MakeWorkload
     ) -> Changes:
-        """Keep exactly one waiting Workload, for the workers that are not admitted yet."""
+        """Request quota for the workers that are not admitted yet, in exactly one waiting Workload."""
         missing = desired - self.admitted_workers - sum(workload.requested for workload in self.slices if workload.awaits_checks)
         pending = [workload for workload in self.slices if workload.is_pending]
         if missing <= 0:
@@ -294,7 +286,7 @@ class Queue:
         return next(name for name in names if name not in taken)
 
     def _release_surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
-        """Give back surplus quota that no pods use, starting with the newest Workload."""
+        """Give back surplus quota that no pod uses, starting with the newest Workload."""
         surplus, free_quota = self.admitted_workers - desired, self.free_quota(pods)
         statuses, deletes = [], []
         for workload in reversed(self.admitted_slices):
@@ -309,8 +301,7 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return each Workload's free quota, in pods. Pods that name no Workload because they predate the queue also use up free
-        quota."""
+        """Return each Workload's free quota in pods. Pods that are older than the queue name no Workload but also use quota."""
         free = {workload.name: workload.count for workload in self.admitted_slices}
         unassigned = 0
         for pod in pods:
@@ -336,18 +327,16 @@ def queue_of(job: Mapping[str, Any], features: ClusterFeatures) -> Queue | None:
 
 
 def unsynced(job: Mapping[str, Any], features: ClusterFeatures) -> bool:
-    """Return whether a job is in a queue but Kueue's objects are not synced yet."""
+    """Return whether a job has a queue while Kueue's objects are not synced yet."""
     return kueue.GROUP in features.groups and features.kueue is None and bool(kueue.queue_name(job))
 
 
 def _workload_name(pod: Mapping[str, Any]) -> str:
-    """Return the name of the Workload whose quota a pod uses, or an empty string."""
     return str((pod["metadata"].get("annotations") or {}).get(kueue.WORKLOAD) or "")
 
 
 def _requests_exactly(workload: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
-    """Return whether a Workload already requests exactly this. Ignores `minCount`, which Kueue drops if partial admission is
-    off."""
+    """Compare a Workload's request, except for `minCount`, which Kueue drops if partial admission is off."""
     fields = workload.document["spec"]
     return (fields.get("queueName"), workload.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 

@@ -1,8 +1,8 @@
-"""Nodes that are about to be terminated: the notices for this, the deadline, and how long a pod there may take. Pure.
+"""Detects nodes that are about to be terminated, and computes the deadlines and grace periods of their pods. Pure.
 
 The deadline is in an annotation (`contract.Annotation.LEAVING_AT`) on the node or, if the process that announces it has no access
-to nodes, on a pod. If there is no annotation, the notice's usual period counts, starting when the operator first saw the notice;
-see docs/decisions/0045.
+to nodes, on a pod. Without the annotation, the notice's usual period counts from when the operator first saw the notice; see
+docs/decisions/0045.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ from outlast.kubernetes.manifests.scheduling.placement import SPOT
 Document = Mapping[str, Any]
 
 SPOT_NOTICE_S = 120.0
-"""Time from AWS's interruption notice until the machine ends, in seconds.
+"""Time from AWS's interruption notice until the machine ends.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
 
 
@@ -28,7 +28,7 @@ class NoticePeriod(NamedTuple):
 
     default_s: float | None
     spot_s: float | None
-    """The time on a spot node, since some notices do not distinguish an interruption from a planned change."""
+    """The same time on a spot node: some notices announce interruptions as well as planned changes."""
     source: str
 
 
@@ -54,16 +54,14 @@ TAINTS: Mapping[str, NoticePeriod] = {
         None, None, "https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service"
     ),
 }
-"""Taints of nodes that are about to be terminated."""
 CONDITIONS: Mapping[str, NoticePeriod] = {
     "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector")
 }
-"""Conditions that count as notices while they are True and the node is cordoned: a node that still accepts pods is not
-leaving."""
+"""These count as notices while they are True and the node is cordoned, as a node that accepts pods is not leaving."""
 TAINTED_AT = "tainted"
-"""Key for the time, by the operator's clock, at which a watch first delivered a node with one of these notices."""
+"""Key for when a watch first delivered a node with a notice, by the operator's clock."""
 RESERVED_S = 2.0
-"""Time reserved for a deletion to reach the kubelet and for the pod to end, in seconds."""
+"""Time reserved for a deletion to reach the kubelet and end the pod."""
 
 
 @dataclass(frozen=True)
@@ -71,19 +69,18 @@ class Departure:
     """Why a worker has to leave, and by when."""
 
     cause: str
-    """The taint's key (with the value if the taint is `LEAVING`), the condition's type, or the annotation's key."""
+    """The key of the taint or annotation, or the condition's type; for the taint `LEAVING`, also its value."""
     deadline: float | None = None
     """Seconds since the epoch; None if the pod's own grace period ends first."""
     reason: str = ""
-    """The reason annotated together with the deadline, if any."""
 
     def sentence(self, node: str) -> str:
-        """Return a sentence for the worker's log about which node the worker must leave, and why."""
+        """Return a phrase for the worker's log that names the node and the cause."""
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. At least 1, since with 0
-        the deletion would not wait for the node."""
+        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. It is at least 1, as 0
+        would not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -92,7 +89,7 @@ class Departure:
 
 
 def node_departure(node: Document | None) -> Departure | None:
-    """Return why a node's workers have to leave, or None if the node stays."""
+    """Return why and by when a node's workers have to leave, or None if the node stays."""
     notices = _notices(node or {})
     if node is None or not notices:
         return None
@@ -102,7 +99,7 @@ def node_departure(node: Document | None) -> Departure | None:
     kind = notices.get(LEAVING, LeavingKind.UNKNOWN)
     seen, deadline = node.get(TAINTED_AT), _deadline(annotations)
     if deadline is not None and kind is LeavingKind.MAINTENANCE and seen is not None and deadline <= seen:
-        deadline = None  # it had already begun when we saw it, and may last for hours: there is time to save
+        deadline = None  # the maintenance began before we saw the notice, and may last for hours: there is time to save
     if deadline is None and seen is not None:
         periods = [_notice_period_s(name, each, spot=spot) for name, each in notices.items()]
         deadline = min((seen + each for each in periods if each is not None), default=None)
@@ -111,17 +108,18 @@ def node_departure(node: Document | None) -> Departure | None:
 
 
 def _notices(node: Document) -> dict[str, LeavingKind]:
-    """Return the notices among a node's taints and conditions, with the kind that our own taint's value names."""
+    """Return the notices among a node's taints and conditions. Only the value of our own taint names a kind."""
     spec, status = node.get("spec") or {}, node.get("status") or {}
     taints = {each["key"]: each.get("value") or "" for each in spec.get("taints") or () if each.get("key") in TAINTS}
     notices = {key: LeavingKind(value) if key == LEAVING else LeavingKind.UNKNOWN for key, value in taints.items()}
     true = [each for each in status.get("conditions") or () if each.get("status") == "True"]
-    types = [each["type"] for each in true if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]  # seconds
+    # A freeze lasts only seconds.
+    types = [each["type"] for each in true if "freeze" not in f"{each.get('reason')} {each.get('message')}".lower()]
     return notices | ({each: LeavingKind.UNKNOWN for each in types if each in CONDITIONS} if spec.get("unschedulable") else {})
 
 
 def pod_departure(pod: Document) -> Departure | None:
-    """Return why this worker has to leave even if its node stays."""
+    """Return why a pod's worker has to leave even if its node stays, or None."""
     annotations = pod["metadata"].get("annotations") or {}
     if (deadline := _deadline(annotations)) is None:
         return None
@@ -129,7 +127,8 @@ def pod_departure(pod: Document) -> Departure | None:
 
 
 def earliest(*departures: Departure | None) -> Departure | None:
-    """Return the Departure with the earliest deadline; a Departure without a deadline counts as the latest."""
+    """Return the departure with the earliest deadline, where no deadline counts as the latest; None if there are no
+    departures."""
     existing = [each for each in departures if each is not None]
     return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 
@@ -153,4 +152,3 @@ def _reason(annotations: Mapping[str, str]) -> str:
 
 
 _MAX_REASON = 256
-"""Maximum length of an annotated reason, in characters; longer reasons are cut off."""

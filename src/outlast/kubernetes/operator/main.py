@@ -1,4 +1,4 @@
-"""The operator's process: configures an `Operator` from options and the environment, handles signals, and logs to stdout."""
+"""Runs an `Operator` as a process, configured by command-line options and environment variables."""
 
 from __future__ import annotations
 
@@ -33,20 +33,20 @@ from outlast.kubernetes.operator.watches import Settings
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 100_000
-"""Garbage collector threshold. A reconcile pass allocates many objects, none of them in cycles; with Python's default of 700,
-collections take a third of the time and free nothing."""
+"""A pass allocates many objects but no cycles: with Python's default of 700, collections take a third of the time and free
+nothing."""
 MIN_LOST_S = 5.0
-"""Lower bound for --lost-after, in seconds."""
+"""Lower bound for --lost-after."""
 
 
 def identity(env: Mapping[str, str]) -> str:
-    """Return the operator's identity in the leader election: the pod's name, which survives a container restart, or else one for
-    this process."""
+    """Return the operator's identity for leader election: the pod's name, which survives container restarts, or else a random
+    name."""
     return env.get(Env.POD) or f"{socket.gethostname()}-{uuid.uuid4().hex[:8]}"
 
 
 def port(env: Mapping[str, str]) -> int:
-    """Return the port for health probes and metrics. Raises OutlastError."""
+    """Return the port for probes and metrics. Raises OutlastError."""
     value = env.get(Env.PROBE_PORT, str(Pod.PROBE_PORT))
     if not value.isdecimal() or int(value) >= 2**16:
         raise OutlastError(f"{Env.PROBE_PORT} ({value}) is not a port; set it to one from 0 (any) to 65535")
@@ -54,7 +54,7 @@ def port(env: Mapping[str, str]) -> int:
 
 
 def limits(lost_after: str) -> Limits:
-    """Return the timeouts from the command line. Raises OutlastError."""
+    """Return the operator's timeouts. Raises OutlastError."""
     try:
         lost_s = units.duration(lost_after).total_seconds()
     except ValueError as error:
@@ -68,11 +68,10 @@ def limits(lost_after: str) -> Limits:
 
 
 def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
-    """Return the operator's clock. It starts at the API server's time and is monotonic from then on, so that times in statuses
-    and deadlines do not depend on this machine's wall clock."""
+    """Return a steady clock, which starts at the API server's time if this machine's differs much from it."""
     try:
         offset_s = cluster.time() - wall()
-    except ClusterError as error:  # if it cannot be reached at all, the watches report it
+    except ClusterError as error:  # if the API server is unreachable, the watches report it
         log.warning("the API server's time is unknown, this machine's is used: %s", error)
         return Clock(wall)
     if abs(offset_s) <= BREAK_S:
@@ -83,8 +82,7 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
 
 
 def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
-    """Return this pod's image, which a kustomization may have set, or our release image if this is not a pod. Raises
-    ClusterError."""
+    """Return this pod's image, which a kustomization may have set, or the release image outside of pods. Raises ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
     pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)
@@ -92,7 +90,7 @@ def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
 
 
 def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, context: str | None) -> NoReturn:
-    """Run the operator until SIGTERM or SIGINT, then exit. Raises OutlastError if the operator cannot start."""
+    """Run the operator until SIGTERM or SIGINT, then exit the process. Raises OutlastError if the operator cannot start."""
     write_log(text=text)
     gc.set_threshold(GC_THRESHOLD)
     settings = Settings(namespace, workers, port=port(os.environ))

@@ -1,4 +1,4 @@
-"""A snapshot of a job: the cached objects, parsed into the values on which `decide` bases its decisions. Pure."""
+"""Takes a snapshot of a job: parses the cached objects into values for `decide`. Pure."""
 
 from __future__ import annotations
 
@@ -32,29 +32,27 @@ from outlast.rendezvous.who_trains import Member
 Document = Mapping[str, Any]
 
 RECEIVED_AT = "heard"
-"""Key for the time, by the operator's clock, at which a watch delivered a Lease's renewal, or a node became unready. Other
-machines' clocks are not compared with the operator's."""
+"""Key for when a Lease's renewal arrived or a node became unready, by the operator's clock. Clocks of other machines are not
+used."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation on a pod without an agent, with its torchrun's --nnodes."""
+"""Annotation with torchrun's --nnodes on a pod without an agent."""
 MAX_LEASE_S = 600.0
-"""Upper bound for a Lease's duration in seconds, whatever its worker wrote."""
+"""Upper bound for a Lease's duration, whatever its worker wrote."""
 
 
 @dataclass(frozen=True)
 class Limits:
-    """The operator's timeouts, in seconds, and the agent's image."""
-
     silence_s: float = LEASE_S
-    """A member whose Lease has not been renewed for this long is presumed dead."""
+    """A member that has not renewed its Lease for this long is presumed dead."""
     mass_silence_s: float = 300.0
-    """The timeout if most workers fall silent at once although their nodes are ready; see decision 17. It equals the time for
-    which Kubernetes tolerates an unreachable node, and is several times what a kubelet needs to kill a hung agent."""
+    """Replaces `silence_s` if most workers fall silent at once although their nodes are ready; see decision 17. Kubernetes
+    tolerates an unreachable node for as long."""
     progress_s: float = 3.0
-    """Minimum interval between status writes that only update the step. The first step of a world is written at once."""
+    """Minimum interval between status writes that only update the step. A world's first step is written at once."""
     lost_s: float = 30.0
     """A pod whose node has not answered for this long is presumed lost and force-deleted."""
     agent_image: str = OPERATOR_IMAGE
-    """Our own image, from which pods get the agent if their own image lacks Outlast."""
+    """The operator's own image, from which pods get the agent if their image lacks Outlast."""
 
 
 @dataclass(frozen=True)
@@ -62,9 +60,9 @@ class Pod(Identified):
     index: int
     node: str
     node_lost_at: float | None
-    """When the pod's node stopped answering, or, if the node does not exist, when the pod was bound to it."""
+    """When the pod's node stopped answering, or when the pod was bound to a node that does not exist."""
     departure: Departure | None = None
-    """Why the worker has to leave: its node is about to be terminated, or the pod itself has a notice."""
+    """Set if the node or the pod itself has a termination notice."""
 
     @property
     def created(self) -> float:
@@ -72,7 +70,7 @@ class Pod(Identified):
 
     @property
     def first_generation(self) -> int:
-        """The first generation that the pod may be part of."""
+        """The first generation in which the pod may be a member."""
         label = (self.document["metadata"].get("labels") or {}).get(Label.GENERATION, "")
         return int(label) if label.isdecimal() else 0
 
@@ -82,13 +80,13 @@ class Pod(Identified):
 
     @property
     def killed_by(self) -> float:
-        """If the pod is being deleted, the latest time when its kubelet kills it; otherwise 0."""
+        """The latest time at which the kubelet kills the pod, if it is being deleted; otherwise 0."""
         return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
     def lingering(self) -> bool:
-        """True if the worker has ended but the pod's phase does not show it yet: a sidecar still runs, or the sandbox is not
-        gone."""
+        """True if the worker has ended but the pod's phase does not show it yet, because a sidecar or the sandbox still
+        exists."""
         if self.document["spec"].get("restartPolicy") != "Never":
             return False
         worker = pod_status.container_status(self.document)
@@ -103,7 +101,7 @@ class Pod(Identified):
 
     @property
     def end(self) -> pod_status.End | None:
-        """How the worker ended, once it has ended for good."""
+        """How the worker ended, if it has ended for good."""
         return pod_status.end(self.document) if self.ended else None
 
     @property
@@ -114,7 +112,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A sentence about the finalizers of other controllers that keep a terminated pod; empty if there are none."""
+        """A phrase about other controllers' finalizers that keep a terminated pod; empty if there are none."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -134,32 +132,27 @@ class Pod(Identified):
 
 @dataclass(frozen=True)
 class LeaseProgress:
-    """The content of a Lease's annotation `contract.Annotation.PROGRESS`, as `kubernetes.board` writes it, with the same field
-    names."""
+    """The Lease annotation `contract.Annotation.PROGRESS`, with the field names that `kubernetes.board` writes."""
 
     generation: int | None = None
-    """The generation that completed `step`, if reported."""
     step: int | None = None
     steps: int | None = None
     committed: int = 0
     bytes: int = 0
-    """Size of the newest committed checkpoint in bytes; 0 if unknown."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0 if none or unknown."""
+    """Step of the newest complete snapshot; 0 if unknown."""
     every: int = 0
-    """Number of steps between snapshots; 0 if unknown."""
     time: float = 0.0
-    """When `step` was completed, by the member's clock; 0 if not reported."""
+    """When `step` was completed, by the member's clock; 0 if unknown."""
     goodput: float | None = None
-    """The run's goodput, as computed by rank 0's worker."""
     lost: Mapping[str, float] | None = None
     lostSteps: int | None = None
     whole: bool = False
-    """True if `goodput` and the losses cover the whole run, to its end."""
+    """True if `goodput` and the losses cover the whole run."""
 
     @property
     def losses(self) -> Losses:
-        """The run's losses, computed with its goodput. Unknown causes are dropped, since each cause is a time series."""
+        """The run's losses, without unknown causes, as each cause is a time series."""
         seconds = {cause: float(lost) for cause, lost in (self.lost or {}).items() if cause in CAUSES and lost > 0}
         return Losses(seconds, self.lostSteps or 0)
 
@@ -171,30 +164,27 @@ class MemberReport:
     report: Report
     progress: LeaseProgress
     member: Member
-    """The member as `report` describes it."""
     renewed: float
     failure: Failure | None
-    """The failure in the member's generation; see `rendezvous.messages.Report`."""
+    """The failure of the member's current generation; see `rendezvous.messages.Report`."""
     echo: bool
-    """True if that failure is secondary: caused by another member's failure."""
+    """True if `failure` was caused by another member's failure."""
     lease_s: float
-    """Duration of the Lease in seconds, at most MAX_LEASE_S."""
+    """Duration of the Lease, at most MAX_LEASE_S."""
 
 
 @dataclass(frozen=True)
 class PlainJob:
-    """A job whose workers have no agent: their pods run plain torchrun."""
+    """A job whose workers run plain torchrun, without an agent."""
 
     job: Document
-    """The equivalent ElasticJob, with the number of workers and restarts, and the deadlines."""
+    """The equivalent ElasticJob, with its workers, restarts and deadlines."""
     nnodes: str
-    """The --nnodes for torchrun, such as `1:4`; pods carry it in the annotation `NNODES`. Workers with different values cannot
-    train together."""
+    """The value of torchrun's --nnodes, such as `1:4`. Workers with different values cannot train together."""
     policy: str
-    """Which failures lead to a restart: none with `Never`; with `ExitCode`, only those of a pod that was killed, lost or never
+    """The restart policy. `Never` allows no restarts, and `ExitCode` only those of pods that were killed, lost or never
     started."""
     service: Document
-    """The Service through which workers find worker 0."""
     pod: Callable[[int], dict[str, Any]]
 
 
@@ -203,30 +193,27 @@ class JobSnapshot(Identified):
     """A job and everything that belongs to it, at one point in time."""
 
     job: spec.Job | None
-    """None if the job cannot be parsed; `parse_error` has the reason."""
+    """None if the job cannot be parsed; `parse_error` says why."""
     parse_error: str
     status: Status
     run: str
     pods: tuple[Pod, ...]
-    """Sorted by index."""
     foreign_pods: tuple[Pod, ...]
-    """Pods with this job's labels that it does not own, such as those of an earlier job of the same name."""
+    """Pods with this job's labels that it does not own, such as those of an earlier job of this name."""
     reports: Mapping[int, MemberReport]
     now: float
     observed_since: float
-    """When the last of the watches was connected: silence before then may be due to the operator itself."""
+    """When the last watch connected: earlier silence may be due to the operator itself."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()
     nodes: Mapping[str, Document] = field(default_factory=dict)
     refusal: str = ""
-    """Why the last attempt to create the job's pods failed, as a sentence; empty if it succeeded."""
     plain: PlainJob | None = None
-    """Set if the workers have no agent."""
 
     @property
     def gang(self) -> gang.SchedulerName:
-        """The gang scheduler for the job's pods, chosen when the job is first reconciled and kept from then on."""
+        """The gang scheduler for the job's pods, chosen in the first reconcile pass and then kept."""
         assert self.job is not None, "pods are only made for jobs that can be parsed"
         if self.status.started is None or self.job.spec.scheduling.gang != "auto":
             admitted = kueue.GROUP in self.features.groups and bool(kueue.queue_name(self.document))
@@ -240,7 +227,7 @@ class JobSnapshot(Identified):
 
     @property
     def owner(self) -> dict[str, Any]:
-        """The owner reference to the job, for objects created for it."""
+        """The owner reference for objects that are created for the job."""
         return owner_references.reference(self.document)
 
 
@@ -252,7 +239,7 @@ def take_snapshot(
     *,
     plain: PlainJob | None = None,
 ) -> JobSnapshot:
-    """Return an existing job's snapshot; `plain` is for a job whose workers have no agent."""
+    """Return a snapshot of an existing job."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")
@@ -284,7 +271,7 @@ def take_snapshot(
 
 
 def _document(job: Document) -> dict[str, Any]:
-    """Return the job as its author wrote it, without metadata added by others."""
+    """Return the job as its author wrote it, without metadata from others."""
     meta = job["metadata"]
     retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
     labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_own_label(key)}
@@ -306,7 +293,7 @@ def _is_own_label(label: str) -> bool:
 
 
 def pods_of(cached: CachedJob) -> list[Pod]:
-    """Return the pods with the job's label, sorted by index, each with its node's state."""
+    """Return the pods with the job's label, each with its node's state, sorted by index."""
     return sorted((_pod(pod, cached.nodes) for pod in cached.pods), key=lambda pod: pod.index)
 
 
@@ -314,7 +301,7 @@ def _pod(pod: Document, nodes: Mapping[str, Document]) -> Pod:
     name = str(pod["spec"].get("nodeName") or "")
     node = nodes.get(name)
     lost = None
-    if name and nodes:  # pods may name a new node before the node watch delivers it
+    if name and nodes:  # a pod may name a new node before the node watch delivers it
         lost = pod_status.bound_at(pod) if node is None else _unready_since(node)
     return Pod(
         pod,
@@ -337,8 +324,8 @@ def is_ready(node: Document) -> bool:
 
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
-    """Return the report on a Lease, or None if the Lease belongs to an earlier pod of the same name, or to another run. Only the
-    Lease's name identifies the worker, as a worker can write the labels of its Lease."""
+    """Return the report on a Lease, or None if it is from an earlier pod or another run. Only the Lease's name identifies the
+    worker, as a worker can change its labels."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:
@@ -359,7 +346,6 @@ def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> 
 
 
 def _progress(text: str | None) -> LeaseProgress:
-    """Return a member's progress; empty if it is invalid."""
     try:
         return decode(LeaseProgress, from_json(text or "{}"))
     except (TypeError, ValueError):

@@ -1,10 +1,7 @@
-"""The operator's process: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
+"""Runs the operator: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
 
-    Operator(cluster, {kinds.ELASTIC_JOB: reconciler}, ...).run(stop)
-
-Each kind of job has a reconciler, a pure function that decides what to do. This process only ensures that nothing is decided
-before all watches have delivered everything once, that only the leader writes, and that failures are retried with backoff. The
-process may be killed between any two lines.
+Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. The process may
+be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -38,27 +35,25 @@ log = logging.getLogger(__name__)
 Reconciler = Callable[[CachedJob, float, ClusterFeatures], Plan]
 """(a job's objects, current time, cluster features) -> plan. Pure."""
 Orphans = Callable[[CachedJob, float], Plan]
-"""(a deleted job's remaining objects, current time) -> plan with the pods to delete. Pure."""
+"""(a deleted job's remaining objects, current time) -> plan. Pure."""
 
 MAX_BACKOFF_S = 60.0
-"""Maximum pause before a failed reconcile pass is retried, in seconds."""
+"""Maximum pause before a failed reconcile pass is retried."""
 STUCK_S = 300.0
-"""Timeout for a reconcile pass, in seconds. After it, the liveness probe fails and the kubelet restarts the process."""
+"""Timeout for a reconcile pass, after which the liveness probe fails and the kubelet restarts the process."""
 BUSY_PASSES = 30
-"""A job is slowed down after this many consecutive passes with something to do; no change to a job needs that many."""
+"""A job is slowed down after this many consecutive passes that found something to do."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""If a job's members only report progress, the job is reconciled within this many seconds, once for all of them."""
+"""Changes that are mere progress are reconciled together after this long."""
 STOP_TIMEOUT_S = 6.0
-"""Timeout for running reconcile passes after SIGTERM, in seconds; less than the pod's terminationGracePeriodSeconds."""
+"""Timeout for running passes after SIGTERM, less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2
-"""Number of additional writer threads per concurrent reconcile pass."""
+"""Additional writer threads per concurrent reconcile pass."""
 PENDING_EVENTS = 1000
 """Maximum number of Events waiting to be written, as in client-go's recorder."""
 
 
 class Operator:
-    """The operator in this process. `run` returns the exit code."""
-
     def __init__(
         self,
         cluster: api.Cluster,
@@ -73,7 +68,7 @@ class Operator:
         self._settings = settings
         self.metrics = Metrics()
         self.address = ""
-        """Address on which the probes are served, once `run` has started."""
+        """Address of the probes, once `run` has started."""
         self._clock = clock or Clock()
         self.queue: WorkQueue[Key] = WorkQueue(self._clock)
         self.cache = Cache(self.reconcilers, self._on_change)
@@ -83,25 +78,23 @@ class Operator:
         self._parallel = Parallel(WRITERS_PER_WORKER * settings.workers)
         self._background = Background(PENDING_EVENTS)
         self._failures: dict[Key, int] = {}
-        """Number of consecutive failed passes."""
         self._busy_passes: dict[Key, int] = {}
-        """Number of consecutive passes that found something to do."""
         self._refusals: dict[Key, str] = {}
         """Why the last attempt to create a job's pods failed."""
         self._decision_lock = threading.Lock()
-        """Only one decision is computed at a time: several would not be faster in Python, and would starve the watches, so that
-        Lease renewals would be read too late."""
+        """Decisions are computed one at a time. Several at once would be no faster in Python, but would delay the reading of
+        Lease renewals."""
         self._pass_started_at: dict[Key, float] = {}
         self._threads: list[threading.Thread] = []
 
     def run(self, stop: threading.Event) -> int:
-        """Run until `stop` is set, the Lease is lost or a thread has ended. Returns 0 if `stop` was set, otherwise 1."""
+        """Run until `stop` is set, the Lease is lost or a thread ends. Returns 0 if `stop` was set, otherwise 1."""
         self.address = probes.serve(self.health, self._exposition, host=self._settings.host, port=self._settings.port)
         log.info("probes and metrics are served on %s", self.address)
         release_lease = threading.Event()
         election = threading.Thread(target=self.leadership.run, args=(release_lease,), name="lease", daemon=True)
         workers = [
-            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # a hung one must not keep the process alive
+            threading.Thread(target=self._work, name=f"worker {n}", daemon=True)  # a hung thread must not keep the process alive
             for n in range(self._settings.workers)
         ]
         self.watches.start()
@@ -115,15 +108,14 @@ class Operator:
             if worker.ident is not None:
                 worker.join(max(0.0, deadline - time.monotonic()))
         self._background.finish(max(0.0, deadline - time.monotonic()))
-        release_lease.set()  # only now: no other operator may write while a worker of ours does
+        release_lease.set()  # only now, as no other operator may write while our workers do
         election.join(1.0 if requested else 0.0)
         self.watches.stop()
         log.info("stopped" if requested else "stopped: this operator is not the leader any more")
         return 0 if requested else 1
 
     def _supervise(self, stop: threading.Event, workers: list[threading.Thread]) -> None:
-        """Start the workers once the caches are synced and we lead; return when `stop` is set, the Lease is lost or a thread has
-        ended."""
+        """Start the worker threads once the caches are synced and this operator leads, and return when `run` must end."""
         logged: list[Kind] | None = None
         while not stop.is_set() and not self.leadership.lost_leadership:
             if (missing := self.cache.unsynced()) and missing != logged:
@@ -207,8 +199,8 @@ class Operator:
         return outcome
 
     def _requeue(self, key: Key, plan: Plan, outcome: apply.Outcome, now: float) -> None:
-        """Reconcile the job again after a pass that did something: only a pass with nothing to do shows that a job is in a steady
-        state. A job that never reaches one is slowed down and logged."""
+        """Reconcile the job again if the pass did something: only a pass with nothing to do shows a steady state. A job that
+        never reaches one is slowed down."""
         if not plan:
             self._busy_passes.pop(key, None)
             return
@@ -223,8 +215,7 @@ class Operator:
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
     def _reconcile_deleted(self, key: Key, cached: CachedJob, now: float) -> None:
-        """Handle a job that no longer exists. Its objects are garbage-collected, but pods on unreachable nodes must be
-        force-deleted."""
+        """Force-delete a deleted job's pods on unreachable nodes. Its other objects are garbage-collected."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy_passes.pop(key, None)
         self._refusals.pop(key, None)

@@ -1,8 +1,4 @@
-"""A plan: `decide` returns it, and `apply.carry_out` executes it.
-
-The fields are carried out in order. The process may be killed between any two writes: the next reconcile pass then plans the
-remaining writes, or better ones.
-"""
+"""A plan for one job, which `decide` returns and `apply.carry_out` executes."""
 
 from __future__ import annotations
 
@@ -17,19 +13,19 @@ Document = dict[str, Any]
 
 @dataclass(frozen=True)
 class Deletion:
-    """An object to delete, if it still has this uid."""
+    """An object to delete if it still has this uid."""
 
     name: str
     uid: str
     reason: str
     grace_s: int | None = None
-    """Grace period in seconds; 0 deletes at once, without waiting for the node. Default: the pod's own grace period."""
+    """0 deletes at once, without waiting for the node; None leaves the pod's own grace period."""
     kind: Kind = POD
 
 
 @dataclass(frozen=True)
 class Event:
-    """An Event about the job; its message is also the sentence in the status."""
+    """An Event about the job."""
 
     type: Literal["Normal", "Warning"]
     reason: str
@@ -39,24 +35,23 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """The actions to take for one job now; empty for a job in a steady state."""
+    """What to write for one job now, in the order of the fields; empty for a job in a steady state."""
 
     prerequisites: tuple[Document, ...] = ()
-    """Objects to create unless they exist. While one from an earlier job with this name is in the way, nothing else is done."""
+    """Objects to create unless they exist. Nothing else is done while an object of an earlier job with this name exists."""
     apply: tuple[Document, ...] = ()
     """Objects to update by server-side apply."""
     status: Mapping[str, Any] | None = None
-    """The whole new `.status`, if it changes; missing keys are removed."""
+    """The whole new status, if it changes; missing keys are removed."""
     deletes: tuple[Deletion, ...] = ()
     statuses: tuple[Document, ...] = ()
-    """Other controllers' objects (Kueue's Workloads) with a new status, written only if the resource version is unchanged."""
+    """Kueue's Workloads with a new status, written only if the resource version is unchanged."""
     creates: tuple[Document, ...] = ()
-    """Pods to create."""
     remove: Deletion | None = None
-    """The job itself, to be deleted once its TTL has passed."""
+    """The job itself, once its TTL has passed."""
     events: tuple[Event, ...] = ()
     requeue_at: float | None = None
-    """When to reconcile again even if nothing changes; seconds since the epoch."""
+    """When to reconcile again even if nothing changes."""
 
     def __bool__(self) -> bool:
         own_changes = self.prerequisites or self.apply or self.status is not None or self.deletes or self.creates or self.remove

@@ -1,4 +1,4 @@
-"""The operator's metrics for Prometheus, named as in `prometheus_metrics.TABLE`. All times are passed in as arguments."""
+"""Computes the operator's metrics for Prometheus, which `prometheus_metrics.TABLE` describes."""
 
 from __future__ import annotations
 
@@ -26,7 +26,6 @@ _RECOVERY_BUCKETS = (1.0, 2.0, 5.0, 10.0, 20.0, 30.0, 60.0, 120.0, 300.0, 600.0,
 
 
 _TRAINING = ("Running", "Restarting")
-"""States in which a job should make progress."""
 
 
 @dataclass(frozen=True)
@@ -36,21 +35,18 @@ class _Job:
     step: int | None = None
     restarts: int = 0
     progressed_at: float | None = None
-    """When progress was last written."""
     committed_at: float | None = None
-    """When the newest checkpoint was committed."""
     losses: elasticjob_status.Losses | None = None
 
 
 class Metrics:
-    """One operator's metrics, in a separate registry. The metrics of existing jobs are computed at each scrape. Safe to call from
-    any thread."""
+    """One operator's metrics, in a separate registry. Metrics of existing jobs are computed at each scrape. Thread-safe."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
-        """Existing jobs, by kind, namespace and name."""
+        """Existing jobs by kind, namespace and name."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)
@@ -89,7 +85,7 @@ class Metrics:
             self._jobs.pop((kind, namespace, name), None)
 
     def count_changes(self, old: Mapping[str, Any], new: Mapping[str, Any], events: Iterable[Event], now: float) -> None:
-        """Count what happened to a job between two statuses, and the interruptions that its Events report."""
+        """Count a job's restarts and recoveries between two statuses, and the interruptions that its Events report."""
         if (count := _increase(old, new, "restarts")) > 0:
             self._restarts.labels(failure_cause(new)).inc(count)
         for event in events:
@@ -100,14 +96,13 @@ class Metrics:
             self._recoveries.labels(failure_cause(new) if failed else "lost").observe(max(0.0, now - since))
 
     def text(self, *, leads: bool, now: float | None = None) -> str:
-        """Return all metrics in Prometheus' text format. `now`, in seconds since the epoch, is needed for ages; if it is None,
-        they are omitted."""
+        """Return all metrics in Prometheus' text format. `now` is in seconds since the epoch; without it, ages are omitted."""
         self._leader.set(leads)
         self._now = now
         return generate_latest(self.registry).decode()
 
     def collect(self) -> Iterator[Metric]:
-        """Implements `prometheus_client.registry.Collector`."""
+        """Yield the metrics of existing jobs, for `prometheus_client.registry.Collector`."""
         with self._lock:
             jobs = sorted(self._jobs.items())
         states = [job.state for _, job in jobs]
@@ -130,7 +125,6 @@ class Metrics:
 
 
 def _of(name: str) -> tuple[str, str, tuple[str, ...]]:
-    """Return a metric's name, help and labels, as `prometheus_client` takes them."""
     metric = METRICS[name]
     return metric.name, metric.help, metric.labels
 
@@ -142,7 +136,7 @@ def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Return the seconds since a time, for a job that should be making progress; otherwise None."""
+    """Return the seconds since a time if the job should be making progress, otherwise None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 
@@ -154,7 +148,6 @@ _PER_JOB: Mapping[str, Callable[[_Job, float | None], float | None]] = {
     "outlast_progress_age_seconds": lambda job, now: _age(job, job.progressed_at, now),
     "outlast_commit_age_seconds": lambda job, now: _age(job, job.committed_at, now),
 }
-"""Metrics that have a job's labels."""
 
 
 def failure_cause(status: Mapping[str, Any]) -> str:
@@ -167,8 +160,8 @@ def _increase(old: Mapping[str, Any], new: Mapping[str, Any], name: str) -> int:
 
 
 def _recovery_started_at(old: Mapping[str, Any], new: Mapping[str, Any]) -> float | None:
-    """Return when the previous world failed or was lost, if a new world has just replaced it, or None if there is no new
-    world, or the change was planned. One reconcile pass may see both the failure and the new world."""
+    """Return when the previous world failed or was lost, if a new world has just replaced it; None if the change was planned. One
+    pass may see both the failure and the new world."""
     if new.get("state") != "Running" or int(new.get("generation") or 0) <= int(old.get("generation") or 0):
         return None
     restarting, failure = old.get("state") == "Restarting", new.get("lastFailure") or {}

@@ -1,4 +1,4 @@
-"""One reconcile pass over a job: the snapshot, and the status and plan as built so far, shared by the rules in `decide`. Pure."""
+"""One reconcile pass: the snapshot, and the status and plan that the rules of `decide` have built so far. Pure."""
 
 from __future__ import annotations
 
@@ -24,14 +24,11 @@ UNREACHABLE = "Unheard"
 
 
 class ReconcilePass:
-    """One reconcile pass: the rules read `snapshot` and `status`, and add to the plan."""
-
     def __init__(self, snapshot: JobSnapshot) -> None:
         self.snapshot, self.now = snapshot, snapshot.now
         self.status = dataclasses.replace(snapshot.status, run=snapshot.run)
         self.skip_rest = False
         self.deletes: dict[str, Deletion] = {}
-        """Deletions by pod uid."""
         self.creates: list[Document] = []
         self.prerequisites: tuple[Document, ...] = ()
         self.apply: tuple[Document, ...] = ()
@@ -40,11 +37,10 @@ class ReconcilePass:
         self.events: list[Event] = []
         self.state_set = False
         self.handled_uids = dict.fromkeys(self.status.handled_pods)
-        """Uids of pods whose end is already counted or was expected, so that it has no further effect."""
+        """Uids of pods whose end is not counted any more, as it is already counted or was expected."""
         self.ended_pods = [pod for pod in snapshot.pods if pod.ended]
-        """Pods whose worker has ended for good."""
         self.pod_ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
-        """How the workers of these pods ended, by uid."""
+        """How the workers of `ended_pods` ended, by pod uid."""
         self._alive_pods = [pod for pod in snapshot.pods if pod.alive]
         self._requeue_times: list[float] = []
         self._members: tuple[who_trains.World | None, frozenset[int]] = (None, frozenset())
@@ -56,7 +52,7 @@ class ReconcilePass:
 
     @property
     def desired(self) -> int:
-        """The number of workers to run now: the requested number, or fewer if the queue has admitted fewer."""
+        """The number of workers to run now: the requested number, or fewer if the queue has not admitted all."""
         if self.snapshot.queue is not None:
             return self.snapshot.queue.largest_admitted(self.requested, self.spec.workers.allowed())
         if kueue_workloads.unsynced(self.snapshot.document, self.snapshot.features) and not self.resource_pods:
@@ -65,12 +61,12 @@ class ReconcilePass:
 
     @property
     def requested(self) -> int:
-        """The number of workers that the specification requests now."""
+        """The number of workers that the specification requests; 0 during suspension."""
         return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
     def resource_pods(self) -> list[Mapping[str, Any]]:
-        """Pods that use resources, or are about to."""
+        """Pods that use resources or are about to, including new ones."""
         ended = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
         ended |= self.pod_ends.keys() | {pod.uid for pod in self.succeeded}
         remaining = (pod for pod in self.snapshot.pods if pod.uid not in ended)
@@ -78,12 +74,11 @@ class ReconcilePass:
 
     @property
     def alive(self) -> list[Pod]:
-        """Pods that train or will train, except those that this plan deletes."""
+        """Pods that train or will train, without those that this plan deletes."""
         return [pod for pod in self._alive_pods if pod.uid not in self.deletes]
 
     @property
     def members(self) -> frozenset[int]:
-        """Indices of the members of the newest world."""
         newest = self.status.world
         if self._members[0] is not newest:
             self._members = newest, frozenset(newest.members if newest else ())
@@ -95,10 +90,9 @@ class ReconcilePass:
 
     @functools.cached_property
     def late_members(self) -> list[MemberReport]:
-        """The late workers, if most workers fell silent together although their nodes are ready. A worker is late if its Lease
-        has not been renewed for longer than any renewal takes. The path to the API server is then presumed broken, and no worker
-        is presumed dead. Workers return one by one, as each retries; until all have returned, the silent ones are still presumed
-        alive."""
+        """The late members, if most are late although their nodes are ready; otherwise empty. A member is late once it has not
+        renewed its Lease for half of `lease_s`. The path to the API server is then presumed broken until all have returned, and
+        no member is presumed dead before `mass_silence_s`."""
         expected = [
             report for pod in self._alive_pods if (report := self.snapshot.reports.get(pod.index)) and pod.node_lost_at is None
         ]
@@ -125,15 +119,14 @@ class ReconcilePass:
         return max(now, default=self.status.progress.step)
 
     def end_of_wait(self, at: float, wait_s: float) -> float | None:
-        """Return the end of a wait that began at this time, or None once the wait is over. See `base.clock.until` about clock
-        jumps."""
+        """Return when a wait that began at `at` ends, or None once it is over; see `base.clock.until` on clock jumps."""
         return until(at, wait_s, self.now)
 
     def update(self, **fields: Any) -> None:
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, condition_reason: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set the state, its reason and the condition; only the first call in a pass counts. `event` writes an Event even if the
+        """Set the state, its reason and the condition. Only the first call in a pass counts. `event` writes an Event even if the
         state stays the same."""
         if self.state_set:
             return
@@ -148,10 +141,10 @@ class ReconcilePass:
             self.events.append(Event("Warning" if warning or state is State.FAILED else "Normal", condition_reason, reason))
 
     def record(self, kind: str, t: float | None = None, **fields: Any) -> None:
-        """Add a ledger event to the status. Before the first world, also record when the first pod was created and when the first
+        """Add an event to the ledger. Before the first world, also record when the first pod was created and when the first
         worker started."""
         if self.snapshot.plain is not None:
-            return  # nothing copies it into a ledger
+            return  # no agent copies the event into a ledger
         ledger, now = self.status.ledger, self.now
         started_at = next((each["t"] for each in reversed(ledger) if each.get("kind") in ("submitted", "resumed")), None)
         if started_at is not None and not self.status.has_formed_world and kind != "resumed":
@@ -169,15 +162,14 @@ class ReconcilePass:
         return self.pods_by_index.get(index)
 
     def delete(self, pod: Pod, reason: str, *, grace_s: int | None = None) -> None:
-        """Delete a pod, unless its deletion was already requested with at most this grace period: finalizers or sidecars may
-        delay it."""
+        """Plan to delete a pod, unless it is already being deleted with this grace period or a shorter one."""
         requested_s = pod.document["metadata"].get("deletionGracePeriodSeconds")
         if pod.terminating and (grace_s is None or (requested_s is not None and requested_s <= grace_s)):
             return
         self.deletes.setdefault(pod.uid, Deletion(pod.name, pod.uid, reason, grace_s))
 
     def requeue_at(self, when: float | None) -> None:
-        """Reconcile the job again at this time."""
+        """Reconcile the job again at this time; None and infinity are ignored."""
         if when not in (None, math.inf):
             self._requeue_times.append(when)
 
@@ -185,16 +177,16 @@ class ReconcilePass:
         self.stop_training()
         self.update(finished=self.now, result=elasticjob_status.Result(reason, code))
         self.record("finished", state=str(state), reason=reason, step=self.step, code=code)
-        self.state_set = False  # the end takes precedence
+        self.state_set = False  # the end of the job takes precedence
         self.set_state(state, reason, str(end), event=True)
         self.skip_rest = True
 
     def stop_training(self) -> None:
-        """Clear the current world's rate, snapshot and goodput: it no longer trains."""
+        """Clear the rate, snapshot and goodput of the current world, which no longer trains."""
         self.update(progress=dataclasses.replace(self.status.progress, rate=None, mark=None, snapshot=(0, 0), goodput=None))
 
     def plan(self) -> Plan:
-        """Return this pass's plan; it contains the status only if the status changes."""
+        """Return the plan, which has a status and Events only if the status changes."""
         if self.handled_uids.keys() != set(self.status.handled_pods):  # uids of pods that are gone are dropped
             existing = {pod.uid for pod in self.snapshot.pods}
             self.update(handled_pods=tuple(uid for uid in self.handled_uids if uid in existing))
@@ -214,8 +206,7 @@ class ReconcilePass:
         )
 
     def _worker_count(self) -> int:
-        """Return the number of workers, including those that this plan creates. If the API server rejected some on the last
-        attempt, new ones count only once they exist."""
+        """Return the number of workers, including new ones, unless the API server rejected pods on the last attempt."""
         return len(self.alive) + (0 if self.snapshot.refusal else len(self.creates))
 
     def _status_document(self) -> Document:
@@ -240,17 +231,16 @@ class ReconcilePass:
         )
 
     def is_member(self, pod: Pod) -> bool:
-        """Return whether a pod is, or was, a member of the newest world. A later pod with the same index is not."""
+        """Return whether a pod is or was a member of the newest world; a later pod with the same index is not."""
         world = self.status.world
         return world is not None and pod.index in self.members and pod.first_generation <= world.generation
 
     def generation_of(self, pod: Pod) -> int:
-        """Return the generation of the world that a pod is in; 0 if it is in none."""
+        """Return the newest world's generation if the pod is a member, otherwise 0."""
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:
-        """Return the newest process start in a generation: the generation, and the newest attempt that its members have
-        reported."""
+        """Return a generation with the newest attempt that its members have reported."""
         return generation, self._attempts.get(generation, 0)
 
     @functools.cached_property
@@ -271,17 +261,15 @@ class ReconcilePass:
         return self.end_of_wait(self.last_seen(report), max(lease_s, self.snapshot.limits.mass_silence_s) if held else lease_s)
 
     def lease_s(self, report: MemberReport) -> float:
-        """Return how long a member may be silent: at least the duration of its Lease, as members of large worlds renew less
-        often."""
+        """Return how many seconds a member may be silent, which are at least its Lease's duration."""
         return max(self.snapshot.limits.silence_s, report.lease_s)
 
     def is_mass_silence(self) -> bool:
-        """Return whether most workers are silent, and at least one for so long that it would be presumed dead if it were the
-        only silent one."""
+        """Return whether most workers are silent, and at least one for so long that it alone would be presumed dead."""
         return any(self.end_of_wait(self.last_seen(each), self.lease_s(each)) is None for each in self.late_members)
 
     def last_seen(self, report: MemberReport | None) -> float:
-        """Return the time of a member's last renewal, but not before our watches were connected. A renewal in the future, after
-        our clock was set back, is ignored."""
+        """Return when a member last renewed its Lease, or when our watches were connected if that is later. Renewals in the
+        future are ignored."""
         late = report is None or report.renewed > self.now + self.lease_s(report)
         return self.snapshot.observed_since if late or report is None else max(report.renewed, self.snapshot.observed_since)

@@ -1,4 +1,4 @@
-"""The reconciler for each kind of job: ElasticJobs, and the kinds in `api.dropins`."""
+"""Provides the reconciler for each kind of job."""
 
 from __future__ import annotations
 
@@ -34,13 +34,12 @@ def orphans(limits: Limits, cached: CachedJob, now: float) -> Plan:
 
 
 def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
-    """Return whether the operator has created the pod: pods of Jobs and StatefulSets carry their job's label too."""
+    """Return whether an ElasticJob owns the pod: pods of Jobs and StatefulSets have their job's label too."""
     return any(owner["kind"] == ELASTIC_JOB.kind for owner in pod.document["metadata"].get("ownerReferences") or ())
 
 
 def reconcilers(limits: Limits, agent_image: Callable[[], str] | None = None) -> dict[Kind, Reconciler]:
-    """Return the reconciler for each kind. `agent_image` returns the operator's own image; while it raises ClusterError, passes
-    fail and are repeated."""
+    """Return the reconciler for each kind. Passes fail while `agent_image` raises ClusterError."""
 
     def elastic_jobs(cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
         own = dataclasses.replace(limits, agent_image=agent_image()) if agent_image else limits

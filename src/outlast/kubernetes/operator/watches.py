@@ -1,6 +1,7 @@
-"""The operator's watches: one thread per kind of object fills the cache; another discovers Kueue and gang schedulers.
+"""Fills the operator's cache from one watch per kind of object, and discovers Kueue and gang schedulers.
 
-No error ends a watch: errors are logged and counted, and the watch is started again after a pause.
+Errors are logged and counted, and the watch is started again after a pause. Only watches of Kueue's objects end, when the cluster
+no longer serves them.
 """
 
 from __future__ import annotations
@@ -28,30 +29,27 @@ from outlast.kubernetes.operator.prometheus import Metrics
 log = logging.getLogger(__name__)
 
 WATCH_RETRY_S = 10.0
-"""Maximum pause before a watch is restarted, in seconds: a CRD that is being installed should be found quickly."""
+"""Maximum pause before a watch is restarted. It is short, so that a newly installed CRD is found quickly."""
 _JOIN_S = 0.5
 _GANGS = (VOLCANO_GROUP, POD_GROUP)
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The operator's settings."""
-
     namespace: str | None = None
-    """The only namespace that the operator serves. Default: all."""
+    """The only namespace that the operator serves; all if None."""
     workers: int = 8
-    """Number of jobs that are reconciled concurrently."""
     host: str = ""
-    """Address for serving the probes. Default: all addresses."""
+    """Address of the probes; all addresses if empty."""
     port: int = 0
     retry_s: float = 1.0
-    """First pause before a failure is retried; doubled each time."""
+    """Pause before the first retry, doubled with each further failure."""
     discovery_s: float = 60.0
-    """Poll interval for the presence of Kueue and gang schedulers."""
+    """Interval between checks for Kueue and gang schedulers."""
 
 
 class Watches:
-    """Threads that fill `cache`. They call `on_change` when the cluster's features have changed: every job must then be
+    """Threads that fill `cache`. They call `on_change` when the cluster's features change, as every job must then be
     reconciled."""
 
     def __init__(
@@ -67,13 +65,10 @@ class Watches:
         self._settings = settings
         self._stop = api.Stop()
         self._served: tuple[Kind, ...] = ()
-        """Kinds of Kueue and of gang schedulers that the cluster serves."""
         self._discovering = threading.Lock()
         self._optional: dict[Kind, threading.Thread] = {}
         self._unready_since: dict[str, float] = {}
-        """When each unready node became unready, by our clock."""
         self._notice_seen_at: dict[str, float] = {}
-        """When we first saw a notice on each node that is about to be terminated, by our clock."""
         kinds = (*cache.jobs, POD, LEASE, NODE)
         self.threads = [
             *(threading.Thread(target=self._watch, args=(kind,), name=f"watch {kind}", daemon=True) for kind in kinds),
@@ -88,13 +83,13 @@ class Watches:
             thread.start()
 
     def stop(self) -> None:
-        """Stop all threads; hung threads are left behind."""
+        """Stop all threads, but do not wait long for threads that hang."""
         self._stop.set()
         for thread in (*self.threads, *self._optional.values()):
-            thread.join(_JOIN_S)  # the connections are closed next: no thread may use them then
+            thread.join(_JOIN_S)  # the connections are closed next, when no thread may use them
 
     def serves(self, group: str) -> bool:
-        """Return whether the cluster serves this API group, which is Kueue's or a gang scheduler's."""
+        """Return whether the cluster serves an API group of Kueue or a gang scheduler."""
         return any(kind.group == group for kind in self._served)
 
     def features(self, key: Key) -> ClusterFeatures:
@@ -109,7 +104,7 @@ class Watches:
         return ClusterFeatures(groups, KueueObjects(workload, self._cache.of_job(workload, key), flavors, classes))
 
     def discover(self) -> None:
-        """Discover which of Kueue and the gang schedulers the cluster serves; from then on, watch Kueue's objects."""
+        """Discover which of Kueue and the gang schedulers the cluster serves, and start watching Kueue's objects."""
         with self._discovering:
             try:
                 queues = next((kinds for kinds in kueue.VERSIONS if all(self._cluster.serves(kind) for kind in kinds)), ())
@@ -127,7 +122,7 @@ class Watches:
         while not self._stop.wait(self._settings.discovery_s):
             try:
                 self.discover()
-            except Exception as error:  # this must not end the process
+            except Exception as error:  # an error must not end the process
                 self._metrics.count_error()
                 log.error("Kueue and gang schedulers cannot be discovered: %s", error, exc_info=error)
 
@@ -150,7 +145,7 @@ class Watches:
                     log.info("%s are no longer watched: %s", kind.resource, error)
                     return self._cache.set_version(kind, None, self._clock())
                 if kind in self._cache.jobs and kind != ELASTIC_JOB:
-                    self._cache.mark_unserved(kind, self._clock())  # optional: nothing waits for it
+                    self._cache.mark_unserved(kind, self._clock())  # the kind is optional, so nothing waits for it
                 else:
                     self._set_version(watch, None)
                     if not watch.failures:
@@ -188,10 +183,10 @@ class Watches:
         watch.connected = version is not None
         self._cache.set_version(watch.kind, version, self._clock())
         if connects and watch.kind in self._optional:
-            self._on_change()  # queues may be known now
+            self._on_change()  # the jobs' queues may be known now
 
     def _apply(self, kind: Kind, change: api.Change) -> None:
-        """Put one change from a watch into the cache. A bug with one document must not block the others."""
+        """Cache a change from a watch. A bug with one document must not block the others."""
         try:
             if change.type == "deleted":
                 if kind == NODE:
@@ -207,8 +202,8 @@ class Watches:
             log.error("%s %s cannot be cached: %s", kind, meta.get("name"), error, extra=where, exc_info=error)
 
     def _stamped(self, kind: Kind, document: Document) -> Document:
-        """Return the document stamped with a time by our clock: for a Lease the current time, for an unready node the time at
-        which it became unready, and for a node about to be terminated the time at which we first saw the notice."""
+        """Stamp a Lease with its arrival time, and a node with the times when it became unready and when its termination notice
+        arrived, all by our clock."""
         if kind == LEASE:
             return {**document, RECEIVED_AT: self._clock()}
         if kind != NODE:

@@ -1,7 +1,7 @@
-"""The operator's workqueue: keys of jobs to reconcile, each queued once, and never processed by two threads at a time.
+"""The operator's workqueue of jobs to reconcile: each key is queued once, and never processed by two threads at a time.
 
-A key that is added while being processed is queued again afterwards. A key may also be added for a later time; if it is added for
-several such times, the earliest counts. All times are those of the given clock, which must not jump.
+A key that is added while it is processed is queued again afterwards. If a key is added for several later times, the earliest
+counts. The given clock must not jump.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ K = TypeVar("K", bound=Hashable)
 
 
 class WorkQueue(Generic[K]):
-    """A queue with the semantics of client-go's workqueue. Safe to call from any thread."""
+    """A thread-safe queue with the semantics of client-go's workqueue."""
 
     def __init__(self, clock: Callable[[], float] = time.monotonic) -> None:
         self._clock = clock
@@ -51,14 +51,14 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     def hold(self, key: K, until: float) -> None:
-        """Queue a key at this time, and ignore `add` for the key before then."""
+        """Queue a key at this time, and postpone any earlier `add` of the key until then."""
         with self._changed:
             self._held_until[key] = until
             self._dirty.discard(key)
             self.add_at(key, until)
 
     def get(self) -> K | None:
-        """Wait for the next key; None after `shut_down`. The caller must call `done` with the key."""
+        """Wait for the next key, or return None after `shut_down`. The caller must call `done` with the key."""
         with self._changed:
             while not self._shut_down:
                 wait = self._due()
@@ -66,7 +66,7 @@ class WorkQueue(Generic[K]):
                     key = next(iter(self._waiting))
                     del self._waiting[key]
                     self._processing.add(key)
-                    self._due_at.pop(key, None)  # this pass sets the next time
+                    self._due_at.pop(key, None)  # the pass that begins now sets the next time
                     return key
                 self._changed.wait(None if wait is None else min(wait, threading.TIMEOUT_MAX))  # deadlines may be far away
             return None

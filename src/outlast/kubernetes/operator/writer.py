@@ -1,7 +1,5 @@
-"""The operator's writes: fenced (only the leader writes), counted, and put into the cache before the next decision.
-
-The writes for one part of a plan run in parallel; Events are written in the background.
-"""
+"""Writes to the cluster for the operator. Only the leader writes; writes are counted, and put into the cache before the next
+decision."""
 
 from __future__ import annotations
 
@@ -22,7 +20,7 @@ D = TypeVar("D")
 R = TypeVar("R")
 
 IN_FLIGHT = 8
-"""Maximum number of writes in flight per plan. If quota rejects one, it would also reject the rest, so we stop there."""
+"""Maximum number of writes in flight per plan. If quota rejects one, it would reject the rest too, so we stop there."""
 
 
 class Parallel:
@@ -32,8 +30,7 @@ class Parallel:
         self._pool = ThreadPoolExecutor(threads, thread_name_prefix="write")
 
     def __call__(self, function: Callable[[D], R], items: Sequence[D], /) -> list[R]:
-        """Call the function with every item, and return the results in order. Raises the first failure, once no call is running
-        any more."""
+        """Return the function's results for all items, in order. Raises the first error, once no call is running."""
         results: list[R] = []
         for begin in range(0, len(items), IN_FLIGHT):
             first, *others = items[begin : begin + IN_FLIGHT]
@@ -47,7 +44,7 @@ class Parallel:
 
 
 class Background:
-    """Runs calls in order in one thread and ignores their results. At most `limit` calls may be pending."""
+    """Runs calls in order in one thread and ignores their results."""
 
     def __init__(self, limit: int) -> None:
         self._limit = limit
@@ -55,7 +52,7 @@ class Background:
         self._pending: set[Future[None]] = set()
 
     def __call__(self, function: Callable[[], None]) -> None:
-        """Schedule a call. If too many are pending, the call is dropped with a warning."""
+        """Schedule a call, or drop it with a warning if too many are pending."""
         if len(self._pending) > self._limit:
             return log.warning("an Event is dropped: %d are pending", self._limit)
         future = self._pool.submit(_run_logged, function)
@@ -63,7 +60,7 @@ class Background:
         future.add_done_callback(self._pending.discard)
 
     def finish(self, timeout_s: float) -> None:
-        """Wait until all calls are done, but no longer than this."""
+        """Wait until all calls are done, or until the timeout."""
         wait(list(self._pending), timeout_s)
 
 
@@ -78,17 +75,17 @@ Document = dict[str, Any]
 
 
 class NotLeader(ClusterError):
-    """This operator must no longer write: another one has taken over, or may have."""
+    """This operator must not write, as another one leads or may lead."""
 
 
 class Writer:
-    """The operator's writes to a cluster. All methods that write raise NotLeader when this operator does not lead."""
+    """The operator's writes to a cluster. They raise NotLeader if this operator does not lead."""
 
     def __init__(self, cluster: api.Cluster, cache: Cache, metrics: Metrics, is_leader: Callable[[], bool]) -> None:
         self._cluster, self._cache, self._metrics, self._is_leader = cluster, cache, metrics, is_leader
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document:
-        """Get an object from the server, not from the cache."""
+        """Return an object from the server, not from the cache."""
         return self._cluster.get(kind, name, namespace=namespace)
 
     def create(self, document: Document) -> Document:
@@ -101,7 +98,7 @@ class Writer:
         return self._store(kind, self._cluster.apply(document))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Replace an object, or its status, if its resource version is unchanged."""
+        """Replace an object or its status if its resource version is unchanged."""
         kind = self._check_and_count(kind_of(document), "update")
         return self._store(kind, self._cluster.replace(document, subresource=subresource))
 

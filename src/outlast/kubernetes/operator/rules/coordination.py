@@ -1,4 +1,4 @@
-"""The operator as a coordinator: the state restored from a job's status, one step of it, and its effects on the status. Pure."""
+"""Runs the operator's steps as a coordinator, whose state is restored from a job's status. Pure."""
 
 from __future__ import annotations
 
@@ -19,21 +19,21 @@ from outlast.rendezvous.who_trains import Call, Cause, World
 
 
 def take(rec: ReconcilePass, event: coordinator.Event) -> None:
-    """Process an event, and write the result into the status."""
+    """Run a coordinator step for an event, and write the result into the status."""
     perform(rec, *step(rec, event))
 
 
 def step(rec: ReconcilePass, event: coordinator.Event) -> tuple[CoordinatorState, list[Effect]]:
-    """Return the state after an event, and the effects, as on every other board. What kubelets report takes longer to arrive."""
+    """Return the coordinator's state after an event, and the effects. The debounce is longer than elsewhere, as kubelets report
+    late."""
     settings = coordinator.Settings.of(rec.spec)
     settings = dataclasses.replace(settings, fences=False, counts_ends=True, debounce=root_cause.OPERATOR)
     return coordinator.step(settings, _restored(rec, event), event, rec.now)
 
 
 def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
-    """Return the state as a successor would restore it: from the status and from what the snapshot shows of the members. The
-    newest saved step is capped at the current world's newest step, as that world may have resumed from an earlier step than its
-    predecessor had reached."""
+    """Restore the coordinator's state from the status and the members' reports. The newest saved step is capped at the current
+    world's step, as the world may have resumed from an earlier one."""
     status, reports, gone = rec.status, rec.snapshot.reports, []
     for id, report in reports.items():
         pod = rec.pod(id)
@@ -45,7 +45,7 @@ def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
         called = dataclasses.replace(called, at=min(max(called.at, rec.snapshot.observed_since), rec.now))
     committed = rec.committed
     if isinstance(event, Repaired) and root_cause.committed(event.past.failure):
-        # It names the newest step at that time. A process that died as it started knows of none.
+        # The failure itself names the newest commit of that time, but a process that died as it started knows of none.
         committed = max((record.committed_step for record in status.history), default=0)
     held = max([rec.committed, *(report.progress.snapshot for report in reports.values())])
     state = CoordinatorState(
@@ -108,13 +108,13 @@ def _failed(rec: ReconcilePass, state: CoordinatorState, record: Record, failure
         return  # the job ends
     repaired = "repaired" in facts
     if not repaired:
-        rec.prerequisites = desired.prerequisites(rec.snapshot)  # if some were deleted, workers could not report or meet
+        rec.prerequisites = desired.prerequisites(rec.snapshot)  # if some of these were deleted, workers could not report or meet
     state_now = record.state if repaired else State.RESTARTING
     rec.set_state(state_now, record.reason, "WorkerFailed", event=True, warning=True)
 
 
 def failure_document(rec: ReconcilePass, failure: Failure) -> Document:
-    """Return a failure as stored in the status, with its worker's node, and the tail of its log from the agent or the pod."""
+    """Return a failure as stored in the status, with its worker's node and the tail of its log."""
     pod = rec.pod(failure.worker)
     node, log_tail = failure.node or (pod.node if pod else ""), failure.log_tail or (pod.log_tail if pod else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}
@@ -132,12 +132,12 @@ def _called(rec: ReconcilePass, record: Record, call: Call) -> None:
 
 def _formed(rec: ReconcilePass, new: World) -> None:
     size = len(new.members)
-    few = size <= elasticjob_status.MAX_LEDGER_EVENTS  # a status is small
+    few = size <= elasticjob_status.MAX_LEDGER_EVENTS  # a status must stay small
     members = {"workers": list(new.members)} if few else {"size": size}
     rec.record("world", generation=new.generation, **members, reason=new.reason)
     rec.update(world=new, called=None, result=None, has_formed_world=True, blocked_worker=None)
     for pod in rec.alive:
         if pod.index in rec.members:
             rec.handled_uids.pop(pod.uid, None)  # from now on its end counts again
-    rec.state_set = False  # takes precedence over what led to it
+    rec.state_set = False  # the new world takes precedence over the failure that led to it
     rec.set_state(State.RUNNING, new.reason, "Training", event=True)

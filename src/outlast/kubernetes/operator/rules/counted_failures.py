@@ -1,4 +1,4 @@
-"""Failures of workers and their processes; each cause is counted once against the restart budget. Pure."""
+"""Counts failures of workers and their processes against the restart budget, each cause once. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.rendezvous.root_cause import Known
 
 
 def repaired_failures(rec: ReconcilePass) -> None:
-    """Count failures that the members have repaired by themselves, each once and in order."""
+    """Count the failures that members have already repaired themselves, each once and in order."""
     if rec.status.result is not None:
         return
     reports = [each for each in rec.snapshot.reports.values() if each.report.past]
@@ -28,8 +28,8 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """Return a pod's failure. Its own step is no longer known, but its peers were at the same step. A worker that leaves with
-    wrong bits has already reported them."""
+    """Return the failure behind a pod's end. If the pod ran out of memory, its step is that of its peers. A worker that left
+    because of wrong bits has reported that itself."""
     world_now, report = rec.status.world, rec.snapshot.reports.get(pod.index)
     told = report.failure if report else None
     if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:
@@ -50,15 +50,15 @@ def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
 
 
 def count(rec: ReconcilePass, failure: Failure, generation: int) -> None:
-    """Count a worker's end in a generation, unless it ends the job; see `cover_others`."""
+    """Count a worker's end and, unless it ends the job, treat the world's other failures as covered; see `cover_others`."""
     coordination.take(rec, Known(failure, failure.step, rec.committed))
     if not rec.skip_rest:
         cover_others(rec, generation)
 
 
 def cover_others(rec: ReconcilePass, generation: int) -> None:
-    """Treat all further failures of a world as covered by the counted one. A failure outside any world (generation 0) covers all
-    workers that belong to no world, until they join one."""
+    """Treat all further failures of a world as caused by the counted one. Generation 0 stands for the workers that belong to no
+    world, until they join one."""
     silent = (dataclasses.replace(each, echo=each.echo or each.generation == generation) for each in rec.status.silent)
     rec.update(counted=max(rec.status.counted, rec.newest_start(generation)), silent=tuple(silent))
     if not generation:
@@ -66,7 +66,7 @@ def cover_others(rec: ReconcilePass, generation: int) -> None:
 
 
 def expect_others(rec: ReconcilePass, pod: Pod) -> None:
-    """Treat the failures of the other workers in an interrupted worker's world as secondary."""
+    """Do not count the end of an interrupted worker, nor the failures that it causes in its world."""
     rec.handled_uids[pod.uid] = None
     status = rec.status
     if status.world and rec.is_member(pod) and status.called is None:

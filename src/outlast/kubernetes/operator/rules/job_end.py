@@ -14,12 +14,12 @@ from outlast.kubernetes.operator.plan import Deletion, Plan
 from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 
 LEAVE_S = 60.0
-"""Timeout for workers to flush their uploads and exit once the job has ended, in seconds."""
+"""Seconds that workers have to flush their uploads and exit once the job has ended."""
 _FINAL = (State.SUCCEEDED, State.FAILED)
 
 
 def finished(rec: ReconcilePass) -> None:
-    """Clean up after a job that has ended: delete its pods according to `cleanPodPolicy`, and the job after
+    """Clean up after a job that has ended: delete its pods according to `cleanPodPolicy`, and the job itself after
     `ttlSecondsAfterFinished`."""
     status = rec.status
     if status.state not in _FINAL or status.finished is None:
@@ -52,7 +52,7 @@ def finished(rec: ReconcilePass) -> None:
 
 
 def workers_done(rec: ReconcilePass) -> None:
-    """End the job if all workers have succeeded without forming a final world: an earlier run was already complete."""
+    """End the job if all workers have succeeded, for example because an earlier run was already complete."""
     done = {pod.index for pod in rec.succeeded}
     if rec.desired and done and len(done) >= rec.desired and not rec.alive:
         rec.finish(State.SUCCEEDED, "all workers are done", contract.Exit.DONE, End.SUCCEEDED)
@@ -87,7 +87,7 @@ def force_delete(rec: ReconcilePass, pod: Pod) -> None:
 
 
 def orphans(pods: Iterable[Pod], now: float, since: float, limits: Limits) -> Plan:
-    """Return the plan for terminating pods whose job no longer exists: pods on unreachable nodes are force-deleted."""
+    """Return a plan that force-deletes terminating pods whose node is unreachable."""
     terminating = [(pod, max(pod.node_lost_at, since)) for pod in pods if pod.terminating and pod.node_lost_at is not None]
     ends = [(pod, until(silent_since, limits.lost_s, now)) for pod, silent_since in terminating]
     deletes = tuple(

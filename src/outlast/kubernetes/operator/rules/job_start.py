@@ -14,8 +14,7 @@ from outlast.rendezvous.who_trains import Call, Cause
 
 
 def unreadable(rec: ReconcilePass) -> None:
-    """Handle an invalid job that the API server has admitted: it can be corrected as long as nothing runs. A job that cannot even
-    be parsed has failed, unless it has pods: it could be parsed when they were created."""
+    """Handle an invalid job. It waits to be corrected, but fails if it cannot even be read, has not started and has no pods."""
     if rec.snapshot.job is not None:
         return
     if document_parsing.UNREADABLE in rec.snapshot.document and rec.status.started is None and not rec.snapshot.pods:
@@ -28,12 +27,12 @@ def unreadable(rec: ReconcilePass) -> None:
 
 
 def elected_through_etcd(rec: ReconcilePass) -> None:
-    """Move a job off etcd: an operator of the previous version had the agents decide through etcd (`rendezvous.backend: etcd`).
-    Its workers follow only etcd, so all of them save and are replaced."""
+    """Move a job off etcd, through which an operator of the previous version had its agents decide. The workers follow only etcd,
+    so all of them save and are replaced."""
     if not rec.status.uses_etcd or rec.status.result is not None:
         return
     newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])
-    if newest > rec.status.generation:  # the operator does not know this world: the next must be newer
+    if newest > rec.status.generation:  # the operator does not know the newest world, and the next must be newer
         rec.update(called=Call(newest, "the run goes on", False, rec.now, cause=Cause.RESUME))
     if any(pod.uid not in rec.pod_ends for pod in rec.snapshot.pods):
         for pod in rec.alive:
@@ -48,15 +47,15 @@ def elected_through_etcd(rec: ReconcilePass) -> None:
 
 
 def new_or_changed(rec: ReconcilePass) -> None:
-    """Create the objects that a new job's pods need, and update those of a changed job. If a job cannot be rendered as pods,
-    report why."""
+    """Create the objects that a new job's pods need, or update those of a changed job. Report a job that cannot be rendered as
+    pods."""
     status, generation = rec.status, rec.snapshot.generation
     if status.observed_generation == generation and status.started is not None:
         return
     rec.update(observed_generation=generation)
     try:
         if status.started is None:
-            if rec.snapshot.refusal and rec.snapshot.refusal != status.reason:  # retried once that is in the status
+            if rec.snapshot.refusal and rec.snapshot.refusal != status.reason:  # retried once the status shows the refusal
                 rec.skip_rest = True
                 return rec.set_state(State.PENDING, rec.snapshot.refusal, "FailedCreate", warning=True)
             if no_gang := gang.missing(rec.snapshot.gang, rec.snapshot.features.groups):

@@ -14,8 +14,7 @@ from outlast.kubernetes.operator.rules.replaced_workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""A deletion that others requested is shortened only if it would end later than the deadline by more than this: API servers
-keep whole seconds."""
+"""A requested deletion is shortened only if it would end more than this after the deadline, as API servers keep whole seconds."""
 
 
 def unreachable_workers(rec: ReconcilePass) -> None:
@@ -30,7 +29,7 @@ def unreachable_workers(rec: ReconcilePass) -> None:
         silent_since = (
             rec.last_seen(report) if report and not gone else max(pod.node_lost_at, pod.created, rec.snapshot.observed_since)
         )
-        # The worker renews its Lease rarely: its peers would report if they could not reach it.
+        # A worker in a mesh renews its Lease rarely, as its peers report when they cannot reach it.
         limit_s = rec.lease_s(report) if report and report.report.mesh and not gone else rec.snapshot.limits.lost_s
         if (end := rec.end_of_wait(silent_since, limit_s)) is not None:
             rec.requeue_at(end)
@@ -49,8 +48,8 @@ def unreachable_workers(rec: ReconcilePass) -> None:
 
 
 def record_losses(rec: ReconcilePass, losses: Mapping[int, Loss]) -> None:
-    """Record the workers that their peers cannot reach. Each is an interruption, like a lost node. The status keeps the records
-    for as long as they matter."""
+    """Record the workers that their peers cannot reach, and delete their pods. Each loss is an interruption, like a lost node,
+    and is forgotten after FORGIVEN_S."""
     recorded = {each.worker: each for each in rec.status.lost}
     lost = []
     for id, loss in sorted(losses.items()):
@@ -76,15 +75,15 @@ def cut_off_workers(rec: ReconcilePass) -> None:
 
 
 def leaving_nodes(rec: ReconcilePass) -> None:
-    """Let workers save and exit in time if their node is about to be terminated, or if they must leave for another reason. The
-    deadline is published before the pod is deleted, and shortens a deletion that others have requested."""
+    """Let workers save and exit in time if they must leave, usually because their node is about to be terminated. The deadline is
+    published before the pod is deleted, and shortens deletions that others requested."""
     leaves = {each.uid: each for each in rec.status.leaves}
     for pod in rec.snapshot.pods:
         departure = pod.departure
         if departure is None or pod.ended or pod.uid in rec.deletes:
             continue
         if pod.alive and (retry_at := rec.end_of_wait(pod.created, FAST_LOSS_S)) is not None:
-            rec.requeue_at(retry_at)  # scheduled there despite the taint; the next one would be, too
+            rec.requeue_at(retry_at)  # it was scheduled there despite the taint, and so would be the next pod
             continue
         if departure.deadline is not None and not (pod.uid in leaves and leaves[pod.uid].deadline <= departure.deadline):
             leaves[pod.uid] = Leaving(pod.index, pod.uid, departure.deadline, departure.sentence(pod.node))

@@ -1,7 +1,7 @@
-"""Rules for workers without an agent, which run plain torchrun: their state shows only in their pods. Pure.
+"""Rules for workers that run plain torchrun without an agent. Their state shows only in their pods. Pure.
 
-Worker 0 hosts the store through which torchrun forms its worlds: if worker 0 is lost, torchrun exits with 1 in all other pods
-although nothing is wrong with them. A worker that starts after others have succeeded has nothing left to train.
+Worker 0 hosts the store through which torchrun forms its worlds. If worker 0 is lost, torchrun exits with 1 in all other pods. A
+worker that starts after others have succeeded has nothing left to train.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from outlast.rendezvous.restart_budget import Record
 from outlast.rendezvous.root_cause import PLAIN_PODS
 
 RETRYABLE = (130, 137, 138, 143)
-"""Exit codes after which `ExitCode` restarts a worker; all other codes are permanent failures."""
+"""Exit codes after which `ExitCode` restarts a worker; all others are permanent failures."""
 OVERDUE_S = 60.0
-"""A pod's node is presumed unreachable this many seconds after the pod's grace period."""
+"""Time after a pod's grace period until the pod is force-deleted."""
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
-"""Reasons that containerd and the kubelet report for containers that did not survive their node's restart."""
+"""Reasons that containerd and kubelets give for containers that did not survive their node's restart."""
 _REMEMBERED = 10
-"""How many failures are remembered for computing the backoff, which is then at its maximum."""
+"""Number of failures that are kept for the backoff, which has then reached its maximum."""
 
 
 def start_time(rec: ReconcilePass) -> None:
-    """Set the job's start time when workers are requested, and again after a suspension."""
+    """Set the job's start time when workers are first requested, and again after a suspension."""
     started = (rec.status.started or rec.now) if rec.desired else None
     rec.update(observed_generation=rec.snapshot.generation, started=started)
 
@@ -80,13 +80,13 @@ def ended_workers(rec: ReconcilePass) -> None:
             and (pause_end := rec.end_of_wait(replaced_workers.lost_fast_at(pod, end.time), replaced_workers.FAST_LOSS_S))
             is not None
         ):
-            rec.requeue_at(pause_end)  # keeps the name, so that the next pod waits
+            rec.requeue_at(pause_end)  # the pod keeps its name, so that the next one waits
             continue
         rec.delete(pod, f"it has ended: {sentence}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
 
 def done_workers(rec: ReconcilePass) -> None:
-    """End the job once a worker has succeeded and no other is left."""
+    """End the job once a worker has succeeded and no other one trains."""
     done = [pod for pod in _succeeded(rec) if pod.index < rec.desired]
     over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _started_too_late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
@@ -94,7 +94,7 @@ def done_workers(rec: ReconcilePass) -> None:
 
 
 def overdue_workers(rec: ReconcilePass) -> None:
-    """Force-delete pods that still exist long after their grace period."""
+    """Force-delete pods that still exist after OVERDUE_S."""
     for pod in rec.snapshot.pods:
         if pod.terminating and rec.now < pod.killed_by + OVERDUE_S:
             rec.requeue_at(pod.killed_by + OVERDUE_S)
@@ -116,14 +116,14 @@ def needless_workers(rec: ReconcilePass) -> None:
 
 
 def missing_workers(rec: ReconcilePass) -> None:
-    """Create pods for free indices, but only once no worker is left that new ones cannot join."""
+    """Create pods for free indices, once no worker is left that new ones cannot join."""
     if _has_free_indices(rec) and not any(_cannot_be_joined(rec, pod) for pod in rec.snapshot.pods):
         replaced_workers.missing_workers(rec)
         rec.prerequisites = (dict(_plain_job(rec).service),) if rec.creates else ()
 
 
 def pods_observed(rec: ReconcilePass) -> None:
-    """Set the state of a job that has not ended: it is Running if all its workers run, or at least the minimum number."""
+    """Set the state of a job that has not ended, according to its pods."""
     before = rec.status.state
     running = sum(pod_status.phase(pod.document) == "Running" for pod in rec.alive)
     whole = len(rec.alive) == rec.desired or before in (State.RUNNING, State.SUSPENDED)
@@ -143,8 +143,7 @@ def _plain_job(rec: ReconcilePass) -> PlainJob:
 
 
 def _succeeded(rec: ReconcilePass) -> list[Pod]:
-    """Return pods whose worker has succeeded on its own. A success after the pod's deletion does not count: scripts may exit with
-    0 on SIGTERM."""
+    """Return the pods whose worker succeeded before any deletion, as scripts may exit with 0 on SIGTERM."""
     return [pod for pod in rec.succeeded if not _exited_on_deletion(rec, pod)]
 
 
@@ -163,21 +162,19 @@ def _started_too_late(rec: ReconcilePass, pod: Pod) -> bool:
 
 
 def _cannot_be_joined(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether new workers cannot join a worker, because another controller started it, or because its --nnodes differs
-    from theirs."""
+    """Return whether new workers cannot join a worker, because another controller started it or its --nnodes differs."""
     nnodes = _nnodes(pod)
     return not pod.ended and (nnodes != _plain_job(rec).nnodes if nnodes else _has_free_indices(rec))
 
 
 def _nnodes(pod: Pod) -> str | None:
-    """Return the value of --nnodes for the pod's torchrun, or None if another controller has created the pod."""
+    """Return the pod's --nnodes, or None if another controller created the pod."""
     nnodes: str | None = (pod.document["metadata"].get("annotations") or {}).get(NNODES)
     return nnodes
 
 
 def _has_free_indices(rec: ReconcilePass) -> bool:
-    """Return whether there are indices for which a pod can be created. The index of a pod that is terminating or has failed is
-    not free."""
+    """Return whether any index is free. A terminating or failed pod still occupies its index."""
     return (
         not _succeeded(rec)
         and len(rec.snapshot.name) <= names.MAX_LENGTH
@@ -186,12 +183,11 @@ def _has_free_indices(rec: ReconcilePass) -> bool:
 
 
 def _may_have_lost_store(pod: Pod) -> bool:
-    """Return whether a worker ended as torchrun does when worker 0's store is gone: with exit code 1, whatever the script."""
+    """Return whether a worker exited with 1, as torchrun does when worker 0's store is gone."""
     return pod.index > 0 and pod_status.terminated(pod_status.container_status(pod.document)).get("exitCode") == 1
 
 
 def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
-    """Return whether the worker 0 that hosted this pod's store is gone."""
     if host is None or host.terminating:
         return True
     if (end := rec.pod_ends.get(host.uid)) is not None and not host.succeeded:
@@ -200,8 +196,7 @@ def _host_is_lost(rec: ReconcilePass, host: Pod | None, pod: Pod) -> bool:
 
 
 def _permanent(code: int) -> bool:
-    """Return whether `ExitCode` does not restart a worker after this exit code. If there is no exit code (-1), a restart may
-    succeed."""
+    """Return whether the policy `ExitCode` rules out a restart; an unknown exit code (-1) allows one."""
     return code not in (-1, *RETRYABLE)
 
 

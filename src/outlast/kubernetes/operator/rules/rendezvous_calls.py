@@ -14,7 +14,7 @@ from outlast.rendezvous.coordinator import Record, Tick
 from outlast.rendezvous.who_trains import Call, Cause
 
 ARRIVE_S = 2.0
-"""Debounce: missing workers are reported only once no worker has joined for this many seconds."""
+"""Debounce: missing workers are reported once none has joined for this many seconds."""
 _SUSPENDED_STATES = (State.SUSPENDED, State.QUEUED)
 
 
@@ -39,7 +39,7 @@ def world_decided(rec: ReconcilePass) -> None:
 
 
 def _report_waiting(rec: ReconcilePass, wait: who_trains.Wait) -> None:
-    """Report the state while there is no decision, and why pods cannot start, if that is the reason."""
+    """Set the state while no world is decided, with the reason if pods cannot start."""
     reason = wait.steady
     if rec.status.world is not None and rec.status.called is None:
         silence_over = (
@@ -58,7 +58,7 @@ def _report_waiting(rec: ReconcilePass, wait: who_trains.Wait) -> None:
     obstacles = ((pod.index, pod_status.blocking_reason(pod.document)) for pod in rec.alive)
     stuck = dict([*((index, f"worker {index} {obstacle}") for index, obstacle in obstacles if obstacle), *ended])
     blocked_worker = rec.status.blocked_worker
-    if blocked_worker not in stuck:  # otherwise it stays, for fewer writes
+    if blocked_worker not in stuck:  # otherwise the same worker is named again, for fewer writes
         blocked_worker = next(iter(stuck), None)
     blocked = rec.snapshot.refusal if blocked_worker is None else stuck[blocked_worker]
     previous = rec.status.state
@@ -75,7 +75,7 @@ def _report_waiting(rec: ReconcilePass, wait: who_trains.Wait) -> None:
 
 
 def _suspended(rec: ReconcilePass, reason: str) -> None:
-    """Delete the pods, as no workers are desired. A later world gets a later generation."""
+    """Delete the pods, as no workers are desired, and publish that the world has ended."""
     for pod in rec.alive:
         rec.handled_uids[pod.uid] = None
         rec.delete(pod, reason)
@@ -95,9 +95,9 @@ def _suspended(rec: ReconcilePass, reason: str) -> None:
 
 
 def resumed(rec: ReconcilePass) -> None:
-    """Resume a suspended job: deadlines start again, and the published result is withdrawn."""
+    """Resume a suspended job: withdraw the published result, and start deadlines again."""
     if rec.desired and rec.status.result is not None:
-        if any(pod.uid not in rec.pod_ends for pod in rec.snapshot.pods):  # they have read the published result
+        if any(pod.uid not in rec.pod_ends for pod in rec.snapshot.pods):  # these pods have read the published result, and exit
             for pod in rec.alive:
                 rec.delete(pod, "it leaves, as the job was suspended")
             rec.skip_rest = True

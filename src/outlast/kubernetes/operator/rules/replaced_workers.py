@@ -1,4 +1,4 @@
-"""Rules for workers that have ended or are silent, and for too many or too few workers. Pure."""
+"""Rules for workers that have ended or are silent, and for surplus and missing workers. Pure."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEU
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
-"""If a pod lives for fewer seconds than this, a pause follows its loss: its node would reject the next pod as well."""
+"""A pod that ends sooner than this after its creation is not replaced at once, as its node would reject the next pod as well."""
 SILENT_RECHECK_S = 10.0
-"""Poll interval while most workers are silent, in seconds: their return triggers no reconcile pass."""
+"""Poll interval while most workers are silent, as their return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""This job's pods avoid a node after this many counted failures on it within the window. If a rank's state differs from the
-others', that alone counts as this many failures on its node."""
+"""Pods avoid a node after this many failures of the job there. A rank whose state differs from the others' counts as this
+many."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -36,7 +36,7 @@ def ended_workers(rec: ReconcilePass) -> None:
         end = rec.pod_ends.get(pod.uid)
         if end is None or pod.succeeded:
             continue
-        counted = end.counted and not (pod.terminating and contract.killed(end.code))  # killed by its deletion
+        counted = end.counted and not (pod.terminating and contract.killed(end.code))  # its deletion killed it
         if pod.uid not in rec.handled_uids and pod.uid not in silent:
             if end.code == contract.Exit.GIVEN_UP:  # the coordinator has counted too many failures
                 rec.update(failure=coordination.failure_document(rec, counted_failures.pod_failure(rec, pod, end)))
@@ -61,21 +61,19 @@ def ended_workers(rec: ReconcilePass) -> None:
                         rec.record("failure", **fields, reason=f"worker {pod.index} {end.sentence}", counted=False)
                 counted_failures.expect_others(rec, pod)
         if not counted and rec.desired and (pause_end := rec.end_of_wait(lost_fast_at(pod, end.time), FAST_LOSS_S)) is not None:
-            rec.requeue_at(pause_end)  # keeps the name, so that the next pod waits
+            rec.requeue_at(pause_end)  # the pod keeps its name, so that the next one waits
             continue
         rec.delete(pod, f"it has ended: {end.sentence}", grace_s=0 if pod_status.all_ended(pod.document) else None)
 
 
 def lost_fast_at(pod: Pod, ended: float) -> float:
-    """Return the start of the pause after a pod that ended soon after its creation; minus infinity for other pods, which need no
-    pause."""
+    """Return when the pause after a pod's end starts, or minus infinity for a pod that lived long enough to need no pause."""
     return ended if ended - pod.created < FAST_LOSS_S else float("-inf")
 
 
 def silent_workers(rec: ReconcilePass) -> None:
-    """Delete a worker whose Lease has expired, and count the failure once the pod is gone. If a ready node has killed it, the
-    worker hung or was stopped; a worker whose node is unreachable is lost (see `unreachable_workers`). Silence in one world has
-    one cause and is counted once."""
+    """Delete workers whose Lease has expired, and count a hang once the pod is gone, unless its node is unreachable. All silence
+    in one world is counted as one failure."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
@@ -105,7 +103,7 @@ def silent_workers(rec: ReconcilePass) -> None:
         if report is None or report.member.standing is MemberState.DONE:
             continue
         if (end := rec.presumed_dead_at(report)) is not None:
-            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # their return is not a change
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # their return triggers no pass
             continue
         generation = rec.generation_of(pod)
         if pod.uid not in rec.handled_uids and not rec.is_counted(generation):
@@ -116,8 +114,7 @@ def silent_workers(rec: ReconcilePass) -> None:
 
 
 def mass_silence(rec: ReconcilePass) -> None:
-    """Report that most workers are silent although their nodes are ready. They continue to train, and kubelets kill hung
-    workers."""
+    """Report that most workers are silent although their nodes are ready. They continue to train, and kubelets kill hung ones."""
     if rec.is_mass_silence() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
         count = len(rec.snapshot.reports)
@@ -129,7 +126,7 @@ def mass_silence(rec: ReconcilePass) -> None:
 
 
 def surplus_workers(rec: ReconcilePass) -> None:
-    """Delete pods beyond the desired number, once no world includes them."""
+    """Delete pods beyond the desired number once no world includes them."""
     status = rec.status
     leaving = frozenset(status.called.leaving if status.called is not None and status.world is not None else ())
     for pod in _by_rank(rec)[rec.desired :]:
@@ -142,7 +139,7 @@ def surplus_workers(rec: ReconcilePass) -> None:
 
 
 def missing_workers(rec: ReconcilePass) -> None:
-    """Create pods for free indices, the smallest first. The index of a terminating pod is not free until the pod is gone."""
+    """Create pods for free indices, the smallest first. A terminating pod still occupies its index."""
     alive = rec.alive
     missing = rec.desired - len(alive) - len(rec.succeeded)
     if missing <= 0 or rec.status.result is not None:
@@ -165,20 +162,19 @@ def missing_workers(rec: ReconcilePass) -> None:
 
 
 def _by_rank(rec: ReconcilePass) -> list[Pod]:
-    """Return the live pods in the order in which to retain them: by rank in the world, then by index."""
+    """Return the live pods in the order in which to keep them: by rank in the world, then by index."""
     order = {id: rank for rank, id in enumerate(rec.status.world.members)} if rec.status.world else {}
     return sorted(rec.alive, key=lambda pod: (order.get(pod.index, len(order)), pod.index))
 
 
 def desired_indices(rec: ReconcilePass) -> Iterable[int]:
-    """Return the indices of the next world's members: pods that are retained or will be created."""
+    """Return the indices of the next world's members, whose pods exist or will be created."""
     retained = dict.fromkeys([pod.index for pod in _by_rank(rec)][: rec.desired])
     return [*retained, *[index for index in range(rec.desired) if index not in retained][: rec.desired - len(retained)]]
 
 
 def backoff_until(rec: ReconcilePass) -> float | None:
-    """Return when the next pod may be created: immediately (None) after one failure, with exponential backoff after repeated
-    failures."""
+    """Return when the next pod may be created, with exponential backoff after repeated failures; None means now."""
     recent = [counted.record.time for counted in rec.status.counted_failures if counted.record.committed_step >= rec.committed]
     if len(recent) < 2:
         return None
@@ -186,8 +182,8 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Return the nodes to avoid: those with repeated failures, with a rank whose state differed, or with workers that their peers
-    could not reach, and those about to be terminated."""
+    """Return the nodes to avoid: those with repeated failures or differing states, those that were cut off from the job's other
+    workers, and those about to be terminated."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:
@@ -200,6 +196,5 @@ def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
 
 
 def _will_disappear(rec: ReconcilePass, pod: Pod) -> bool:
-    """Return whether a pod that does not belong to this job will go away by itself: it is terminating, or belongs to an
-    earlier job of this name."""
+    """Return whether a foreign pod will go away by itself: it is terminating or belongs to an earlier job of this name."""
     return pod.terminating or owner_references.owned_by_predecessor(pod.document, rec.snapshot.document)

@@ -1,4 +1,4 @@
-"""Training progress in the status: step, rate, newest checkpoint. Pure."""
+"""Writes training progress, such as the step and the newest checkpoint, into the status. Pure."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Maximum rate, in bytes per second, at which the API server should send progress to one job's agents: each agent watches the
-whole status."""
+"""Bytes per second of progress for one job's agents, each of which watches the whole status."""
 STATUS_BYTES = (10_000, 15)
-"""Estimated size of a status in bytes: a base, mostly the ledger, and a share per worker."""
+"""Estimated bytes of a status: a base, mostly the ledger, and a share per worker."""
 MEASURE_S = 5.0
-"""Minimum time for measuring a rate, in seconds."""
+"""Minimum time over which a rate is measured, in seconds."""
 
 
 def _went_back(status: Status) -> bool:
-    """Return whether the last world ended because a rank's state differed: its last steps are withdrawn, not out of reach."""
+    """Return whether the last world ended because a rank's state differed, so that its last steps are withdrawn rather than
+    lost."""
     last, failed = [each.cause for each in status.counted_failures[-1:]], (status.failure or {}).get("generation")
     return last == [FailureCause.BITS] and status.world is not None and failed == status.world.generation - 1
 
 
 def update_progress(rec: ReconcilePass) -> None:
-    """Write progress together with any other change, at the first step of a world, and at an interval. New steps alone trigger no
-    reconcile pass, so we request one for the end of the interval."""
+    """Write progress together with any other change, at a world's first step, and at an interval. New steps trigger no reconcile
+    pass, so we request one."""
     last, mark = rec.status.progress, _mark(rec)
     pods, (base_bytes, each) = len(rec.snapshot.pods), STATUS_BYTES
     interval_s = max(rec.snapshot.limits.progress_s, pods * (base_bytes + pods * each) / PROGRESS_BYTES_PER_S)
@@ -62,8 +62,8 @@ def update_progress(rec: ReconcilePass) -> None:
 
 
 def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elasticjob_status.Losses | None]:
-    """Return goodput and losses as reported by rank 0's worker during training, and after the end by a worker whose values cover
-    the whole run."""
+    """Return the goodput and losses that rank 0's worker reports or, after the job's end, those of a worker that cover the whole
+    run."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     last = rec.status.progress
     for id, report in rec.snapshot.reports.items():
@@ -74,14 +74,14 @@ def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elastic
 
 
 def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
-    """Return the step of the newest complete snapshot that the world's members report, and the snapshot interval in steps; (0, 0)
-    if no member reports."""
+    """Return the step of the newest complete snapshot in the world, and the number of steps between snapshots; (0, 0) if
+    unknown."""
     inside = [each.progress for each in rec.snapshot.reports.values() if each.member.id in rec.members]
     return max(((each.snapshot, each.every) for each in inside), default=(0, 0))
 
 
 def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
-    """Return the newest step of rank 0 in the current world, and its time. Only rank 0 is read, as nodes' clocks differ."""
+    """Return rank 0's newest step in the current world and its time. Only rank 0 is read, as nodes' clocks differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None
@@ -93,8 +93,8 @@ def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
 
 
 def _rate(last: elasticjob_status.Progress, mark: tuple[int, float] | None) -> tuple[float | None, tuple[int, float] | None]:
-    """Return the rate in steps per second since the last mark, which is a step and its time, and the mark to measure from next.
-    The rate is None until a world has two marks."""
+    """Return the steps per second since the last mark (a step and its time), and the mark to measure from next. The rate is None
+    until a world has two marks."""
     if mark is None or last.mark is None:
         return None, mark
     seconds = mark[1] - last.mark[1]

@@ -10,11 +10,11 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.kubernetes.operator.rules import counted_failures
 
 RECHECK_S = 10.0
-"""Poll interval for missing Kueue objects, which we do not watch, in seconds."""
+"""Poll interval for missing Kueue objects, in seconds, as their creation triggers no reconcile pass."""
 
 
 def queued(rec: ReconcilePass) -> None:
-    """Handle a job whose queue has not admitted enough workers or is taking quota back."""
+    """Handle a job whose queue has not admitted enough workers or takes quota back."""
     queue, status = rec.snapshot.queue, rec.status
     if queue is None:
         if rec.requested and not rec.desired:
