@@ -43,7 +43,7 @@ class Saved:
 
     @property
     def problem(self) -> str:
-        """Why COMMIT cannot be read; empty if it can."""
+        """Empty if COMMIT can be read."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))

@@ -36,7 +36,7 @@ class DamagedHere(OutlastError):
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects of one checkpoint in the store, identified by its `place` (step, generation and directory)."""
+    """The objects of one checkpoint in the store."""
 
     store: Store
     run: str
@@ -65,9 +65,8 @@ class Parts:
         return commit
 
     def commit(self, commit: on_disk.Commit) -> None:
-        """Write COMMIT unless a valid one exists.
-
-        It may exist because an earlier response was lost, or because another machine that saved part of the checkpoint wrote it.
+        """Write COMMIT unless a valid one exists: from a request whose response was lost, or from a machine that saved other
+        files.
         """
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():

@@ -1,12 +1,12 @@
-"""Commits, fetches, verifies and prunes a run's checkpoints in a store, below the job's prefix:
+"""Commits, fetches, verifies and prunes a run's checkpoints in a store, below the run's prefix:
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-Whatever the order of writers, and whichever process or response is lost: every checkpoint in the register is complete and has one
-writer. A generation commits nothing once its successor has begun. The newest step goes back only if checkpoints with wrong state
-are withdrawn: WITHDRAWN then replaces their COMMIT. The last two checkpoints are kept, and all that are being read. See
+Whichever process dies and whichever response is lost, every checkpoint in the register is complete and has one writer. A
+generation commits nothing once its successor has begun. The newest step goes back only if checkpoints with wrong state are
+withdrawn: WITHDRAWN then replaces their COMMIT. The last two checkpoints are kept, and all that are being read. See
 docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
@@ -73,6 +73,8 @@ class Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Outcome:
+    """The outcome of a push."""
+
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
     """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged on this machine.
     """
@@ -194,12 +196,11 @@ class Checkpoints:
         return latest
 
     def next_(self, waiting: Sequence[on_disk.Checkpoint], retention: Retention) -> on_disk.Checkpoint:
-        """Return the local checkpoint to push next; see `register_rules.pressing`."""
+        """Return the local checkpoint to push next (`register_rules.pressing`)."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
         return register_rules.pressing(self._counted(latest, retention) if latest else (), waiting, retention)
 
     def _counted(self, latest: Latest, retention: Retention) -> list[Checkpoint]:
-        """Return the registered checkpoints, with those COMMITs that `retention` needs."""
         known = [Checkpoint(place, self._commits.get(place)) for place in latest.places]
         counted = [self._read(c.place) if not c.commit and retention.needs_commit(c) else c for c in known]
         self._commits = {c.place: c.commit for c in counted if c.commit}
@@ -229,8 +230,8 @@ class Checkpoints:
         """Fetch a checkpoint to `directory`, verified and durable, unless a valid local one is from the same or a later
         generation.
 
-        Raises Damaged if the checkpoint in the store differs from its COMMIT or was removed. After Stopped, OSError or
-        StoreError, the next call fetches only the missing files.
+        Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError or StoreError, the
+        next call fetches only the missing files.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -257,9 +258,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> on_disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint at a step above `above`, or return None.
+        """Fetch the newest valid checkpoint at a step above `above`, or return None. Raises Stopped, OSError and StoreError.
 
-        `say` receives a line for each fetched or skipped checkpoint. Raises Stopped, OSError and StoreError like `fetch`.
+        `say` receives a line for each fetched or skipped checkpoint.
         """
         skipped: set[Place] = set()
         # List again each time, since another machine may have committed a checkpoint.
@@ -280,10 +281,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, place: Place) -> Iterator[None]:
-        """Hold a lease on a checkpoint, which protects it from removal. Raises Damaged if the removal has begun.
+        """Protect a checkpoint from removal with a lease. Raises Damaged if the removal has begun.
 
-        A remover drops the checkpoint from the register before listing the leases; a reader writes its lease before reading the
-        register. So at least one of them sees the other.
+        A remover updates the register before it lists leases, and a reader writes its lease before it reads the register, so at
+        least one of them notices the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -323,7 +324,7 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that are not being read, and what dead writers left behind. Raises StoreError.
+        """Remove expired checkpoints that nobody reads, and what dead writers left behind. Raises StoreError.
 
         Returns the expired checkpoints. With `dry_run`, nothing is removed.
         """
@@ -339,7 +340,7 @@ class Checkpoints:
         return expired
 
     def _sweep(self, latest: Latest) -> None:
-        """Delete files of checkpoints that are not in the register and can never be added to it again."""
+        """Delete files of checkpoints that can never be added to the register again."""
         for name in self.store.names(contract.CHECKPOINTS):
             step = on_disk.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
@@ -375,7 +376,6 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> on_disk.Checkpoint | None:
-    """Return a valid local checkpoint at the step of `stored`, from the same or a later generation, or None."""
     own = (c for c in on_disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if on_disk.verify(c.path) is None), None)

@@ -1,21 +1,20 @@
-"""Lists, verifies, commits and removes checkpoints on disk.
+"""Lists, verifies, commits and removes the checkpoints on a disk. Does not import torch.
 
-The training library writes them, the command line lists them, and agents copy them to a store and back
-(`outlast.storage.checkpoints.in_store`). This module does not depend on torch. `checkpoints/` holds
+The training library writes checkpoints, the command line lists them, and agents copy them to and from a store (`in_store`). The
+directory `checkpoints/` contains
 
-    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
-    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
-    step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
-    step-00001300.replaced-0/   damaged or from an earlier generation, and saved again since; removed with the checkpoints before
-                                it, but kept if it is another run's
-    step-00001300.withdrawn-0/  with wrong bits (`withdraw`); never removed
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files, and COMMIT, which was written last
+    step-00001300.saving-g4/    a checkpoint that generation 4 is writing, or did not finish
+    step-00001300.fetching/     a checkpoint that is being fetched from a store or another disk (locked), or was not finished
+    step-00001300.replaced-0/   a damaged checkpoint, or one of an earlier generation, whose step was saved again
+    step-00001300.withdrawn-0/  a checkpoint with wrong bits (`withdraw`); never removed
     FENCE                       the {run, generation} that may commit, whether the disk is rank 0's (`first`), and the run's
                                 `ways_back`; read and written while `.lock` is held
 
-Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
-before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
-moved the fence. Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive lock. A crc32 protects against
-bit rot and truncation, not against malice (11 GB/s on one core; sha256: 2 GB/s).
+A directory named `step-N` that has a COMMIT is complete, whenever a process dies: its files were durable before COMMIT was
+written, and it was renamed last. A replaced generation cannot commit, because its successor moved the fence. Readers hold a
+shared lock on COMMIT (`reading`), and removal needs an exclusive one. Checksums are crc32 (11 GB/s per core, sha256: 2 GB/s),
+which detects bit rot and truncation, but not malice.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ _LOCK = ".lock"
 
 @dataclasses.dataclass(frozen=True)
 class _Fence:
-    """The content of FENCE."""
-
     run: str
     generation: int
     first: bool = True
@@ -171,7 +168,7 @@ def read(path: Path) -> Commit:
 
 
 def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """Return `run`'s newest checkpoint with a readable COMMIT, or None. `run` is empty for scripts that Outlast did not start."""
+    """Return `run`'s newest readable checkpoint, or None. `run` is empty for scripts that Outlast did not start."""
     readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
     return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
 
@@ -224,10 +221,10 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove unfinished checkpoints of earlier generations and of earlier attempts of `generation`, which may fill the disk.
+    """Remove unfinished checkpoints of earlier generations and earlier attempts, which may fill the disk.
 
-    If a writer died after it had moved a checkpoint aside to replace it, the newest valid one is put back. Call this after
-    `acquire`, so that no earlier attempt commits what is being removed, and before the current attempt saves.
+    If a writer died after moving a checkpoint aside to replace it, the newest valid one is put back. Call this after `acquire`,
+    so that no earlier attempt can still commit, and before the current attempt saves.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
@@ -243,7 +240,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Hold a shared lock, which ends with this process, that protects the checkpoint at `path` from removal.
+    """Protect a checkpoint from removal with a shared lock, which also ends with this process.
 
     Raises FileNotFoundError if the removal has begun.
     """
@@ -257,7 +254,6 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Return whether `path` still leads to the open file `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -266,7 +262,7 @@ def _is(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Lock the file or directory at `path` against `reading` and `fetching`. Yields False if it is in use."""
+    """Lock a file or directory exclusively. Yields False if another process is `reading` or `fetching` it."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         yield file_locks.acquire(fd)
@@ -275,7 +271,7 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def generation(directory: Path, run: str) -> int:
-    """Return the generation of `run` that may commit in `directory`; 0 if there is none."""
+    """Return the generation of `run` that may commit in `directory`, or 0."""
     fence = _Fence.read(directory)
     return fence.generation if fence.run == run else 0
 
@@ -297,8 +293,8 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
     """Move the fence to `generation` of `run`, by default the next one, so that earlier generations can no longer commit.
 
     `first` says whether the disk is rank 0's; None leaves that as it is. The fence of another run is taken over. An up-to-date
-    fence is not written, so a further attempt of the same generation needs no disk space. Raises Superseded if a later generation
-    has moved the fence, and OSError if the fence cannot be written.
+    fence is not written, so another attempt of the same generation needs no disk space. Raises Superseded if a later generation
+    has moved the fence, and OSError.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -330,7 +326,7 @@ def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
     """Record where `run` went back to, and rename the checkpoints that no longer count. Raises OSError.
 
-    Call this again after `acquire`: until then, replaced generations may still commit such checkpoints.
+    Call this again after `acquire`, because replaced generations may commit such checkpoints until then.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         fence = _Fence.read(directory)
@@ -352,8 +348,8 @@ def _aside(path: Path, word: str) -> Path:
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Turn the durable files in `written` into the checkpoint `checkpoint.path`, durably.
 
-    `content` maps file names to `{size, crc32}`. A valid checkpoint at that step from the same or a later generation wins and is
-    returned; any other one is moved aside. Raises Superseded if another generation owns the directory.
+    `content` maps file names to `{size, crc32}`. A valid checkpoint at that step from the same or a later generation takes
+    precedence and is returned; any other one is moved aside. Raises Superseded if another generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -373,8 +369,7 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
     """Rename the directory `written` to the checkpoint's name.
 
-    Unless `instead` is set, a valid checkpoint at that step from the same or a later generation wins: `written` is deleted, and
-    the existing checkpoint is returned.
+    If a checkpoint at that step takes precedence (see `commit`) and `instead` is not set, deletes `written` and returns that one.
     """
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
@@ -390,9 +385,10 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory for assembling the checkpoint at `step` before `place`; other processes wait.
+    """Yield a locked directory in which to assemble the checkpoint at `step` before `place`. Blocks while another process holds
+    it.
 
-    The directory may hold files from a process that was killed.
+    The directory may contain files from a process that was killed.
     """
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
@@ -411,10 +407,9 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Turn the durable files in `fetched`, which match `commit`, into the checkpoint at `commit.step`.
+    """Turn the durable files in `fetched`, which match `commit`, into the checkpoint at `commit.step`. Needs no fence.
 
-    Unless `instead` is set, a valid checkpoint at that step from the same or a later generation wins and is returned; any other
-    one is moved aside. No fence is needed, because the files have been committed elsewhere.
+    Unless `instead` is set, an existing checkpoint may take precedence and be returned, as in `commit`.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -426,7 +421,7 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """Delete a run's expired checkpoints after the commit of `newest`, and return them.
 
-    Also deletes old replaced checkpoints, and what dead generations did not finish. Checkpoints at higher steps stay but do not
+    Also deletes old replaced checkpoints and what dead generations did not finish. Checkpoints at higher steps stay but do not
     count, because the run has skipped them as damaged. A checkpoint that is being read stays until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
@@ -454,7 +449,7 @@ def _belongs_to_another(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint atomically unless it is being read. Returns False if it is."""
+    """Delete a checkpoint atomically. Returns False if it is being read."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:

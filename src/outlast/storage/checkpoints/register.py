@@ -1,10 +1,10 @@
 """A run's register in a store: its owner and its committed checkpoints. No other object has several writers.
 
-`Swapped` is one object, `checkpoints/latest`, which is only replaced by compare-and-swap. `Named` is for stores without
-compare-and-swap (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one
-generation and never rewritten. With both, a committed checkpoint stays committed until it expires or is withdrawn, a generation
-commits nothing once a later one has begun, and a writer that dies or loses a response may start over. See
-docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
+`Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap. `Named` is for stores without compare-and-swap
+(`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
+rewritten. With both, a committed checkpoint stays committed until it expires or is withdrawn, a generation commits nothing once a
+later one has begun, and a writer that dies or loses a response may start over. See docs/decisions/0007-commits-in-a-store.md and
+0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -35,11 +35,11 @@ class Register(Protocol):
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
         """Commit a checkpoint, which replaces the damaged one `instead`, and return the new content. Raises Superseded.
 
-        A checkpoint that is `register_rules.refused`, or whose step already has another one, is not added.
+        Checkpoints that are `register_rules.refused`, or whose step already has another one, are not added.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove the checkpoints that are `register_rules.obsolete` (all of them with `withdrawn`), and return the new content."""
+        """Remove `register_rules.obsolete` checkpoints (with `withdrawn`, all of these), and return the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -83,6 +83,8 @@ def _object(store: Store) -> tuple[Latest | None, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Swapped:
+    """A register in one object."""
+
     store: Store
     run: str
 
@@ -148,8 +150,8 @@ class Swapped:
 class Named:
     """A register in a set of names.
 
-    A generation announces itself before it reads, and reads again after proposing a commit. So at least one of two racing
-    generations sees the other.
+    A generation announces itself before it reads, and reads again after proposing a commit, so at least one of two racing
+    generations notices the other.
     """
 
     store: Store
@@ -160,6 +162,7 @@ class Named:
         return f"{LATEST}.{self.run}"
 
     def names(self) -> Names:
+        """Read the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
@@ -207,7 +210,7 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """Read the register before committing `place`. Raises Superseded if `generation` neither may commit it nor has done so."""
+        """Read the register before committing `place`. Raises Superseded if `generation` may not commit it."""
         content = self.names()
         if content.latest and content.latest.at(place.step) == place:
             return content.latest

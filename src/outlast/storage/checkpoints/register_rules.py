@@ -37,7 +37,7 @@ class Place:
     parts: str
     """Name of the directory that holds the files."""
     metric: Metric | None = field(default=None, compare=False)
-    """A copy of the metric in COMMIT; None if the register lacks it."""
+    """The metric in COMMIT; None if the register lacks it."""
 
     @property
     def key(self) -> str:
@@ -73,7 +73,7 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """The newest step; 0 if there is none."""
+        """0 if there is no checkpoint."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
@@ -84,6 +84,7 @@ class Latest:
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
+        """Return a copy without `places`."""
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
@@ -126,10 +127,10 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
-    """Return the local checkpoint to add to the register next.
+    """Return the local checkpoint to push next.
 
-    This is the newest one, so that little training is lost with the disk, unless one more commit would make a best checkpoint
-    `obsolete`: then it is that one.
+    This is the newest one, so that little training is lost with the disk, or else a best one that one more commit would make
+    `obsolete`.
     """
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
@@ -153,7 +154,7 @@ def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """Return why a checkpoint must not be added; empty if it may. Callers also check for another one at the same step."""
+    """Return why a checkpoint must not be added, or an empty string. Callers also check for another one at the same step."""
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
@@ -183,9 +184,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from finished checkpoints, with the latest generation's for each step. Returns None if there are
-    none.
-    """
+    """Rebuild a lost register from finished checkpoints, with the latest generation's for each step."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -206,7 +205,7 @@ class Names:
     """
 
     announced: int
-    """The highest announced generation; 0 before the first."""
+    """0 before the first."""
     latest: Latest | None
     """The commits of the current owner; None if there is no owner yet."""
     proposed: tuple[Place, ...] = ()
@@ -214,7 +213,7 @@ class Names:
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """Parse the names in a register."""
+        """Parse the names of a register."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}
@@ -267,5 +266,5 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid. `readers` are the times of the last renewals, and `now` the time, by the store's clock."""
+    """Return whether any lease is valid. `readers` are the times of the last renewals, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

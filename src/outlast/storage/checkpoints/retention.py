@@ -23,7 +23,7 @@ Mode = Literal["min", "max"]
 
 @dataclass(frozen=True)
 class Metric:
-    """How good a checkpoint is, and how to compare it with others."""
+    """A checkpoint's metric, and how to compare it with others."""
 
     value: float
     by: str = ""
@@ -50,7 +50,7 @@ class Committed(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps completed when the checkpoint was saved."""
+        """Number of completed optimizer steps."""
 
     @property
     def generation(self) -> int:
@@ -65,10 +65,10 @@ C = TypeVar("C", bound=Committed)
 
 
 def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
-    """Return whether a state no longer counts, because the run went back to an earlier one (docs/decisions/0069-the-way-back.md).
+    """Return whether a state no longer counts, because the run went back to an earlier one.
 
-    `ways_back` are the generation that went back and the step to which it went. Later states are wrong if that generation or an
-    earlier one computed them.
+    `ways_back` are (generation, step): states after `step` are wrong if that generation or an earlier one computed them. See
+    docs/decisions/0069-the-way-back.md.
     """
     return any(generation <= last and step > agreed for last, agreed in ways_back)
 
@@ -117,7 +117,7 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """A rule that says which committed checkpoints to keep."""
+    """Which committed checkpoints to keep."""
 
     keep: int = 3
     """Number of newest checkpoints to keep, at least LEAST."""
@@ -133,7 +133,7 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return a checkpoint's metric; None for no value, or one that is not finite: such a checkpoint is never best."""
+        """Return a checkpoint's metric; None for no value or one that is not finite, which is never best."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:
@@ -150,5 +150,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the best checkpoints to keep, best first."""
+        """Return the best checkpoints, best first."""
         return ranked(checkpoints)[: self.best]

@@ -33,6 +33,8 @@ _FDS = 8
 
 
 class Connection:
+    """One side of a connection."""
+
     def __init__(self, sock: socket.socket, *, longest: int = LINE) -> None:
         self.sock, self._longest = sock, longest
         self._buffer = bytearray()

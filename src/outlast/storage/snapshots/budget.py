@@ -19,12 +19,16 @@ _FREE = 10
 
 
 class Budget(NamedTuple):
+    """A worker's memory budget for snapshots."""
+
     bytes: int
     """0 if snapshots are off."""
     reason: str
 
 
 class Fit(NamedTuple):
+    """Which snapshots fit into a budget."""
+
     held: bool
     """False if even snapshots without replicas are too large."""
     replicas: int

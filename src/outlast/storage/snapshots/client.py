@@ -88,6 +88,8 @@ os.register_at_fork(after_in_child=_close_in_fork)
 
 
 class Client:
+    """One rank's connection to its agent."""
+
     def __init__(self, connection: agent_messages.Connection) -> None:
         """Read the agent's first message. Raises OSError, ValueError."""
         self._connection = connection
@@ -318,6 +320,8 @@ def connect(environ: Mapping[str, str]) -> Client | None:
 
 
 class Source:
+    """A part that is open for reading."""
+
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
         """Read the part's index. Raises OSError, ValueError, and Damaged if this is not the expected part or its index is
         damaged.

@@ -65,6 +65,8 @@ _PROVE_S = 5.0
 
 
 class Port:
+    """An agent's data port."""
+
     def __init__(self, rooms: Rooms, key: bytes, environ: Mapping[str, str]) -> None:
         self._rooms, self._key, self._environ = rooms, key, environ
         self._changed = threading.Condition()

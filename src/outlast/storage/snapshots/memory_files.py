@@ -15,6 +15,8 @@ from outlast.storage.snapshots import budget, part_format
 
 
 class Machine(machine_memory.Machine):
+    """The machine's memory."""
+
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
         """Return one worker's memory budget, if `workers` workers share this machine."""
         machine = self.machine()

@@ -18,6 +18,8 @@ At = tuple[int, int]
 
 @dataclasses.dataclass(frozen=True)
 class Held:
+    """A part in a worker's memory."""
+
     part: Part
     address: str
 
@@ -28,6 +30,8 @@ Holders = tuple[Held, ...]
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
+    """A complete snapshot."""
+
     at: At
     unique: tuple[Holders, ...]
     """Holders of each unique part, by rank."""
@@ -45,6 +49,8 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
+    """The snapshots from which a world may resume."""
+
     candidates: tuple[Candidate, ...]
     """Newest first."""
     reasons: tuple[str, ...]

@@ -21,6 +21,8 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 @dataclasses.dataclass(frozen=True)
 class Place:
+    """A worker's location."""
+
     address: str
     """Address of the agent's data port; empty if it has none."""
     node: str = ""
@@ -116,6 +118,8 @@ def rate(nbytes: int, interval_s: float | None) -> float:
 
 
 class Sender:
+    """Sends the replicas of one agent."""
+
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()

@@ -25,6 +25,8 @@ _WASTE = 1.1
 
 @dataclass(frozen=True)
 class View:
+    """What `choose` needs to know about a room."""
+
     id: int
     size: int
     at: At | None = None
@@ -254,6 +256,7 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
+        """Return the valid parts."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 

@@ -107,6 +107,7 @@ class Server:
             _thread(_Rank(self, sock).serve, "rank")
 
     def hello(self) -> dict[str, object]:
+        """Return the first message to a rank."""
         node = self._environ.get(Env.NODE) or _boot_id()
         where = {"node": node, "zone": self._environ.get(Env.ZONE, "")}
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}

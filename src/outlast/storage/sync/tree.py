@@ -1,7 +1,7 @@
 """Walks directory trees, reads files consistently, and writes them atomically.
 
-Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target is inside
-the tree and does not contain the link. Names are UTF-8. Empty directories are ignored, since stores have no directories.
+A link to a file counts as a file. A link to a directory is followed if its target is inside the tree and does not contain the
+link. Names are UTF-8. Empty directories are ignored, because stores have no directories.
 """
 
 from __future__ import annotations
@@ -20,12 +20,12 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""Prefix for the names of partial files, which end in `.part`."""
+"""The names of partial files begin with this and end in `.part`."""
 _PIECE = 64 << 10
-"""Number of bytes written at a time. For larger writes, Linux allocates larger page cache blocks. A virtual machine that reports
-free pages to its host has to get these blocks back, which takes three times as long as everything else."""
+"""Number of bytes written at a time. Linux allocates larger page cache blocks for larger writes, and a virtual machine that
+reports free pages to its host is slow to get these blocks back."""
 ATTEMPTS = 3
-"""How often to try to read a file that changes during the read."""
+"""Number of attempts to read a file that changes during the read."""
 
 
 @dataclass
@@ -34,7 +34,7 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, each with the reason. They may exist although they are not in `files`."""
+    """Unreadable paths, each with the reason."""
     ignored: dict[str, str] = field(default_factory=dict)
     """Paths that are not files, each with the reason."""
     partials: list[str] = field(default_factory=list)
@@ -42,10 +42,7 @@ class Scan:
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. Raises NotFound if `root` is not a directory.
-
-    Omits the manifest `own`, paths that `skip` accepts, and files deleted during the walk.
-    """
+    """Walk a tree. Omits the manifest `own`, and paths that `skip` accepts. Raises NotFound if `root` is not a directory."""
     if not os.path.isdir(root):
         if os.path.lexists(root):
             raise NotFound(f"{root} is not a directory; give a directory")
@@ -88,7 +85,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """If a link's target is a file, add it to the scan; if it is a directory to walk, return it."""
+    """Add the target of a link to the scan if it is a file, and return it if it is a directory to walk."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -109,7 +106,7 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
 
 
 def _not_utf8(name: str) -> str:
-    """Return a printable form of a name that is not UTF-8, or an empty string if it is."""
+    """Return a printable form of a name that is not UTF-8, otherwise an empty string."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -143,9 +140,9 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
+    """Read a file of up to `limit` bytes, or return None if it is larger. Raises OSError.
 
-    Returns the content, the stat before the read, and whether the stat was the same afterwards. Tries up to ATTEMPTS times.
+    Returns the content, the stat before the read, and whether the file stayed unchanged during the last of up to ATTEMPTS reads.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
@@ -160,7 +157,7 @@ def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
 
 
 def write(file: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at offset `start` of an open file. Raises OSError."""
+    """Write all of `data` at an offset of an open file. Raises OSError."""
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -168,7 +165,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """Return a file's checksum and stat. The checksum is -1 if the file changes during the read. Raises OSError."""
+    """Return a file's checksum and stat. The checksum is -1 if the file changes meanwhile. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         stat = _stat(os.fstat(file.fileno()))
@@ -178,7 +175,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy up to `length` bytes of a file. Returns how many bytes were copied, and their crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file. Returns the number of bytes copied, and their crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
@@ -194,7 +191,7 @@ class AtomicFile:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Unless `finish` is called, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
+    Without `finish`, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -215,7 +212,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Set the file's mtime in nanoseconds, if given, and rename the file to `path`. Returns the file's stat."""
+        """Set the mtime in nanoseconds, if given, and rename the file to `path`."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:
@@ -251,7 +248,7 @@ class AtomicFile:
 
 
 class Inside:
-    """The rule for writable paths: once all links are resolved, a path's directory must be inside the tree."""
+    """Finds out where files may be written: a path's directory must be inside the tree once all links are resolved."""
 
     def __init__(self, root: str) -> None:
         self._root = root
