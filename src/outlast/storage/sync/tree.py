@@ -248,7 +248,7 @@ class AtomicFile:
 
 
 class Inside:
-    """Finds out where files may be written: a path's directory must be inside the tree once all links are resolved."""
+    """Tells where files may be written: once all links are resolved, a path's directory must be inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
