@@ -1,9 +1,8 @@
 """Backoff between retries, and requests that are retried until they succeed or time out.
 
-`exponential` lengthens a pause with each failure, and `jittered` spreads clients that failed at the same moment. obstore and
-botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost responses to writes, truncated
-bodies, conflicts. tenacity and stamina do not let signals interrupt a wait in native code, and draw jitter from Python's shared
-generator, which a training script may have seeded: the script would then get other random numbers.
+obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost responses to writes,
+truncated bodies, conflicts. tenacity and stamina do not let signals interrupt a wait in native code, and draw jitter from
+Python's shared generator, which a training script may have seeded: the script would then get other random numbers.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The operating system's generator, whose state is neither shared by forks nor seeded by scripts."""
+"""The operating system's generator, which scripts cannot seed and forks do not share."""
 DEFAULT_S = 60.0
 """Default retry timeout for store requests, in seconds."""
 
@@ -52,10 +51,7 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """Return the result of `attempt`, which is repeated while `mapped` maps its exceptions to Unreachable.
-
-    The last attempt starts at most `timeout_s` after the first one.
-    """
+    """Return the result of `attempt`, repeated for up to `timeout_s` while `mapped` maps its exceptions to Unreachable."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -80,7 +76,7 @@ def until_answered(
 ) -> T:
     """Return the response to a cluster request, which is repeated until it succeeds or raises a `hopeless` error.
 
-    By default, any error but Unanswered is hopeless. `say` is called when the cluster becomes unreachable, and when it is back.
+    `say` is called when the cluster becomes unreachable, and when it is back.
     """
     away = False
     while True:
@@ -121,7 +117,7 @@ def interruptibly(attempt: Callable[[], T]) -> T:
 
 
 _waiting = False
-"""True while the main thread waits for an attempt or for the pause before the next one."""
+"""True while the main thread waits for a store."""
 
 
 def interrupt(why: str) -> None:
@@ -134,10 +130,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class ConnectionLog:
-    """Prints a message when a connection breaks, when the type of the error changes, and when the connection is back.
-
-    Empty messages are not printed.
-    """
+    """Prints when a connection breaks, when the type of the error changes, and when the connection is back."""
 
     def __init__(self, broken: str = "", restored: str = "") -> None:
         self._sentences = broken, restored
@@ -157,7 +150,7 @@ class ConnectionLog:
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Return the seconds until the next attempt, jittered because all workers lose a server at the same time."""
+    """Return the pause in seconds after a failure, jittered because all workers lose a server at the same time."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 

@@ -21,8 +21,7 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""Minimum difference in seconds that counts as a step. NTP slews by at most 0.5 ms per second, which never adds up to this
-between two readings."""
+"""Minimum difference in seconds that counts as a step. NTP slews by at most 0.5 ms per second."""
 
 
 class Clock:
@@ -55,7 +54,7 @@ STOOD_S = 10.0
 
 
 class Awake:
-    """A clock that starts at the current time and advances only while its loop runs. Thread-safe.
+    """A clock that advances only while its loop runs. Thread-safe.
 
     It also stops for paused virtual machines, frozen containers and stopped processes, so that no deadline passes while the loop
     cannot run. Loops must read it at least every `STEP_S`.
@@ -82,7 +81,7 @@ class Awake:
 class Seen:
     """Measures how long each of several values has stayed the same.
 
-    This works for times written by processes with other clocks, because any change of the value is a sign of life.
+    Use it for times written by processes with other clocks: any change of the value is a sign of life.
     """
 
     def __init__(self, clock: Callable[[], float]) -> None:
@@ -107,7 +106,7 @@ def until(at: float, timeout: float, now: float) -> float | None:
     """Return the time at which a timeout that began at `at` ends; None if it has ended.
 
     If the clock was set back, `at` may be in the future: by up to one timeout, no time counts as passed; beyond that, the timeout
-    is over. So a wait never exceeds twice its timeout.
+    is over.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

@@ -1,8 +1,8 @@
 """CRC-32 checksums of memory and files, computed with ISA-L, or with zlib, which is five times slower. Both release the GIL.
 
-`combine` computes a file's checksum from its pieces' checksums, so a file that arrives in pieces need not be read again. A CRC-32
-is a polynomial over GF(2) modulo P; appending n bytes multiplies it by x^(8n). Powers are computed by squaring, so this takes 0.2
-ms for any length. It is zlib 1.2.12's `crc32_combine` (crc32.c), which Python does not expose.
+With `combine`, a file that arrives in pieces need not be read again. A CRC-32 is a polynomial over GF(2) modulo P; appending n
+bytes multiplies it by x^(8n), which takes 0.2 ms for any n by squaring. This is zlib 1.2.12's `crc32_combine` (crc32.c), which
+Python does not expose.
 """
 
 from __future__ import annotations

@@ -39,15 +39,15 @@ class AlreadyRunning(OutlastError):
 
 
 class NoRoom(OutlastError):
-    """A disk in this world is full. This counts as a failure, because a retry or another world may succeed."""
+    """A disk in this world is full. A retry or another world may succeed, so this counts as a failure."""
 
 
 class NotRestored(OutlastError):
-    """The newest state cannot be read now. This counts as a failure, because a retry may succeed."""
+    """The newest state cannot be read now. A retry may succeed, so this counts as a failure."""
 
 
 class NotSaved(OutlastError):
-    """The last step could not be saved. This counts as a failure: the restarted processes resume from memory and try again."""
+    """The last step could not be saved. This counts as a failure: restarted processes resume from memory and try again."""
 
 
 class WrongBits(OutlastError):
@@ -99,7 +99,7 @@ class Refused(ClusterError):
 
 
 class NotServed(ClusterError):
-    """The cluster does not serve this kind of object: an API has to be installed."""
+    """The cluster does not serve this kind of object; an API must be installed."""
 
 
 class Unanswered(ClusterError):
@@ -155,7 +155,7 @@ class Stopped(StoreError):
 
 
 class Unreachable(StoreError):
-    """The store is unreachable or unhealthy; training continues, and the operation is retried."""
+    """The store is unreachable or unhealthy. Training continues, and the operation is retried."""
 
     exit_code = 1
 
@@ -174,7 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes, each once: after `raise error from error`, an exception is its own cause."""
+    """Yield an exception and its causes, each once, even if an exception is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

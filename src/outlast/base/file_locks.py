@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed. Returns False if the lock is taken, unless `wait` makes it block."""
+    """Lock an open file or directory until it is closed. Returns False if the lock is taken, unless `wait` is set."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -29,9 +29,9 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold an exclusive lock on a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
+    """Hold an exclusive lock on a file, and yield the descriptor. If the lock is taken, calls `waiting` once and waits.
 
-    Raises Stopped soon after `stop` is set during the wait.
+    Raises Stopped soon after `stop` is set.
     """
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
@@ -54,10 +54,7 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold an exclusive lock on a file or directory. Yields False if the lock is taken, unless `wait` makes it block.
-
-    Creates the file if it does not exist.
-    """
+    """Hold an exclusive lock on a file (created if missing) or directory. Yields False if it is taken, unless `wait` is set."""
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
     try:
         yield acquire(fd, wait=wait)

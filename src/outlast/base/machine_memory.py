@@ -8,7 +8,7 @@ from pathlib import Path
 _RESERVE = 10
 """One tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
-"""Limit in bytes from which a cgroup counts as unlimited: without a limit, cgroup v1 reports nearly 2^63."""
+"""From this limit in bytes, a cgroup is unlimited: without a limit, cgroup v1 reports nearly 2^63."""
 
 
 class Machine:
@@ -34,9 +34,8 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """Return (limit, used) in bytes for this process's cgroup and its parents, if they have a limit.
-
-        Cached files count as free, because the kernel reclaims them before it kills a process (as in MemAvailable).
+        """Return (limit, used) in bytes for this process's cgroup and its parents. Cached files count as free, as in
+        MemAvailable.
         """
         groups = []
         for directory, limit, used, *cached in self._places():
@@ -60,7 +59,7 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Return the directories and file names for cgroup v2 and v1. In a container, the path is often `/` or missing."""
+        """Return directories and file names of cgroup v2 and v1. In a container, the path is often `/` or missing."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:

@@ -21,7 +21,7 @@ from outlast.base.errors import OutlastError
 
 @dataclass(frozen=True)
 class Health:
-    """The state that probes report; the agent replaces it in each loop iteration."""
+    """The state that probes report."""
 
     healthy: bool = True
     ready: bool = False
@@ -37,7 +37,6 @@ IDLE_S = 5.0
 LONGEST_BODY = 4096
 """Maximum length of a request's body in bytes."""
 _DIGITS = 6
-"""Maximum number of digits of a Content-Length."""
 BACKLOG = 128
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
@@ -94,7 +93,7 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Do not log, because probes come every few seconds."""
+            """Log nothing, because probes come every few seconds."""
 
     class Server(_Bounded):
         address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
@@ -134,6 +133,6 @@ class _Bounded(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Report all errors but closed connections."""
+        """Report errors, but not closed connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

@@ -26,21 +26,15 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast
 
 T = TypeVar("T")
 _Reader = Callable[[Any], Any]
-"""Converts a JSON value to one type. Raises ValueError."""
 
 
 class _Unfit(ValueError):
-    """A field is missing or has the wrong type."""
-
     def __init__(self, field: str, problem: str) -> None:
         self.field, self.problem = field, problem
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Convert a parsed JSON value to a type. Raises ValueError with a sentence that names the wrong field.
-
-    The sentence calls the value `name`, by default `a <kind>`.
-    """
+    """Convert a parsed JSON value, called `name` in messages, to a type. Raises ValueError that names the wrong field."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)

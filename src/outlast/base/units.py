@@ -20,11 +20,9 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""A duration as text, for schemas. All patterns are also valid RE2, which Kubernetes' API server uses."""
+"""For schemas. All patterns are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
-"""A Kubernetes quantity as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
-"""An `Every` as text, for schemas."""
 
 _MICROSECONDS = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -70,7 +68,7 @@ def memory(value: str | int | float) -> int:
 
 
 def memory_text(value: int) -> str:
-    """Return the shortest exact text with a binary suffix, such as `16Gi`; a bare number if no suffix fits."""
+    """Return the shortest exact text, such as `16Gi`, or a bare number."""
     for suffix, size in reversed(_BINARY.items()):
         if value and value % size == 0:
             return f"{value // size}{suffix}"
@@ -151,7 +149,6 @@ def human_seconds(value: float) -> str:
 
 
 def _quantity(value: str | int | float, example: str) -> Decimal:
-    """Parse a non-negative quantity exactly."""
     text = _plain(value)
     match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
     if match:
@@ -166,7 +163,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Return text, or a number as text without an exponent. For anything else, return `?`, which no parser accepts."""
+    """Return text, or a number without an exponent as text, or else `?`, which no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -175,6 +172,5 @@ def _plain(value: object) -> str:
 
 
 def _seconds(microseconds: int) -> str:
-    """Format microseconds as seconds without trailing zeros: `300`, `0.5`."""
     whole, part = divmod(microseconds, 1_000_000)
     return f"{whole}.{part:06d}".rstrip("0") if part else str(whole)

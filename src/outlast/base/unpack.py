@@ -4,8 +4,8 @@
     decompress(path, file, ...)                                                      one compressed file
 
 An archive may contain files, directories and links that stay inside it; otherwise it is rejected as a whole. Links are created
-last, so that nothing is written through a link. Times and the executable bit are kept. Compression (gzip, bzip2, xz, Zstandard)
-is recognised by a file's first bytes, not by its name. The caller passes a new directory, and removes it if unpacking fails.
+last, so that nothing is written through a link. Times and the executable bit are kept. Compression is recognised by a file's
+first bytes, not by its name. The caller passes a new directory, and removes it if unpacking fails.
 """
 
 from __future__ import annotations
@@ -54,22 +54,22 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits for unpacking an archive, and wording for the error messages."""
+    """Limits for unpacking an archive, and wording for error messages."""
 
     what: str
     """What the archive contains: `code` or `data`."""
     entries: int
     size: int
-    """Unpacked bytes that every archive is allowed, however small it is."""
+    """Unpacked bytes allowed for any archive."""
     ratio: int = 0
-    """Maximum number of unpacked bytes per byte of the archive, if that allows more than `size`."""
+    """Unpacked bytes allowed per byte of the archive, if that is more than `size`."""
     instead: str = "keep data elsewhere"
     """Remedy for an archive that is too large."""
     again: str = "make it again"
     """Remedy for a damaged archive."""
 
     def bytes(self, packed: int) -> int:
-        """Return the maximum number of bytes that an archive of `packed` bytes may unpack to."""
+        """Return how many bytes an archive of `packed` bytes may unpack to."""
         return max(self.size, self.ratio * packed)
 
 
@@ -118,7 +118,6 @@ def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: thr
 
 @contextlib.contextmanager
 def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
-    """Map errors about an archive to OutlastError."""
     try:
         yield
     except OutlastError:
@@ -227,7 +226,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """Return the path of a new file or link, after removing an earlier one of that name."""
+        """Return the path of a new file or link, after removing an earlier one."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")

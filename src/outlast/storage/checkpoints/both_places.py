@@ -76,13 +76,11 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The places that may hold a run's checkpoints."""
+    """A local directory and a store, either of which may be missing, that hold a run's checkpoints."""
 
     run: str
     directory: Path | None
-    """None if this machine does not know the job."""
     there: in_store.Checkpoints | None
-    """None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
         """Return all checkpoints by step. If the store is unreachable, reports that to `say` and returns the local ones."""
@@ -110,9 +108,7 @@ class Places:
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint's local copy, after fetching it to `directory` if necessary. Options and errors are those of
-        `fetch`.
-        """
+        """Return a checkpoint's local copy, after fetching it to `directory` if necessary. Options are those of `fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -121,7 +117,7 @@ class Places:
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
-    """Return the places that may hold a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
+    """Return the places of a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
     status, output = place.status(name), place.output(name)
     directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
     url = url or (status.store.url if status.store else None)

@@ -20,7 +20,7 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""The COMMIT of a withdrawn checkpoint is renamed to this."""
+"""What the COMMIT of a withdrawn checkpoint is renamed to."""
 
 Progress = Callable[[int], None]
 """Called from many threads with the number of bytes transferred since the last call."""
@@ -65,9 +65,7 @@ class Parts:
         return commit
 
     def commit(self, commit: on_disk.Commit) -> None:
-        """Write COMMIT unless a valid one exists: from a request whose response was lost, or from a machine that saved other
-        files.
-        """
+        """Write COMMIT unless a valid one exists, for example because an earlier response was lost."""
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
@@ -136,10 +134,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Durably fetch the missing files of the checkpoint to `into`, and remove invalid or foreign files there.
-
-        Raises Damaged if a file in the store differs from COMMIT.
-        """
+        """Durably fetch the missing files of the checkpoint to `into`, and delete all invalid files there. Raises Damaged."""
         from outlast.storage.sync import push_and_pull
 
         if problem := _wrong_sizes(commit.files, self.sizes()):

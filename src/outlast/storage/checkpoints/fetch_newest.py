@@ -13,9 +13,9 @@ from outlast.storage.checkpoints import in_store, on_disk, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Fetch the newest valid checkpoint of `run` to `output`, unless a valid local checkpoint is as new.
+    """Fetch the newest valid checkpoint of `run` to `output`, unless a valid local one is as new. Raises StoreError.
 
-    `say` receives progress messages. If the store is unreachable, a worker resumes from its local checkpoint. Raises StoreError.
+    If the store is unreachable, a worker resumes from its local checkpoint.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
@@ -30,10 +30,9 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint replaced by its step.
+    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint's step.
 
-    `--checkpoint=best` is the best one on this machine or in the store. Arguments without a checkpoint are returned unchanged.
-    Raises NotFound, Damaged and store.StoreError.
+    `--checkpoint=best` is the best one on this machine or in the store. Raises NotFound, Damaged and store.StoreError.
     """
     requested = [each for each in args if each.startswith(contract.EVALUATED)]
     if not requested:

@@ -44,7 +44,6 @@ class Checkpoint:
 
     place: Place
     commit: on_disk.Commit | None = None
-    """None if COMMIT cannot be read."""
     problem: str = ""
     """Why COMMIT cannot be read; empty if it can."""
 
@@ -76,8 +75,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged on this machine.
-    """
+    """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -94,7 +92,7 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """A cache: the COMMIT of a checkpoint never changes."""
+        """A cache. A COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -189,7 +187,7 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """Read the register. Raises Superseded if this generation may no longer commit."""
+        """Raise Superseded if this generation may no longer commit, else return the register."""
         latest = register.read(self.store, self.run)
         if reason := register_rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
@@ -227,8 +225,7 @@ class Checkpoints:
     def fetch(
         self, checkpoint: Checkpoint, directory: Path, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> on_disk.Checkpoint:
-        """Fetch a checkpoint to `directory`, verified and durable, unless a valid local one is from the same or a later
-        generation.
+        """Fetch a checkpoint to `directory`, verified and durable, unless a valid local one is as new.
 
         Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError or StoreError, the
         next call fetches only the missing files.
@@ -284,7 +281,7 @@ class Checkpoints:
         """Protect a checkpoint from removal with a lease. Raises Damaged if the removal has begun.
 
         A remover updates the register before it lists leases, and a reader writes its lease before it reads the register, so at
-        least one of them notices the other.
+        least one notices the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -362,7 +359,6 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Return whether any of these objects is a lease that is valid by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         if not renewed:
             return False

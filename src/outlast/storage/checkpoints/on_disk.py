@@ -50,7 +50,7 @@ class _Fence:
 
     @classmethod
     def read(cls, directory: Path) -> _Fence:
-        """Read FENCE. If it is missing or damaged, no process may commit until the next generation."""
+        """Read FENCE. If it is missing or damaged, only the next generation may commit."""
         try:
             return decode(cls, json.loads((directory / _FENCE).read_text()))
         except (FileNotFoundError, ValueError):
@@ -124,7 +124,7 @@ class Commit:
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`, sizes in bytes."""
     metric: Metric | None = None
-    """None if unknown. COMMITs of early versions have no metric."""
+    """COMMITs of early versions have no metric."""
 
     @property
     def size(self) -> int:
@@ -174,7 +174,7 @@ def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return the checkpoints to remove. Those with an unreadable COMMIT do not count, and are kept."""
+    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT are kept and do not count."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
@@ -194,19 +194,19 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """Verify a file's size and, with `deep`, its checksum. Returns a sentence if the file is damaged, otherwise None."""
+    """Verify a file's size and, with `deep`, its checksum. Returns a sentence about the problem, or None."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if the size is wrong, otherwise None."""
+    """Return a sentence if the size is wrong."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if the checksum is wrong, otherwise None."""
+    """Return a sentence if the checksum is wrong."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -240,10 +240,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from removal with a shared lock, which also ends with this process.
-
-    Raises FileNotFoundError if the removal has begun.
-    """
+    """Protect a checkpoint from removal with a shared lock. Raises FileNotFoundError if the removal has begun."""
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
         if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
@@ -282,9 +279,7 @@ def owner(directory: Path) -> str:
 
 
 def first(directory: Path, run: str) -> bool:
-    """Return whether `directory` is on rank 0's disk; True if unknown. If workers have separate disks, rank 0's checkpoints
-    count.
-    """
+    """Return whether `directory` is on rank 0's disk, whose checkpoints count if disks are separate. True if unknown."""
     fence = _Fence.read(directory)
     return fence.first or fence.run != run
 
@@ -341,7 +336,6 @@ def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> No
 
 
 def _aside(path: Path, word: str) -> Path:
-    """Return an unused name for a checkpoint that is moved aside, such as `step-00001300.replaced-0`."""
     return next(aside for i in range(1 << 30) if not (aside := path.with_name(f"{path.name}.{word}-{i}")).exists())
 
 
@@ -385,10 +379,9 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory in which to assemble the checkpoint at `step` before `place`. Blocks while another process holds
-    it.
+    """Yield a locked directory in which to assemble the checkpoint at `step` before `place`.
 
-    The directory may contain files from a process that was killed.
+    Blocks while another process holds the lock. The directory may contain files from a process that was killed.
     """
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:

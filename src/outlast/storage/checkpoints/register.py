@@ -39,7 +39,7 @@ class Register(Protocol):
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove `register_rules.obsolete` checkpoints (with `withdrawn`, all of these), and return the new content."""
+        """Remove the obsolete ones of these checkpoints (with `withdrawn`, all of them), and return the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -89,7 +89,7 @@ class Swapped:
     run: str
 
     def acquire(self, generation: int) -> Latest:
-        """Also takes over another run's register if the store's `runs.json` names this run as the newest; see `Register`."""
+        """Begin `generation`, also of a new run that owns the store's `run.json`; see `Register`."""
         for _ in range(_ATTEMPTS):
             current, etag = _object(self.store)
             latest = current
@@ -109,7 +109,7 @@ class Swapped:
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest and latest.run == self.run and latest.at(place.step) == place:
-                return latest  # our earlier attempt may have succeeded although its response was lost
+                return latest  # an earlier attempt may have succeeded although its response was lost
             if reason := register_rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # the register was removed or damaged
@@ -172,7 +172,7 @@ class Named:
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """Also commits the previous generation's proposals, which it may have reported as committed; see `Register`."""
+        """Begin `generation`, and commit the proposals of the previous one, which may have reported them as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest

@@ -35,9 +35,9 @@ class Place:
     step: int
     generation: int
     parts: str
-    """Name of the directory that holds the files."""
+    """Name of the directory."""
     metric: Metric | None = field(default=None, compare=False)
-    """The metric in COMMIT; None if the register lacks it."""
+    """None if the register lacks it."""
 
     @property
     def key(self) -> str:
@@ -73,7 +73,7 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """0 if there is no checkpoint."""
+        """The newest step, or 0."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
@@ -118,7 +118,7 @@ class Latest:
 
 
 def superseded(latest: Latest | None, run: str, generation: int) -> str:
-    """Return why `generation` of `run` may no longer commit; empty if it may."""
+    """Return why `generation` of `run` may no longer commit, or an empty string."""
     if latest and latest.run != run:
         return f"run {run} no longer owns its output in the store: run {latest.run} does"
     if latest and latest.generation > generation:
@@ -146,7 +146,7 @@ def obsolete(latest: Latest, place: Place) -> bool:
 
 
 OBSOLETE = 2
-"""Number of committed checkpoints of the same or a later generation with higher steps that make a checkpoint obsolete."""
+"""Number of newer committed checkpoints of the same or a later generation that make a checkpoint obsolete."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
@@ -167,8 +167,8 @@ def refused(latest: Latest, place: Place) -> str:
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
     """Return the register once `generation` has begun. `finished` checkpoints have a COMMIT and all their files.
 
-    Those of the previous generation are added, because their writers may have died before they did so. Those of older generations
-    come from zombies.
+    Finished checkpoints of the previous generation are added, because their writers may have died before registering them. Older
+    generations' writers are zombies.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
@@ -205,9 +205,8 @@ class Names:
     """
 
     announced: int
-    """0 before the first."""
     latest: Latest | None
-    """The commits of the current owner; None if there is no owner yet."""
+    """The owner's commits; None if there is no owner yet."""
     proposed: tuple[Place, ...] = ()
     """The owner's proposals, committed or not."""
 
@@ -254,7 +253,7 @@ def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that wrote a name; None for names of another form."""
+    """Return the generation that wrote a name, if it has the right form."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 

@@ -117,7 +117,7 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """Which committed checkpoints to keep."""
+    """Number of checkpoints to keep."""
 
     keep: int = 3
     """Number of newest checkpoints to keep, at least LEAST."""
@@ -133,7 +133,7 @@ class Retention:
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return a checkpoint's metric; None for no value or one that is not finite, which is never best."""
+        """Return a checkpoint's metric, or None for a value that is None or not finite."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:

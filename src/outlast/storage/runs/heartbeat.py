@@ -1,8 +1,8 @@
 """A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
 
-`run.json` stays when a run's owner dies. So a worker on another machine or in another cluster reads the heartbeat first: a run
-with a recent one is not taken over unless the user requests it. Workers with the same `where` are one owner, and do not wait for
-each other. Times are by the store's clock.
+`run.json` stays when a run's owner dies, so a worker on another machine or in another cluster reads the heartbeat first: a run
+with a recent one is not taken over unless the user requests it. Workers with the same `where` are one owner. Times are by the
+store's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""How long a heartbeat is valid, in seconds; after that, the owner counts as dead."""
+"""How long a heartbeat is valid, in seconds."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
 
@@ -95,10 +95,7 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Take a run from its owner, so that another owner can continue it. Returns where the owner trains.
-
-    The owner's processes notice that they are superseded, and stop.
-    """
+    """Take a run from its owner, whose processes then stop. Returns where the owner trained."""
     run, newest = record.read(place), last(place)
     if run is None or run.ended:
         return ""
@@ -108,10 +105,9 @@ def release(place: Store) -> str:
 
 
 class Heartbeats:
-    """A thread that sends a run's heartbeats.
+    """A thread that sends a run's heartbeats, until another owner has taken over and `lost` is called.
 
-    Worker 0 sends them; another worker does only if the store has no recent one. `lost` is called once another owner has taken
-    over.
+    Worker 0 sends them; another worker does only if the store has no recent one.
     """
 
     def __init__(
@@ -122,7 +118,7 @@ class Heartbeats:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """True if another owner has sent a heartbeat since this one's last."""
+        """True if another owner's heartbeat has replaced the last one sent from here."""
         self.silent = False
         """True once another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)

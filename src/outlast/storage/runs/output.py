@@ -17,13 +17,12 @@ from outlast.storage.runs import heartbeat
 from outlast.storage.sync import growing_files
 
 OWN = ".push"
-"""The upload process's directory in the output."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, heartbeat.ALIVE}
 """Entries that are uploaded in other ways, or that exist only in the store."""
 
 
 def skipped(path: str) -> bool:
-    """Return whether a sync skips a path in the output: our own, unfinished and growing files (`sync.growing_files`)."""
+    """Return whether a sync skips a path in the output: Outlast's own, unfinished and growing files."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
     own = first in _PROTOCOL or growing_files.grows(path) or growing_files.is_part(path)

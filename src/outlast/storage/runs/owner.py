@@ -33,12 +33,12 @@ _OWNERS = 50
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's record, `run.json`."""
+    """The content of `run.json`."""
 
     run: str
     job: str
     submitted: float
-    """Time of submission, in seconds since the epoch."""
+    """In seconds since the epoch."""
     state: str = "Pending"
     """A `status.State`."""
     reason: str = ""
@@ -102,17 +102,17 @@ def _superseded(store: Store, run: str, record: Run | None, lost: str = "gone") 
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the URL for `new`, and return its record, or the existing record if the run owns the URL already.
+    """Claim the URL for `new`, and return its record, or the existing record if `new` owns the URL already.
 
-    Call `archive` next. Raises AlreadyRunning if an unfinished run owns the URL, unless `replace` is set. In a store without
-    conditional writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
+    Call `archive` next. Raises AlreadyRunning if an unfinished run owns the URL, unless `replace` is set. Without conditional
+    writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
     """
     for _ in range(_ATTEMPTS):
         others = _others(store)  # before the record, which a run writes before anything else
         old, etag, _ = _load(store)
         if etag:  # what that run has written since is moved, too
             others = _others(store)
-        if not etag and not replace:  # without a record, the objects may not be ours: never move them unless requested
+        if not etag and not replace:  # without a record, the objects may not be Outlast's: never move them unless requested
             mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"
             ownership.check_place(store.url, [name for name in others if not name.startswith(".")], mark, instead=instead)
@@ -167,7 +167,7 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 
 
 def archive(store: Store, run: str) -> int:
-    """Move the objects of earlier runs to `previous/<their run>/`, and return their number (0 if an earlier call moved them).
+    """Move the objects of earlier runs to `previous/<their run>/`, and return their number.
 
     An object is deleted only after it was copied, and while the record has `aside` set, so a killed or late process neither loses
     objects nor deletes those of the new run.
@@ -195,7 +195,6 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Return the top-level names, without those of our bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 
@@ -208,7 +207,6 @@ def _keys_to_move(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> tuple[Run | None, str, str]:
-    """Return the record, its etag, and why it cannot be read."""
     try:
         text, entry = store.read(RUN)
     except Missing:

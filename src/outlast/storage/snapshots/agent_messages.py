@@ -1,4 +1,4 @@
-"""Messages between agents and ranks: JSON lines with file descriptors on Unix sockets, JSON lines and raw bytes on TCP.
+"""Messages between agents and ranks: JSON lines, with file descriptors on Unix sockets and raw bytes on TCP.
 
 On TCP, each line is authenticated with the run's key (`job.sealed_lines`), and raw bytes by their crc32 in such a line. Nothing
 is encrypted.
@@ -25,7 +25,7 @@ from outlast.job import sealed_lines
 LINE = 64 << 10
 """Maximum length of a line in bytes."""
 INDEX = 256 << 20
-"""The same for a rank's lines to its own agent, which may contain an index."""
+"""Maximum length of a rank's line to its own agent, which may contain an index."""
 TIMEOUT_S = 10.0
 """Timeout without progress, in seconds. Arbitrary: twice as long as elsewhere, for machines that swap."""
 _CHUNK = 1 << 18
@@ -43,7 +43,7 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: sealed_lines.Side) -> None:
-        """Exchange nonces with the peer, so that all later lines are authenticated. Raises OSError, ValueError."""
+        """Exchange nonces with the peer, so that later lines are authenticated. Raises OSError, ValueError."""
         own = sealed_lines.nonce()
         self.sock.sendall(sealed_lines.greeting(own))
         peer = sealed_lines.greeted(self._line(sealed_lines.LONGEST_NONCE))
@@ -78,7 +78,7 @@ class Connection:
         return True
 
     def descriptor(self) -> int:
-        """Return the next file descriptor received with a message. Raises ValueError if there is none."""
+        """Return the next received file descriptor. Raises ValueError if there is none."""
         if not self._fds:
             raise ValueError("no descriptor came with it")
         return self._fds.popleft()
@@ -148,7 +148,7 @@ def between_machines(sock: socket.socket) -> socket.socket:
 
 
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield incoming connections until the listener is closed."""
+    """Yield connections until the listener is closed."""
     while True:
         try:
             yield listener.accept()[0]

@@ -1,8 +1,7 @@
 """The memory budget for a worker's snapshots, and how large a state fits into it. Pure. All sizes are in bytes.
 
-`outlast validate` prints both before a job runs; the agent computes them from measured values. A worker holds two snapshots, the
-newest complete one and the one in progress. Each contains the state common to all ranks (`shared`), the state that only this
-worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
+A worker holds two snapshots, the newest complete one and the one in progress. Each contains the state common to all ranks
+(`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
 from __future__ import annotations
@@ -13,9 +12,8 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""With `auto`, the budget is 1/4 of the memory limit."""
 _FREE = 10
-"""1/10 of the memory limit stays free."""
+"""Divisors of the memory limit: with `auto`, 1/4 is used for snapshots, and 1/10 always stays free."""
 
 
 class Budget(NamedTuple):
@@ -30,7 +28,6 @@ class Fit(NamedTuple):
     """Which snapshots fit into a budget."""
 
     held: bool
-    """False if even snapshots without replicas are too large."""
     replicas: int
     reason: str = ""
     """Why there are no snapshots, or fewer replicas than requested; otherwise empty."""
@@ -112,7 +109,6 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Return a clause on whether a state of `saved` bytes fits if replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

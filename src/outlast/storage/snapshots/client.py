@@ -65,14 +65,12 @@ class Room:
 
 @dataclasses.dataclass
 class _Lent:
-    """A buffer that the agent lends to this rank until the rank gives it back."""
-
     mapped: mmap.mmap
     size: int
     place: int
     """Index of the buffer's part in the sizes that `reserve` was given."""
     at: tuple[int, int] | None = None
-    """(generation, step) of the snapshot that the buffer is used for."""
+    """(generation, step) of the buffer's snapshot."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -99,14 +97,13 @@ class Client:
         self._digests: dict[str, tuple[int, str]] = {}
         """Step and digest of the last part that the agent holds, by kind."""
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
-        """The last index sent, by the part's kind and local rank."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """Address (host:port) of the agent's data port; empty if it has none."""
+        """Empty if the agent has no data port."""
         self.where = Where(hello["node"], hello["zone"])
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """False for agents of earlier versions, which cannot query the store."""
+        """False for older agents, which cannot query the store."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
@@ -127,7 +124,7 @@ class Client:
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Have the agent allocate the memory that `rooms` will need, which takes half a minute for 100 GB. Raises NoMemory."""
+        """Have the agent allocate what `rooms` will need, which takes half a minute for 100 GB. Raises NoMemory."""
         fitting = self._fitting(sizes, complete, at)
         if 0 not in fitting:
             return
@@ -152,9 +149,9 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return, for each size, the id of the smallest room lent for the part at this index, or 0 if there is none.
+        """Return, for each size, the id of the smallest suitable room, or 0.
 
-        Rooms that are too small or hold parts of the snapshots `used` are not suitable.
+        Suitable rooms are lent for the part at this index, large enough, and hold no part of the snapshots `used`.
         """
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
@@ -282,7 +279,7 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Map exceptions while a part is read to Damaged or OutOfReach."""
+    """Map exceptions to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):
@@ -298,8 +295,7 @@ def _reading(what: str) -> Iterator[None]:
 def connect(environ: Mapping[str, str]) -> Client | None:
     """Return this process's client, or None if snapshots are off.
 
-    Raises NotRestored if the agent does not respond: training must not start without the agent, which alone can fetch the store's
-    newest checkpoint.
+    Raises NotRestored if the agent does not respond: training must not start then, because only the agent can fetch checkpoints.
     """
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
@@ -323,9 +319,7 @@ class Source:
     """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Read the part's index. Raises OSError, ValueError, and Damaged if this is not the expected part or its index is
-        damaged.
-        """
+        """Read the part's index. Raises OSError, ValueError, and Damaged if it is damaged or another part's."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()
@@ -339,7 +333,7 @@ class Source:
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
         """Read items, each given as (number in the index, memory of its size). Raises Damaged, OutOfReach.
 
-        One call for many items is faster than one call per item.
+        A single call for many items is faster.
         """
         blocks = []
         for i, into in items:

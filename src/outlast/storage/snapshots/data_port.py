@@ -1,7 +1,7 @@
 """An agent's data port. Other agents send replicas to it, and ranks of other workers read parts from it.
 
-Any machine on the network can reach the port, so a peer must first prove that it has the run's key. Invalid input only closes the
-connection. If there are too many connections, the oldest unauthenticated one is closed, and authenticated ones wait.
+Any machine on the network can reach the port, so a peer must first prove that it has the run's key. If there are too many
+connections, the oldest unauthenticated one is closed. Invalid input only closes its connection.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -27,7 +27,6 @@ from outlast.storage.snapshots.part_format import Damaged, Part
 from outlast.storage.snapshots.rooms import Room, Rooms
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Environment variables that name the ranks' network interfaces."""
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
@@ -39,12 +38,11 @@ def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def prefixes(interfaces: str) -> list[str]:
-    """Return the interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion such as `^docker`."""
+    """Return the interface names in a value such as `eth0,ib` or `=eth0`; none for `^docker`."""
     return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
 def _address(prefixes: list[str]) -> str:
-    """Return the first address of an interface whose name has one of these prefixes; empty if there is none."""
     import psutil
 
     for prefix in prefixes:
@@ -57,7 +55,7 @@ def _address(prefixes: list[str]) -> str:
 
 _STRANGERS = 256
 _READERS, _REPLICAS = 512, 128
-"""Maximum numbers of concurrent readers and replica senders, separate so that neither can starve the other."""
+"""Separate limits of concurrent readers and replica senders, so that neither can starve the other."""
 _MOST = 768
 """Maximum number of connections; more wait in the listen queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024

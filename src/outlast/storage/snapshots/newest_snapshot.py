@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.storage.snapshots.part_format import Part
 
 At = tuple[int, int]
-"""(generation, step), by which snapshots and checkpoints are ordered."""
+"""(generation, step), which orders snapshots and checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Held:
 
 
 Holders = tuple[Held, ...]
-"""All valid copies of one part."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +57,7 @@ class Election:
 
 
 def newest(held: Iterable[Held], run: str, generation: int) -> Election:
-    """Return the snapshots of `run` from which a world of `generation` may resume, and why newer ones were rejected."""
+    """Return the snapshots of `run` from which a world of `generation` may resume."""
     groups: dict[tuple[At, str, int], list[Held]] = {}
     foreign: set[str] = set()
     for each in held:
@@ -81,7 +80,6 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """Return the snapshot that these parts form, or the reason why it is incomplete."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}

@@ -27,7 +27,7 @@ PAGE = 4096
 BLOCK = 4 << 20
 """Number of bytes per checksum, small enough that threads can share the verification of one item."""
 _PIECE = 256 << 10
-"""Number of bytes processed at a time; they fit into a core's cache."""
+"""Number of bytes processed at a time, which fit into a core's cache."""
 ALIGNED = 64
 """Alignment of items in bytes: a cache line is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
@@ -40,7 +40,7 @@ Kind = Literal["shared", "unique"]
 
 
 class Damaged(OutlastError):
-    """A copy of a part is incomplete, corrupt, of another snapshot, or gone. Another copy may be valid."""
+    """A copy of a part is incomplete, corrupt or gone. Another copy may be valid."""
 
 
 class OutOfReach(OutlastError):
@@ -71,7 +71,7 @@ class Part:
 
     @property
     def at(self) -> tuple[int, int]:
-        """(generation, step), by which snapshots are ordered."""
+        """(generation, step), which orders snapshots."""
         return self.generation, self.step
 
     @property

@@ -24,7 +24,7 @@ class Place:
     """A worker's location."""
 
     address: str
-    """Address of the agent's data port; empty if it has none."""
+    """Address of the agent's data port, if it has one."""
     node: str = ""
     zone: str = ""
 
@@ -78,7 +78,6 @@ class _Ring:
         self._count(peer, -1)
 
     def _after(self, own: int) -> Iterator[int]:
-        """Yield all workers, starting halfway around the ring."""
         first = own + max(1, len(self._workers) // 2)
         return (other % len(self._workers) for other in range(first, first + len(self._workers)))
 
@@ -86,7 +85,7 @@ class _Ring:
         return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """Return the first peer with capacity, if possible on a node and in a zone without a copy of this worker's parts."""
+        """Return the first free peer, if possible on a node and in a zone without a copy of this worker's parts."""
         nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
@@ -124,7 +123,6 @@ class Sender:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
-        """Start of the last send (`time.monotonic`), by kind and rank."""
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
         """By address. Connecting takes longer than sending a small part."""
 

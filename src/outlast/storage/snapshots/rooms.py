@@ -33,7 +33,7 @@ class View:
     """None if the room is empty."""
     busy: bool = False
     replica: bool = False
-    """True if the part was written on another worker."""
+    """True for a part of another worker."""
 
 
 @dataclass(frozen=True)
@@ -51,7 +51,7 @@ def free(room: View, at: At, complete: At) -> bool:
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the ids of rooms not used since the `previous` complete snapshot, as happens when the sizes of parts change."""
+    """Return the ids of rooms not used since the `previous` complete snapshot."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
@@ -80,7 +80,6 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Return the size in bytes of the worker's own parts in its newest snapshot."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)
@@ -96,7 +95,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""Time that an allocation waits until dropped memory is no longer in use, in seconds. Shorter than the ranks' timeout."""
+"""How long an allocation waits for dropped memory that is in use, in seconds. Shorter than the ranks' timeout."""
 
 
 class Refused(OutlastError):
@@ -112,7 +111,6 @@ class Room:
     at: At
     replica: bool
     file: memory_files.File = dataclasses.field(init=False)
-    """Set once the memory is allocated."""
     users: int = 1
     """Number of readers and writers, plus one while the room is lent to a rank."""
     part: Part | None = None
@@ -144,7 +142,6 @@ class Rooms:
         self._previous: At = (0, 0)
         self._generation = 0
         self._session, self._over = "", set[str]()
-        """The current session of this worker's ranks, and all sessions that have ended."""
         self._allocating = 0
         """Bytes being allocated, which the kernel does not yet count as used."""
         self._closed = False
@@ -201,7 +198,6 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Allocate a room's memory. Drops the room and raises Refused if memory is short."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)
@@ -246,7 +242,7 @@ class Rooms:
                 self._lock.notify_all()
 
     def give_back(self, rooms: Iterable[Room], complete: At) -> None:
-        """Take rooms back from a rank, and free all idle memory except the newest complete snapshot."""
+        """Take rooms back from a rank, and free all idle memory except the newest complete snapshot's."""
         for room in rooms:
             self.release(room)
         with self._lock:

@@ -43,11 +43,11 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
 _NEWEST_S = 3.0
-"""Timeout for a rank's `newest` request, in seconds. The query itself began earlier, with `look`."""
+"""Timeout for a rank's `newest` request, in seconds. Its query began earlier, with `look`."""
 _FINISHERS = 8
 """Maximum number of checksum threads; one runs for every four cores."""
 _SMALL = part_format.BLOCK
-"""Parts up to this size in bytes are finished by the receiving thread: waking another one would take as long."""
+"""Up to this size in bytes, the receiving thread finishes a part itself: waking another thread would take as long."""
 
 
 @dataclass(frozen=True)
@@ -62,7 +62,7 @@ class Publication:
 
 
 class Server:
-    """Serves one worker's ranks and other agents. To keep the agent responsive, its threads block or release the GIL.
+    """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
 
     `restore` downloads the store's newest checkpoint; `newest` returns its (generation, step), or None. Both may raise StoreError
     or OSError.
@@ -163,9 +163,8 @@ class _Rank:
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._query: queue.SimpleQueue[dict[str, object]] | None = None
-        """The query that `look` began; None once `newest` has been answered."""
+        """The query that `look` began, if any."""
         self._indices: dict[tuple[str, int], tuple[list[Item], bytes]] = {}
-        """The last index and its encoded form, by the part's kind and local rank."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:

@@ -38,28 +38,28 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """The object's name, relative to the store's URL."""
+    """Relative to the store's URL."""
     size: int
     etag: str
-    """The content's version. Compare etags only with each other: each store computes them differently."""
+    """The content's version. Each store computes it differently."""
     modified: float
-    """Time of the last change by the store's clock, in seconds since the epoch."""
+    """Time of the last change in seconds since the epoch, by the store's clock."""
 
 
 @dataclass
 class _Root:
-    """A connection to a bucket, shared by all prefixes in the bucket."""
+    """A connection to a bucket."""
 
     scheme: str
     bucket: str
     raw: Any
     slow_raw: Any = None
-    """The same as `raw`, with a longer read timeout."""
+    """With a longer read timeout than `raw`."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """True once a large upload has timed out although the store responds."""
+    """True once a large upload has timed out."""
     odd_ranges: bool = False
     """True once obstore has rejected the server's response to a range request."""
 
@@ -69,7 +69,6 @@ class Store:
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
-        """The normalised URL, without a trailing slash."""
         self._root = root
         self._raw = root.raw
         self._prefix = prefix
@@ -286,7 +285,7 @@ class Store:
     def create(self, key: str, data: bytes) -> str:
         """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
 
-        Raises Exists, unless the existing object has the same content, because an earlier response was lost.
+        Raises Exists, unless the existing object has the same content: an earlier response may have been lost.
         """
         try:
             return self.put(key, data, "create")
@@ -318,7 +317,6 @@ class Store:
             raise Changed(f"{self._name(key)} is gone") from error
 
     def _etag_if_same(self, key: str, data: bytes) -> str:
-        """Return the object's etag if it has this content, otherwise an empty string."""
         with contextlib.suppress(Missing):
             content, entry = self.read(key)
             return entry.etag if content == data else ""
@@ -341,7 +339,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty, as object stores do."""
+        """Remove directories that have become empty, because object stores have none."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -368,8 +366,7 @@ class Store:
     def conditional(self) -> bool:
         """Return whether this store supports conditional writes (`create`, `replace`).
 
-        The first call finds out by writing and deleting an object `.outlast-probe-...`. Raises Denied without permission to
-        write.
+        The first call tries it with an object `.outlast-probe-...`. Raises Denied without permission to write.
         """
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
@@ -439,7 +436,7 @@ class Store:
 
 
 def _tag(meta: Any) -> str:
-    """Return the etag in quotes, which some servers omit in listings."""
+    """Return the etag in quotes, even if the server omits them."""
     etag = meta["e_tag"] or ""
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 

@@ -38,7 +38,7 @@ _ENCRYPTION = {
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments for an upload, each with obstore's environment variable for it."""
+"""An upload's arguments, with obstore's environment variables."""
 
 
 def part_size(size: int) -> int:
@@ -183,7 +183,7 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return the earlier upload if the file is unchanged, and its parts (None if the store no longer has the upload)."""
+        """Return the earlier upload if the file is unchanged, and its parts, or None if the store lacks the upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -199,7 +199,6 @@ class Upload:
         return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Return the etag and size of each part in the store, or None if the store no longer has the upload."""
         arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 
@@ -219,7 +218,6 @@ class Upload:
     def _parts(
         self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
     ) -> list[str]:
-        """Send the missing parts, and return the etags of all parts."""
         size, part = note["size"], note["part"]
         lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
         etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
@@ -283,7 +281,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """Return the object's etag if this upload created it, otherwise an empty string."""
+        """Return the object's etag if this upload created it."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._request("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -300,7 +298,7 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """Return an object's etag, computed from its parts' MD5 sums; empty if etags are not MD5 sums, as with KMS."""
+    """Return the etag of an object with these parts; empty if etags are not MD5 sums, as with KMS."""
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

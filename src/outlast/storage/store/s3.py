@@ -38,15 +38,14 @@ class Access:
     """Static access key, secret and session token (which may be empty); None for other credentials."""
     anonymous: bool
     session: Any = None
-    """botocore's session; None if the environment sufficed."""
+    """botocore's session, if needed."""
     credentials: Any = None
-    """botocore's credentials, which renew themselves."""
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
         """Return whether the bucket's name is part of the host name.
 
-        With `auto`, it is not for names with dots, because wildcard TLS certificates cover only one label.
+        With `auto`, names with dots are not, because wildcard TLS certificates cover only one label.
         """
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
@@ -171,7 +170,6 @@ def _botocore() -> Any:
 
 
 def _session(*, needed: bool) -> Any:
-    """Return botocore's session, or None if botocore is neither installed nor needed."""
     try:
         return import_module("botocore.session").Session()
     except ImportError as error:
@@ -191,7 +189,7 @@ def _endpoint(session: Any) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(what: str) -> Iterator[None]:
-    """Map botocore's errors, for example an expired SSO login."""
+    """Map botocore's errors, such as an expired SSO login."""
     errors = import_module("botocore.exceptions")
     try:
         yield
@@ -202,10 +200,7 @@ def _mapped_errors(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """Use botocore's CA certificates if this machine has none, as in slim images.
-
-    Without certificates, obstore cannot create a client, not even for http://.
-    """
+    """Use botocore's CA certificates if this machine has none: without certificates, obstore cannot create a client."""
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return

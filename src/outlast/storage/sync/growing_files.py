@@ -45,7 +45,7 @@ _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object that holds the bytes of a file from `start` to `end`."""
+    """A range of a file's bytes."""
 
     key: str
     number: int
@@ -191,7 +191,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Return the offset from which the store lacks bytes: the end of the last part that matches the file."""
+        """Return the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _RECENT:

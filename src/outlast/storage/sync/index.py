@@ -16,11 +16,10 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 CHECK_EVERY_S = 86_400.0
-"""Interval in seconds after which the store is listed again, because other programs may write to it without updating the
-manifest."""
+"""The store is listed again after this many seconds, because other programs may write to it without updating the manifest."""
 GRANULARITY_NS = 2_000_000_000
-"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that was written less than this before it was read
-may be written again with the same mtime, so it is read once more. Git calls such files racy."""
+"""Granularity of mtimes: two seconds on FAT. A file that was written less than this before it was read may be written again with
+the same mtime, so it is read once more. Git calls such files racy."""
 
 
 class Stat(NamedTuple):
@@ -45,7 +44,7 @@ class Object(NamedTuple):
 
     size: int
     mtime: int
-    """The original file's mtime or, if that is unknown, the object's."""
+    """The original file's mtime or, if unknown, the object's."""
     crc32: int
     mark: int
     """The crc32 of the object's etag."""
@@ -164,14 +163,13 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """A local record of a tree and its place in a store, which saves requests."""
+    """A local record of a tree and its store."""
 
     place: str = ""
     etag: str = ""
-    """Etag of the manifest that `objects` came from; empty if there is none."""
     clean_before: int = 0
     checked: float = 0.0
-    """When the store was last listed, by the local clock."""
+    """Time of the last listing, by the local clock."""
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
 

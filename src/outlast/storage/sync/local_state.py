@@ -37,7 +37,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred since the state was written, which the manifest in the store lacks."""
+        """Paths that the manifest in the store lacks."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Identify a version of the state, so that a log is only applied to the version that it continues."""
+    """Identify the version of the state that a log continues."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

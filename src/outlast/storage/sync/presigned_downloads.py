@@ -43,7 +43,7 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the caller must use the store's client. `whole` says that the range is the entire object. Raises OSError.
+        Returns None if the caller must use the store's client. `whole` means that the object ends at `end`. Raises OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
@@ -81,7 +81,6 @@ class Direct:
         return None
 
     def _connected(self, parts: SplitResult) -> _Connection | None:
-        """Open a connection, and register it for `close`. Returns None on failure."""
         if self._open is None:
             return None
         try:
@@ -119,7 +118,6 @@ class _Connection:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         self.place = parts.scheme, parts.netloc
         self.over = False
-        """True if the server will close the connection."""
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._socket = socket.create_connection((host, port), timeout=_TIMEOUT_S)
@@ -137,7 +135,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Fetch bytes like `Direct.fetch`. Raises _Closed if the server sends no response."""
+        """Like `Direct.fetch`. Raises _Closed without a response."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0
@@ -172,7 +170,7 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, which begins in the buffer. Returns its crc32; None if the connection breaks."""
+        """Write the response's body, and return its crc32; None if the connection breaks."""
         crc = 0
         while start < end:
             count = min(_BUFFER - begin, end - start)

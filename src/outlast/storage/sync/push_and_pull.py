@@ -1,12 +1,10 @@
 """Synchronises a directory to a store (`push`), or a store to a directory (`pull`).
 
 A push writes a manifest to the store, with the names, sizes, times and checksums of all objects. A local state file records the
-manifest, and the sizes and times of the local files that match it, so an unchanged tree of any size costs one walk and one
-request. Objects are written first, then the manifest, then the state: whenever a process dies, every object in the manifest
-exists, and every file that matches the state has been transferred. Other writers' changes are noticed if they change the
-manifest, otherwise once a day or with `check`.
-
-`index` compares, `tree` reads and writes files, `local_state` records, and `transfer` uploads and downloads.
+manifest and the local files that match it, so an unchanged tree of any size costs one walk and one request. Objects are written
+first, then the manifest, then the state: whenever a process dies, every object in the manifest exists, and every file that
+matches the state has been transferred. Other writers' changes are noticed if they change the manifest, otherwise once a day or
+with `check`.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up",
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a push or pull, and its totals."""
+    """The progress of a push or pull."""
 
     files: int
     bytes: int
@@ -57,9 +55,9 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that failed, each with the reason."""
+    """Paths with reasons."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that are not files, each with the reason."""
+    """Paths that are not files, with reasons."""
     changing: list[str] = dataclasses.field(default_factory=list)
     """Files that changed during every attempt to send them."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
@@ -207,7 +205,6 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """Return the paths at which the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -245,7 +242,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths that can be written on this machine, and report the others."""
+        """Return the paths that can be written here, and report the others."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -372,7 +369,6 @@ class _Run:
             raise self._refusal
 
     def write(self, clean_before: int, doomed: list[str]) -> None:
-        """Write the manifest, without the objects in `doomed`."""
         state, store = self._state, self._store
         try:  # merge with the manifest if another push has written one meanwhile
             if store.head(self._key).etag != state.etag:

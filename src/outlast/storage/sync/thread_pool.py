@@ -111,8 +111,6 @@ def widened(width: int, previous: float, now: float) -> tuple[int, float]:
 
 
 class _Threads:
-    """Threads that run jobs from `todo` and put the results into `done`."""
-
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()

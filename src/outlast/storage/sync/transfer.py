@@ -52,9 +52,9 @@ class Sent(NamedTuple):
 class Uploaded(NamedTuple):
     sent: Sent
     stat: Stat
-    """The file's stat before the read."""
+    """Before the read."""
     read: int
-    """When the read began, in nanoseconds since the epoch."""
+    """In nanoseconds since the epoch."""
     steady: bool
 
 
@@ -67,7 +67,6 @@ class Download(NamedTuple):
     crc32: int = -1
     """-1 if unknown."""
     mtime: int | None = None
-    """Modification time to set, in nanoseconds since the epoch."""
 
 
 class Downloaded(NamedTuple):
@@ -116,7 +115,6 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Yield the jobs' keys and results, or raise the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:

@@ -22,10 +22,10 @@ from outlast.storage.sync.index import Seen, Stat, seen
 PARTIAL = ".outlast-"
 """The names of partial files begin with this and end in `.part`."""
 _PIECE = 64 << 10
-"""Number of bytes written at a time. Linux allocates larger page cache blocks for larger writes, and a virtual machine that
-reports free pages to its host is slow to get these blocks back."""
+"""Number of bytes written at a time. Larger writes use larger page cache blocks, which are slow to allocate in a virtual machine
+that reports free pages to its host."""
 ATTEMPTS = 3
-"""Number of attempts to read a file that changes during the read."""
+"""Number of attempts to read a file that changes meanwhile."""
 
 
 @dataclass
@@ -34,11 +34,10 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, each with the reason."""
+    """Unreadable paths, with reasons."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Paths that are not files, each with the reason."""
+    """Paths that are not files, with reasons."""
     partials: list[str] = field(default_factory=list)
-    """Partial files, whether in progress or abandoned."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
@@ -106,7 +105,6 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
 
 
 def _not_utf8(name: str) -> str:
-    """Return a printable form of a name that is not UTF-8, otherwise an empty string."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -142,7 +140,7 @@ def version(stat: Stat) -> tuple[int, int]:
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
     """Read a file of up to `limit` bytes, or return None if it is larger. Raises OSError.
 
-    Returns the content, the stat before the read, and whether the file stayed unchanged during the last of up to ATTEMPTS reads.
+    Returns the content, the stat before the read, and whether the file stayed unchanged in one of ATTEMPTS reads.
     """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
