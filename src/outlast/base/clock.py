@@ -79,10 +79,7 @@ class Awake:
 
 
 class Seen:
-    """Measures how long each of several values has stayed the same.
-
-    Use it for times written by processes with other clocks: any change of the value is a sign of life.
-    """
+    """Measures how long values have stayed the same, such as times written by processes with other clocks."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

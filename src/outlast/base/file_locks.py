@@ -29,10 +29,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold an exclusive lock on a file, and yield the descriptor. If the lock is taken, calls `waiting` once and waits.
-
-    Raises Stopped soon after `stop` is set.
-    """
+    """Hold an exclusive lock on a file, and yield the descriptor. Calls `waiting` once if it must wait. Raises Stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -34,7 +34,7 @@ class _Unfit(ValueError):
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Convert a parsed JSON value, called `name` in messages, to a type. Raises ValueError that names the wrong field."""
+    """Convert a parsed JSON value to a type. Raises ValueError, which calls the value `name` and names the wrong field."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)

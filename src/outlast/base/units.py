@@ -20,7 +20,7 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""For schemas. All patterns are also valid RE2, which Kubernetes' API server uses."""
+"""These patterns are for schemas. They are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
 

@@ -13,9 +13,9 @@ from outlast.storage.checkpoints import in_store, on_disk, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Fetch the newest valid checkpoint of `run` to `output`, unless a valid local one is as new. Raises StoreError.
+    """Fetch the newest valid checkpoint of `run` to `output`. Raises StoreError.
 
-    If the store is unreachable, a worker resumes from its local checkpoint.
+    If the store is unreachable, a valid local checkpoint is enough.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)

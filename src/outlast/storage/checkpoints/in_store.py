@@ -255,12 +255,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> on_disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint at a step above `above`, or return None. Raises Stopped, OSError and StoreError.
-
-        `say` receives a line for each fetched or skipped checkpoint.
-        """
+        """Fetch the newest valid checkpoint at a step above `above`, or return None. Raises Stopped, OSError and StoreError."""
         skipped: set[Place] = set()
-        # List again each time, since another machine may have committed a checkpoint.
+        # List again each time, because another machine may have committed a checkpoint.
         ways = on_disk.ways_back(directory, self.run)
         while newer := [
             c for c in self.list_() if c.step > above and c.place not in skipped and not withdrawn(c.generation, c.step, ways)
@@ -321,10 +318,7 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that nobody reads, and what dead writers left behind. Raises StoreError.
-
-        Returns the expired checkpoints. With `dry_run`, nothing is removed.
-        """
+        """Remove expired checkpoints and what dead writers left behind. Returns the expired ones. Raises StoreError."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []

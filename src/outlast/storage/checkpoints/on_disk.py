@@ -287,9 +287,9 @@ def first(directory: Path, run: str) -> bool:
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`, by default the next one, so that earlier generations can no longer commit.
 
-    `first` says whether the disk is rank 0's; None leaves that as it is. The fence of another run is taken over. An up-to-date
-    fence is not written, so another attempt of the same generation needs no disk space. Raises Superseded if a later generation
-    has moved the fence, and OSError.
+    `first` says whether the disk is rank 0's, or is None. The fence of another run is taken over. An up-to-date fence is not
+    written, so another attempt of the same generation needs no disk space. Raises OSError, and Superseded if a later generation
+    has moved the fence.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -361,10 +361,7 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Rename the directory `written` to the checkpoint's name.
-
-    If a checkpoint at that step takes precedence (see `commit`) and `instead` is not set, deletes `written` and returns that one.
-    """
+    """Rename `written` to the checkpoint's name, or delete it and return the checkpoint that takes precedence (see `commit`)."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
         existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
@@ -379,10 +376,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory in which to assemble the checkpoint at `step` before `place`.
-
-    Blocks while another process holds the lock. The directory may contain files from a process that was killed.
-    """
+    """Yield a locked directory, perhaps with files of a killed process, in which to assemble the checkpoint at `step`. Blocks."""
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -400,7 +394,7 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Turn the durable files in `fetched`, which match `commit`, into the checkpoint at `commit.step`. Needs no fence.
+    """Turn the durable files in `fetched` into the checkpoint at `commit.step`, which the store or another disk has committed.
 
     Unless `instead` is set, an existing checkpoint may take precedence and be returned, as in `commit`.
     """

@@ -48,10 +48,7 @@ def open_(store: Store, run: str) -> Register:
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """Read a run's register of either kind. Returns None before the first checkpoint.
-
-    A lost or damaged register is rebuilt from the checkpoints in the store, but not written.
-    """
+    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if there are none."""
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == run else None
@@ -150,8 +147,8 @@ class Swapped:
 class Named:
     """A register in a set of names.
 
-    A generation announces itself before it reads, and reads again after proposing a commit, so at least one of two racing
-    generations notices the other.
+    A generation announces itself before it reads, and reads again after proposing a commit, so that of two racing generations at
+    least one notices the other.
     """
 
     store: Store

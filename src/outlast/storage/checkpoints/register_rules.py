@@ -127,11 +127,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
-    """Return the local checkpoint to push next.
-
-    This is the newest one, so that little training is lost with the disk, or else a best one that one more commit would make
-    `obsolete`.
-    """
+    """Return the local checkpoint to push next: the newest, or a best one that one more commit would make `obsolete`."""
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
     committed: list[Committed] = [*waiting, *(each for each in stored if each.step not in here)]
@@ -165,10 +161,9 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """Return the register once `generation` has begun. `finished` checkpoints have a COMMIT and all their files.
+    """Return the register once `generation` has begun. Finished checkpoints have a COMMIT and all their files.
 
-    Finished checkpoints of the previous generation are added, because their writers may have died before registering them. Older
-    generations' writers are zombies.
+    Finished checkpoints of the previous generation are added, because their writers may have died before registering them.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)

@@ -117,7 +117,7 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """Number of checkpoints to keep."""
+    """How many checkpoints to keep, and which."""
 
     keep: int = 3
     """Number of newest checkpoints to keep, at least LEAST."""

@@ -169,8 +169,7 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 def archive(store: Store, run: str) -> int:
     """Move the objects of earlier runs to `previous/<their run>/`, and return their number.
 
-    An object is deleted only after it was copied, and while the record has `aside` set, so a killed or late process neither loses
-    objects nor deletes those of the new run.
+    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process does no harm.
     """
     moved = 0
 

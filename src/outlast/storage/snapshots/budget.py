@@ -50,8 +50,8 @@ def requested(text: str) -> Requested:
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
     """Return the memory budget for a worker's snapshots.
 
-    `limit` is the limit of the worker's cgroup or its share of the machine, `used` the memory that the worker uses apart from
-    snapshots, and `free` the machine's available memory.
+    `limit` is the worker's memory limit, `used` the memory that the worker uses apart from snapshots, and `free` the machine's
+    available memory.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")
@@ -92,10 +92,7 @@ def largest(budget: int, replicas: int) -> tuple[int, int]:
 
 
 def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
-    """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits into it.
-
-    `limit` is a worker's memory, and `saved` the size of the newest checkpoint, or 0.
-    """
+    """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits into it."""
     usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
     if not usable.bytes:
         return usable.reason

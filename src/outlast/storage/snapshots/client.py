@@ -60,7 +60,7 @@ class Room:
     id: int
     view: memoryview
     whole: memoryview
-    """The whole mapping, aligned to pages. It is the same each time the room is reused."""
+    """The whole mapping, aligned to pages, which stays the same each time the room is reused."""
 
 
 @dataclasses.dataclass
@@ -149,15 +149,14 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return, for each size, the id of the smallest suitable room, or 0.
-
-        Suitable rooms are lent for the part at this index, large enough, and hold no part of the snapshots `used`.
+        """Return, for each size, the id of the smallest room that can hold this part and holds none of the snapshots `used`, or
+        0.
         """
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Return lent memory, by default all of it. The agent keeps the snapshot `complete` and frees the rest."""
+        """Give lent memory, by default all of it, back to the agent, which keeps the snapshot `complete` and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -293,10 +292,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """Return this process's client, or None if snapshots are off.
-
-    Raises NotRestored if the agent does not respond: training must not start then, because only the agent can fetch checkpoints.
-    """
+    """Return this process's client, or None if snapshots are off. Raises NotRestored if the agent does not respond."""
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
         sock = unix_sockets.connect(path)
@@ -331,10 +327,7 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read items, each given as (number in the index, memory of its size). Raises Damaged, OutOfReach.
-
-        A single call for many items is faster.
-        """
+        """Read many items at once, each given as (number in the index, memory of its size). Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")

@@ -33,8 +33,7 @@ _PIECE = 4 << 30
 class File:
     """An in-memory file for one part: a header page, `size` bytes of data, and later a tail.
 
-    The constructor touches all pages, and calls `alive` between pieces. Raises OSError if memory is short, and whatever `alive`
-    raises.
+    The constructor touches all pages, and calls `alive` between pieces. Raises OSError, and whatever `alive` raises.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:

@@ -35,8 +35,7 @@ class Candidate:
     unique: tuple[Holders, ...]
     """Holders of each unique part, by rank."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, by local rank, the set that most workers hold first. Any set is enough. There are several
-    sets if workers shard the state differently, or if the state of one has diverged."""
+    """Complete sets of shared parts, by local rank, the set that most workers hold first. Any set is enough."""
 
     @property
     def parts(self) -> list[Part]:

@@ -76,7 +76,7 @@ class Part:
 
     @property
     def name(self) -> tuple[object, ...]:
-        """Equal for a part and its replicas only."""
+        """The identity of a part, which only its replicas share."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -112,7 +112,7 @@ class Item:
 
     key: str
     dtype: str
-    """torch's name, such as `float32`; `bytes` if the item is no tensor."""
+    """Name of the dtype in torch, such as `float32`; `bytes` if the item is no tensor."""
     size: tuple[int, ...]
     """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
@@ -161,10 +161,7 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Fill memory piece by piece with `fill(offset, piece)`, and return its crc32.
-
-    Pieces are still in the CPU's cache when their checksum is computed, which saves a third of the time.
-    """
+    """Fill memory with `fill(offset, piece)`, and return its crc32, which is computed while a piece is in the CPU's cache."""
     crc = 0
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]

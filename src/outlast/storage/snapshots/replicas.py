@@ -30,10 +30,7 @@ class Place:
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """Return, for each worker, the addresses of the `count` other workers (fewer in a small world) that hold its replicas.
-
-    `workers` are in rank order. Every worker computes the same result.
-    """
+    """Return, for each worker in rank order, the addresses of the `count` other workers that hold its replicas."""
     ring = _Ring(workers, count)
     for _ in range(count):
         for own in range(len(workers)):
@@ -124,7 +121,7 @@ class Sender:
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
-        """By address. Connecting takes longer than sending a small part."""
+        """Idle connections by address, kept because connecting takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
         """Send a part to several agents, one after another. Returns a sentence for each failure."""

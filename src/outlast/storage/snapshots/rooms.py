@@ -20,7 +20,7 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""As long as memory is left, a room is at most this many times as large as the part that it is reused for. Arbitrary."""
+"""Unless memory is short, a room is reused only for parts that it exceeds by at most this factor. Arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -56,9 +56,8 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Choose a room for a part of `size` bytes.
-
-    Replicas leave space for two snapshots of this worker, and are dropped if this worker's own parts need their memory.
+    """Choose a room for a part of `size` bytes. Replicas leave space for two snapshots of this worker, which may replace
+    replicas.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]
@@ -149,7 +148,7 @@ class Rooms:
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
         """Check that a part of the snapshot `at` is up to date, and record its generation and the newest complete snapshot.
 
-        `own` is False for another worker's part, which must be of the same session as this worker's parts. Raises Refused.
+        Another worker's part (`own` is False) must be of the same session as this worker's parts. Raises Refused.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")

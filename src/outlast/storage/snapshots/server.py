@@ -64,8 +64,7 @@ class Publication:
 class Server:
     """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
 
-    `restore` downloads the store's newest checkpoint; `newest` returns its (generation, step), or None. Both may raise StoreError
-    or OSError.
+    `restore` downloads the store's newest checkpoint; `newest` returns its (generation, step), or None.
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
@@ -139,7 +138,7 @@ class Server:
             tail = part_format.tail(each.index, part_format.checksums(each.index, each.room.file.data), each.rows)
             part = part_format.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
-        except Exception as error:  # even for a bug, since the rank waits for a report
+        except Exception as error:  # even for a bug, because the rank waits for a report
             self.rooms.release(each.room)
             each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
             return
@@ -227,7 +226,7 @@ class _Rank:
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
-            if isinstance(index, list):  # kept even if this part is refused, since the rank does not send the index again
+            if isinstance(index, list):  # kept even if this part is refused, because the rank does not send the index again
                 self._indices[part.kind, part.local_rank] = [], b""
                 self._indices[part.kind, part.local_rank] = [Item.of(each) for each in index], part_format.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)

@@ -364,10 +364,7 @@ class Store:
         self._multipart(to).copied(path, entry.size, entry.etag)
 
     def conditional(self) -> bool:
-        """Return whether this store supports conditional writes (`create`, `replace`).
-
-        The first call tries it with an object `.outlast-probe-...`. Raises Denied without permission to write.
-        """
+        """Return whether this store supports conditional writes. The first call writes and deletes a probe. Raises Denied."""
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional

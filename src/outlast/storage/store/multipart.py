@@ -248,7 +248,7 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon thread with a separate descriptor, since it may still be stalled when this process or call ends.
+                # A daemon thread with a separate descriptor, because it may still be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):

@@ -43,10 +43,7 @@ class Access:
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
-        """Return whether the bucket's name is part of the host name.
-
-        With `auto`, names with dots are not, because wildcard TLS certificates cover only one label.
-        """
+        """Return whether the bucket's name is part of the host name. Wildcard TLS certificates do not cover names with dots."""
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
     def options(self, bucket: str) -> dict[str, Any]:

@@ -45,7 +45,7 @@ _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """A range of a file's bytes."""
+    """An object that holds a range of a file's bytes."""
 
     key: str
     number: int
@@ -130,10 +130,7 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files, and return how many were sent.
-
-        Raises Stopped, and errors that would affect all files, such as Unreachable.
-        """
+        """Send the new bytes of these files, and return how many were sent. Raises Stopped, and errors that affect all files."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -227,10 +224,7 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream a file's bytes, while threads in `pool` read ahead.
-
-    For metrics, this is the current content; for logs and ledgers, all bytes ever pushed.
-    """
+    """Stream a file's bytes: the current content of metrics, or all bytes ever pushed of a log or ledger."""
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
     ranges = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))

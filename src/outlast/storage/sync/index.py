@@ -62,7 +62,7 @@ class Verdict(enum.Enum):
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
     """Compare a file with an object, given the file's state when it was last `seen`.
 
-    If `seen` is None, a file with the object's size and mtime counts as the original if it was modified before `clean_before`:
+    If `seen` is None, a file with the object's size and mtime is the original if it was modified before `clean_before`, because
     any change after it was sent would have changed its mtime.
     """
     if file.size != object.size:
@@ -93,10 +93,7 @@ def as_left(recorded: Object, size: int, etag: str) -> bool:
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """Return the objects in a listing (key, size, etag, modified), as recorded unless they have been replaced.
-
-    Omits the manifest `own`, and keys that end in a slash, which stand for directories.
-    """
+    """Return the objects in a listing (key, size, etag, modified), without the manifest `own` and directory markers."""
     objects = {}
     for key, size, etag, modified in entries:
         if key == own or not key or key.endswith("/"):

@@ -55,7 +55,7 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths with reasons."""
+    """Failed paths, with reasons."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Paths that are not files, with reasons."""
     changing: list[str] = dataclasses.field(default_factory=list)

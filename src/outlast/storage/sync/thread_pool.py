@@ -101,10 +101,7 @@ def work(
 
 
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
-    """Return the next number of threads, and the throughput that it must beat.
-
-    The number doubles if the throughput `now` is at least a quarter above the `previous` one, initially 0.
-    """
+    """Return the next number of threads, which doubles while throughput grows by a quarter, and the throughput to beat."""
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")
     return min(2 * width, MANY), now

@@ -52,9 +52,9 @@ class Sent(NamedTuple):
 class Uploaded(NamedTuple):
     sent: Sent
     stat: Stat
-    """Before the read."""
+    """The file's stat before the read."""
     read: int
-    """In nanoseconds since the epoch."""
+    """Start of the read, in nanoseconds since the epoch."""
     steady: bool
 
 

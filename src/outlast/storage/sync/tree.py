@@ -138,10 +138,7 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """Read a file of up to `limit` bytes, or return None if it is larger. Raises OSError.
-
-    Returns the content, the stat before the read, and whether the file stayed unchanged in one of ATTEMPTS reads.
-    """
+    """Read a file, its stat, and whether it did not change meanwhile. Returns None above `limit` bytes. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
             stat = _stat(os.fstat(file.fileno()))
