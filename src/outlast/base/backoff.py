@@ -130,7 +130,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class ConnectionLog:
-    """Prints when a connection breaks, when the type of the error changes, and when the connection is back."""
+    """Prints a message when a connection breaks, when the type of error changes, and when the connection is back."""
 
     def __init__(self, broken: str = "", restored: str = "") -> None:
         self._sentences = broken, restored

@@ -34,9 +34,7 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """Return (limit, used) in bytes for this process's cgroup and its parents. Cached files count as free, as in
-        MemAvailable.
-        """
+        """Return (limit, used) in bytes for this cgroup and its parents. Cached files count as free, as in MemAvailable."""
         groups = []
         for directory, limit, used, *cached in self._places():
             try:

@@ -43,7 +43,7 @@ class Saved:
 
     @property
     def problem(self) -> str:
-        """Empty if COMMIT can be read."""
+        """Why COMMIT cannot be read; empty if it can."""
         here = f"here: {self.here.problem}" if self.here and self.here.problem else ""
         there = f"in the store: {self.there.problem}" if self.there and self.there.problem else ""
         return "; ".join(filter(None, (here, there)))
@@ -76,7 +76,7 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """A local directory and a store, either of which may be missing, that hold a run's checkpoints."""
+    """Where a run's checkpoints are: in a local directory, in a store, or in both."""
 
     run: str
     directory: Path | None

@@ -112,7 +112,7 @@ class Parts:
     def send(
         self, path: Path, commit: on_disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files that the store lacks. Returns the names of those that this machine lacks, too. Raises DamagedHere."""
+        """Send the files that the store lacks, and return the names of those that this machine lacks, too. Raises DamagedHere."""
         from outlast.storage.sync import push_and_pull
 
         sizes = self.sizes()
@@ -131,9 +131,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Durably fetch the missing files of the checkpoint to `into`, and delete damaged and foreign files there. Raises
-        Damaged.
-        """
+        """Durably fetch the checkpoint's missing files to `into`, and delete damaged and foreign files there. Raises Damaged."""
         from outlast.storage.sync import push_and_pull
 
         if problem := _wrong_sizes(commit.files, self.sizes()):

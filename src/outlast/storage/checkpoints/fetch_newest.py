@@ -30,7 +30,7 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint's step.
+    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint replaced by its step.
 
     `--checkpoint=best` is the best one on this machine or in the store. Raises NotFound, Damaged and store.StoreError.
     """

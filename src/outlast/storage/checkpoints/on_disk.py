@@ -287,9 +287,9 @@ def first(directory: Path, run: str) -> bool:
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
     """Move the fence to `generation` of `run`, by default the next one, so that earlier generations can no longer commit.
 
-    `first` says whether the disk is rank 0's, or is None. The fence of another run is taken over. An up-to-date fence is not
-    written, so another attempt of the same generation needs no disk space. Raises OSError, and Superseded if a later generation
-    has moved the fence.
+    `first` says whether the disk is rank 0's; None keeps the old value. The fence of another run is taken over. An up-to-date
+    fence is not written, so another attempt of the same generation needs no disk space. Raises OSError, and Superseded if a later
+    generation has moved the fence.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -376,7 +376,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory, perhaps with files of a killed process, in which to assemble the checkpoint at `step`. Blocks."""
+    """Yield a locked directory in which to assemble the checkpoint at `step`. It may contain files of a killed process."""
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
         path.mkdir(parents=True, exist_ok=True)

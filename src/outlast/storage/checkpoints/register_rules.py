@@ -8,7 +8,7 @@ A checkpoint is
     expired    if enough counted checkpoints have higher steps, and it is not one of the best: it will be removed
     obsolete   if two committed checkpoints of its own or a later generation have higher steps: it may never be added (again)
 
-Every expired checkpoint is obsolete and stays so. So any process, even a zombie, may delete its files at any time. See
+Every expired checkpoint is and stays obsolete, so any process, even a zombie, may delete its files at any time. See
 docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -35,7 +35,7 @@ class Place:
     step: int
     generation: int
     parts: str
-    """Name of the directory."""
+    """Name of the directory that holds the files."""
     metric: Metric | None = field(default=None, compare=False)
     """None if the register lacks it."""
 
@@ -73,7 +73,7 @@ class Latest:
 
     @property
     def step(self) -> int:
-        """The newest step, or 0."""
+        """Step of the newest checkpoint; 0 if there is none."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:

@@ -38,7 +38,7 @@ class Run:
     run: str
     job: str
     submitted: float
-    """In seconds since the epoch."""
+    """Time of submission, in seconds since the epoch."""
     state: str = "Pending"
     """A `status.State`."""
     reason: str = ""
@@ -169,7 +169,8 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 def archive(store: Store, run: str) -> int:
     """Move the objects of earlier runs to `previous/<their run>/`, and return their number.
 
-    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process does no harm.
+    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process neither loses objects nor
+    deletes the new run's objects.
     """
     moved = 0
 

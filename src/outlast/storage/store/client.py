@@ -38,7 +38,7 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """Relative to the store's URL."""
+    """The object's name, relative to the store's URL."""
     size: int
     etag: str
     """The content's version. Each store computes it differently."""
@@ -54,7 +54,7 @@ class _Root:
     bucket: str
     raw: Any
     slow_raw: Any = None
-    """With a longer read timeout than `raw`."""
+    """The same as `raw`, with a longer read timeout."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None

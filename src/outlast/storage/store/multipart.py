@@ -27,7 +27,7 @@ from outlast.storage.store.s3 import Access
 SMALL = 8 << 20
 """Maximum size of a file sent in one request, in bytes."""
 PART = 16 << 20
-"""Bytes per part, or more if the file would need more than MAX_PARTS parts."""
+"""Bytes per part; parts are larger if the file would otherwise need more than MAX_PARTS."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
@@ -183,7 +183,7 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return the earlier upload if the file is unchanged, and its parts, or None if the store lacks the upload."""
+        """Return the earlier upload if the file is unchanged, and its parts, which are None if the store lacks the upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():

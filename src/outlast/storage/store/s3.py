@@ -67,7 +67,7 @@ class Access:
         return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Return credentials for the next minutes. botocore renews them 10 minutes before they expire, obstore 5 minutes."""
+        """Return credentials for some minutes. botocore renews them 10 minutes before they expire, obstore 5 minutes before."""
         with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
