@@ -43,7 +43,7 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the caller must use the store's client. `whole` means that the object ends at `end`. Raises OSError.
+        Returns None if the caller must use the store's client. `whole` means that the range is the entire object. Raises OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
@@ -135,7 +135,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Like `Direct.fetch`. Raises _Closed without a response."""
+        """Fetch bytes like `Direct.fetch`. Raises _Closed if the server sends no response."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0

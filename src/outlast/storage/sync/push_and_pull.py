@@ -48,7 +48,7 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """The result of a push or pull, or of a `dry_run` the expected result."""
+    """The result of a push or pull, or in a `dry_run` the expected result."""
 
     transferred: int = 0
     bytes: int = 0

@@ -138,7 +138,7 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """Read a file, its stat, and whether it did not change meanwhile. Returns None above `limit` bytes. Raises OSError."""
+    """Return a file's content, its stat, and whether it was stable meanwhile; None above `limit` bytes. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
             stat = _stat(os.fstat(file.fileno()))
