@@ -5,7 +5,6 @@ from __future__ import annotations
 import socket
 
 REACH_S = 5.0
-"""Timeout of `reach` in seconds."""
 
 
 def host_port(address: str) -> tuple[str, int]:

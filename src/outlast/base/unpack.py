@@ -57,7 +57,7 @@ class Limits:
     """Limits for unpacking an archive, and wording for error messages."""
 
     what: str
-    """What the archive contains: `code` or `data`."""
+    """Contents of the archive: `code` or `data`."""
     entries: int
     size: int
     """Unpacked bytes allowed for any archive."""

@@ -20,7 +20,7 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""What the COMMIT of a withdrawn checkpoint is renamed to."""
+"""New name of a withdrawn checkpoint's COMMIT."""
 
 Progress = Callable[[int], None]
 """Called from many threads with the number of bytes transferred since the last call."""

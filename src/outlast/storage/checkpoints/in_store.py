@@ -92,7 +92,6 @@ class Checkpoints:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """A cache, because a COMMIT never changes."""
 
     @functools.cached_property
     def _register(self) -> register.Register:

@@ -124,7 +124,6 @@ class Commit:
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`, sizes in bytes."""
     metric: Metric | None = None
-    """COMMITs of early versions have no metric."""
 
     @property
     def size(self) -> int:

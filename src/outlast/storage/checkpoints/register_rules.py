@@ -37,7 +37,6 @@ class Place:
     parts: str
     """Name of the directory that holds the files."""
     metric: Metric | None = field(default=None, compare=False)
-    """None if the register lacks it."""
 
     @property
     def key(self) -> str:
@@ -201,9 +200,8 @@ class Names:
 
     announced: int
     latest: Latest | None
-    """The owner's commits; None if there is no owner yet."""
+    """None if there is no owner yet."""
     proposed: tuple[Place, ...] = ()
-    """The owner's proposals, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:

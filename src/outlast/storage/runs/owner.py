@@ -28,7 +28,6 @@ _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
 _OWNERS = 50
-"""Maximum number of earlier owners in the record. Arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)

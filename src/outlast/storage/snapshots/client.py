@@ -70,7 +70,6 @@ class _Lent:
     place: int
     """Index of the buffer's part in the sizes that `reserve` was given."""
     at: tuple[int, int] | None = None
-    """(generation, step) of the buffer's snapshot."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
@@ -95,7 +94,6 @@ class Client:
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
         self._digests: dict[str, tuple[int, str]] = {}
-        """Step and digest of the last part that the agent holds, by kind."""
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]

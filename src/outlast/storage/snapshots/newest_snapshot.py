@@ -50,7 +50,6 @@ class Election:
     """The snapshots from which a world may resume."""
 
     candidates: tuple[Candidate, ...]
-    """Newest first."""
     reasons: tuple[str, ...]
     """Why snapshots newer than the first candidate were rejected."""
 

@@ -23,7 +23,7 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 
 PAGE = 4096
-"""Size of the header page in bytes."""
+"""Size in bytes of the header page."""
 BLOCK = 4 << 20
 """Number of bytes per checksum, small enough that threads can share the verification of one item."""
 _PIECE = 256 << 10

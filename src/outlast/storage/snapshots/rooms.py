@@ -25,7 +25,7 @@ _WASTE = 1.1
 
 @dataclass(frozen=True)
 class View:
-    """What `choose` needs to know about a room."""
+    """The facts about a room that `choose` needs."""
 
     id: int
     size: int
@@ -33,7 +33,6 @@ class View:
     """None if the room is empty."""
     busy: bool = False
     replica: bool = False
-    """True for a part of another worker."""
 
 
 @dataclass(frozen=True)
@@ -113,7 +112,6 @@ class Room:
     users: int = 1
     """Number of readers and writers, plus one while the room is lent to a rank."""
     part: Part | None = None
-    """Set once the header is written."""
     tail: int = 0
     index: Sequence[Item] = ()
     stale: bool = False

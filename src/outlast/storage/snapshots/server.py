@@ -162,7 +162,6 @@ class _Rank:
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._query: queue.SimpleQueue[dict[str, object]] | None = None
-        """The query that `look` began, if any."""
         self._indices: dict[tuple[str, int], tuple[list[Item], bytes]] = {}
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 

@@ -59,7 +59,6 @@ class _Root:
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """True once a large upload has timed out."""
     odd_ranges: bool = False
     """True once obstore has rejected the server's response to a range request."""
 

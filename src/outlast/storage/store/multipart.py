@@ -38,7 +38,6 @@ _ENCRYPTION = {
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""An upload's arguments, with obstore's environment variables."""
 
 
 def part_size(size: int) -> int:

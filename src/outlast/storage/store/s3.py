@@ -38,7 +38,6 @@ class Access:
     """Static access key, secret and session token (which may be empty); None for other credentials."""
     anonymous: bool
     session: Any = None
-    """botocore's session, if needed."""
     credentials: Any = None
     timeout_s: float = 30
 
@@ -213,4 +212,3 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Where Linux distributions keep CA certificates, as in rustls-native-certs."""

@@ -34,7 +34,6 @@ PART = 8 << 20
 """Maximum size of a part in bytes, small enough for one request."""
 _AT_ONCE = 8
 _PIECE = 1 << 20
-"""Number of bytes that `pieces` reads at a time."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20

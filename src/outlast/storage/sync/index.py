@@ -166,7 +166,6 @@ class State:
     etag: str = ""
     clean_before: int = 0
     checked: float = 0.0
-    """Time of the last listing, by the local clock."""
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
 

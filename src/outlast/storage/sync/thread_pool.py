@@ -20,7 +20,6 @@ T = TypeVar("T")
 MEMORY = 64 << 20
 """Maximum size of file contents in memory, in bytes."""
 FEW, MANY = 8, 128
-"""Initial and maximum number of threads."""
 _WINDOW_S = 0.5
 """How long to measure throughput before adding threads, in seconds."""
 _LEAVE_S = 3.0

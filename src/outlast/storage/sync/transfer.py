@@ -65,7 +65,6 @@ class Download(NamedTuple):
     size: int
     path: str
     crc32: int = -1
-    """-1 if unknown."""
     mtime: int | None = None
 
 

@@ -25,7 +25,6 @@ _PIECE = 64 << 10
 """Number of bytes written at a time. Larger writes use larger page cache blocks, which are slow to allocate in a virtual machine
 that reports free pages to its host."""
 ATTEMPTS = 3
-"""Number of attempts to read a file that changes meanwhile."""
 
 
 @dataclass
