@@ -1,1 +1,1 @@
-"""Utilities that do not depend on jobs: errors, units, files, locks, sockets, clocks, backoff, checksums, archives."""
+"""Utilities that do not depend on jobs, such as errors, units, files, locks, clocks and checksums."""

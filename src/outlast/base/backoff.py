@@ -1,10 +1,7 @@
 """Backoff between retries, and requests that are retried until they succeed or time out.
 
-All pauses between retries are computed here: `exponential` lengthens a pause with each failure, and `jittered` spreads clients
-that failed at the same moment. obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining
-cases: lost responses to writes, truncated bodies, conflicts.
-
-tenacity or stamina would save some 25 lines, but no signal could interrupt a wait in native code. They also draw jitter from
+obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost responses to writes,
+truncated bodies, conflicts. tenacity and stamina do not let signals interrupt a wait in native code, and draw jitter from
 Python's shared generator, which a training script may have seeded: the script would then get other random numbers.
 """
 
@@ -26,13 +23,13 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The operating system's random generator: it has no state that forks share or training scripts seed."""
+"""The operating system's generator, which scripts cannot seed and forks do not share."""
 DEFAULT_S = 60.0
 """Default retry timeout for store requests, in seconds."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after failed attempt number `attempt` (from 0). It doubles each time, up to `longest_s`."""
+    """Return the pause in seconds after failed attempt number `attempt` (from 0), which doubles each time up to `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 
@@ -42,7 +39,7 @@ def jittered(pause_s: float) -> float:
 
 
 def timeout_from_environment() -> float:
-    """Return the retry timeout for store requests in seconds, from OUTLAST_STORE_TIMEOUT. Raises StoreError."""
+    """Return OUTLAST_STORE_TIMEOUT, the retry timeout for store requests in seconds. Raises StoreError if it is invalid."""
     text = os.environ.get("OUTLAST_STORE_TIMEOUT") or str(DEFAULT_S)
     try:
         seconds = float(text)
@@ -54,8 +51,7 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """Return the result of `attempt`, retried while `mapped` maps its exception to Unreachable. No attempt begins later than
-    `timeout_s` after the first, but the last may end later."""
+    """Return the result of `attempt`, repeated for up to `timeout_s` while `mapped` maps its exceptions to Unreachable."""
     begun = time.monotonic()
     for n in count():
         try:
@@ -78,8 +74,10 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """Return the response to a cluster request. Retries until the request succeeds or raises a `hopeless` error, by default any
-    error but Unanswered. Calls `say` once when the cluster becomes unreachable, and once when it is back."""
+    """Return the response to a cluster request, which is repeated until it succeeds or raises a `hopeless` error.
+
+    `say` is called when the cluster becomes unreachable, and when it is back.
+    """
     away = False
     while True:
         try:
@@ -98,7 +96,7 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`. The main thread delegates it to another thread, since native code would delay signals."""
+    """Return the result of `attempt`. The main thread runs it in another thread, because native code would delay signals."""
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -119,7 +117,7 @@ def interruptibly(attempt: Callable[[], T]) -> T:
 
 
 _waiting = False
-"""True while the main thread waits for an attempt or for the pause before the next one."""
+"""True while the main thread waits for a store."""
 
 
 def interrupt(why: str) -> None:
@@ -132,7 +130,7 @@ FIRST_PAUSE_S = 0.1
 
 
 class ConnectionLog:
-    """Prints a message when a connection breaks, when the type of error changes, and when it is back. Skips empty messages."""
+    """Prints a message when a connection breaks, when the type of error changes, and when the connection is back."""
 
     def __init__(self, broken: str = "", restored: str = "") -> None:
         self._sentences = broken, restored
@@ -152,7 +150,7 @@ class ConnectionLog:
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Return the seconds until the next attempt: exponential, and jittered because all workers lose a server at once."""
+    """Return the pause in seconds after a failure, jittered because all workers lose a server at the same time."""
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 

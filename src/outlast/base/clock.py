@@ -1,14 +1,13 @@
-"""Clocks that never step, for measuring silence, loops and hangs, and for detecting steps of the wall clock.
+"""Clocks that never step, for measuring silence, loops and hangs.
 
     clock = Clock()
     clock()          seconds since the epoch, monotonic from the clock's creation
     clock.broken_at  when the wall clock last stepped: silence before that time proves nothing
+    clock = Awake()  for a loop: stands still whenever the loop does not run
+    Seen(clock)      how long each of several values has stayed the same
 
 The wall clock steps when NTP corrects it and when a suspended machine wakes up. Use these clocks for times that are compared
 within one process, and `time.time` for times that people read or that outlive the process.
-
-    clock = Awake()  for a loop: stands still whenever the loop does not run
-    Seen(clock)      how long each of several values has stayed the same
 """
 
 from __future__ import annotations
@@ -22,22 +21,21 @@ from collections.abc import Callable, Hashable
 log = logging.getLogger(__name__)
 
 BREAK_S = 2.0
-"""Minimum difference in seconds that counts as a step of the wall clock. NTP slews by at most 0.5 ms per second, which never adds
-up to this between two readings of a running process."""
+"""Minimum difference in seconds that counts as a step. NTP slews by at most 0.5 ms per second."""
 
 
 class Clock:
-    """Steady seconds since the epoch. Safe to call from any thread."""
+    """Steady seconds since the epoch. Thread-safe."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """Steady time of the last wall clock step or suspend; count silence only from then on."""
+        """Steady time of the last step or suspend; count silence only from then on."""
 
     def __call__(self) -> float:
-        """Return the steady time. Sets `broken_at` to it if the wall clock stepped or the machine slept since the last call."""
+        """Return the steady time. Sets `broken_at` if the wall clock has stepped or the machine has slept since the last call."""
         with self._lock:
             monotonic = self._monotonic()
             now, apart = self._started + monotonic, self._wall() - monotonic
@@ -52,14 +50,14 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Minimum length, in seconds, of a pause in a loop that is logged."""
+"""Minimum length of a pause in a loop that is logged, in seconds."""
 
 
 class Awake:
-    """A clock that begins at the current time and advances only while its loop runs.
+    """A clock that advances only while its loop runs. Thread-safe.
 
-    Unlike the monotonic clock, it also stops for paused virtual machines, frozen containers and stopped processes, so that no
-    deadline passes while the loop is stopped. Loops must read it at least every `STEP_S`. Safe to call from any thread.
+    It also stops for paused virtual machines, frozen containers and stopped processes, so that no deadline passes while the loop
+    cannot run. Loops must read it at least every `STEP_S`.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -81,17 +79,14 @@ class Awake:
 
 
 class Seen:
-    """Measures how long each of several values has stayed the same.
-
-    Meant for times written by other processes, whose clocks differ from ours: any change of the value is a sign of life.
-    """
+    """Measures how long values have stayed the same, such as times written by processes with other clocks."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
         self._seen: dict[Hashable, tuple[object, float]] = {}
 
     def age(self, key: Hashable, value: object) -> float:
-        """Return the seconds since `key` was first seen with this value; 0 if this is the first time."""
+        """Return the seconds since `key` was first seen with this value; 0 for a new value."""
         now = self._clock()
         last = self._seen.get(key)
         if last is None or last[0] != value:
@@ -107,8 +102,8 @@ class Seen:
 def until(at: float, timeout: float, now: float) -> float | None:
     """Return the time at which a timeout that began at `at` ends; None if it has ended.
 
-    If `at` is in the future, the clock was set back. Up to one timeout ahead, no time counts as passed; beyond that, the timeout
-    is over. So a wait never exceeds twice its timeout, however the clock jumps.
+    If the clock was set back, `at` may be in the future: by up to one timeout, no time counts as passed; beyond that, the timeout
+    is over.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

@@ -1,7 +1,7 @@
 """Errors that users can correct.
 
 An `OutlastError` is a user's mistake or a machine fault: the command line prints its message without a traceback and exits with
-`exit_code`. Any other exception is a bug and keeps its traceback. Messages name the wrong value, what is expected and the remedy.
+`exit_code`. Any other exception is a bug. Messages name the wrong value, what is expected and the remedy.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ class OutlastError(Exception):
     exit_code = 2
 
     def _render_traceback_(self) -> list[str]:
-        """Return the text that IPython shows instead of a traceback."""
+        """Return what IPython shows instead of a traceback."""
         return [f"{type(self).__name__}: {self}"]
 
 
 class InvalidJob(OutlastError):
-    """The job file is wrong. `problems` are (line or None, sentence) pairs in file order; the message has one per line."""
+    """The job file is wrong. `problems` are (line or None, sentence) pairs in file order."""
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
         self.problems = tuple(problems)
@@ -39,23 +39,23 @@ class AlreadyRunning(OutlastError):
 
 
 class NoRoom(OutlastError):
-    """A disk in this world is full. This counts as a failure: a retry or another world may succeed."""
+    """A disk in this world is full. A retry or another world may succeed, so this counts as a failure."""
 
 
 class NotRestored(OutlastError):
-    """The newest state cannot be read at present. This counts as a failure: a retry may succeed."""
+    """The newest state cannot be read now. A retry may succeed, so this counts as a failure."""
 
 
 class NotSaved(OutlastError):
-    """The last step could not be saved. This counts as a failure: the restarted processes continue from memory and try again."""
+    """The last step could not be saved. This counts as a failure: restarted processes resume from memory and try again."""
 
 
 class WrongBits(OutlastError):
-    """This rank's bits differ from those of most ranks. This counts as a failure: another worker takes this one's place."""
+    """This rank's bits differ from those of most ranks. This counts as a failure, and another worker replaces this one."""
 
 
 class Superseded(OutlastError):
-    """This process belongs to a generation that has been replaced: it is a zombie and must stop."""
+    """This process belongs to a generation that has been replaced, and must stop."""
 
 
 class ClusterError(OutlastError):
@@ -83,7 +83,7 @@ class Taken(ClusterError):
 
 
 class Conflict(ClusterError):
-    """The object has been changed since it was read."""
+    """The object has changed since it was read."""
 
 
 class Forbidden(ClusterError):
@@ -99,11 +99,11 @@ class Refused(ClusterError):
 
 
 class NotServed(ClusterError):
-    """The cluster does not serve this kind of object: an API has to be installed."""
+    """The cluster does not serve this kind of object; an API must be installed."""
 
 
 class Unanswered(ClusterError):
-    """The cluster cannot be reached, or is unhealthy; a retry can help."""
+    """The cluster is unreachable or unhealthy; a retry can help."""
 
 
 class EtcdError(OutlastError):
@@ -117,13 +117,13 @@ class EtcdAway(EtcdError):
 
 
 class EtcdRefused(EtcdError):
-    """The server does not speak etcd v3, rejects the login or the certificate, or is full; a retry does not help."""
+    """The server does not speak etcd v3, rejects the login or the certificate, or is full."""
 
     exit_code = 2
 
 
 class StoreError(OutlastError):
-    """A store did not do what was requested. `retry` is true if a retry can help."""
+    """A store did not do what was requested. `retry` is True if a retry can help."""
 
     def __init__(self, message: str, *, retry: bool = False) -> None:
         super().__init__(message)
@@ -135,7 +135,7 @@ class Missing(StoreError):
 
 
 class NoBucket(StoreError):
-    """The bucket or container does not exist. Not a subclass of Missing, since writing there fails as well."""
+    """The bucket or container does not exist. Not a subclass of Missing, because writes fail as well."""
 
 
 class Exists(StoreError):
@@ -143,7 +143,7 @@ class Exists(StoreError):
 
 
 class Changed(StoreError):
-    """The object to replace, or the file being uploaded, has changed in the meantime."""
+    """The object to replace, or the file being uploaded, has changed."""
 
 
 class Denied(StoreError):
@@ -155,7 +155,7 @@ class Stopped(StoreError):
 
 
 class Unreachable(StoreError):
-    """The store cannot be reached, or is unhealthy; training continues and we retry."""
+    """The store is unreachable or unhealthy. Training continues, and the operation is retried."""
 
     exit_code = 1
 
@@ -174,7 +174,7 @@ def importing(purpose: str, extra: str) -> Iterator[None]:
 
 
 def causes(error: BaseException) -> Iterator[BaseException]:
-    """Yield an exception and its causes, each only once, since `raise error from error` makes an exception its own cause."""
+    """Yield an exception and its causes, each once, even if an exception is its own cause."""
     seen: list[BaseException] = []
     cause: BaseException | None = error
     while cause is not None and cause not in seen:

@@ -1,7 +1,7 @@
-"""Exclusive and shared file locks (flock).
+"""Exclusive and shared file locks. The only module that calls flock.
 
-The kernel releases a lock when its last holder dies, so no file stays locked by accident. A lock belongs to an open file: a child
-process that inherits the descriptor (`pass_fds`) keeps the lock if we die first. This is the only module that calls flock.
+The kernel releases a lock when its last holder dies. A lock belongs to an open file: a child process that inherits the descriptor
+(`pass_fds`) keeps the lock if its parent dies first.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ _POLL_S = 0.1
 
 
 def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
-    """Lock an open file or directory until it is closed. Returns False if it is already locked; with `wait`, blocks instead."""
+    """Lock an open file or directory until it is closed. Returns False if the lock is taken, unless `wait` is set."""
     try:
         fcntl.flock(fd, (fcntl.LOCK_SH if share else fcntl.LOCK_EX) | (0 if wait else fcntl.LOCK_NB))
     except BlockingIOError:
@@ -29,10 +29,7 @@ def acquire(fd: int, *, share: bool = False, wait: bool = False) -> bool:
 
 @contextlib.contextmanager
 def exclusive(path: Path, *, waiting: Callable[[], None], stop: threading.Event) -> Iterator[int]:
-    """Hold an exclusive lock on a file; yields the descriptor. If the lock is taken, call `waiting` once and wait.
-
-    Raises Stopped soon after `stop` is set during the wait.
-    """
+    """Hold an exclusive lock on a file, and yield the descriptor. Calls `waiting` once if it must wait. Raises Stopped."""
     path.parent.mkdir(parents=True, exist_ok=True)
     fd = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
@@ -54,10 +51,7 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold an exclusive lock on a file or directory; yields False if the lock is taken. With `wait`, block until it is free.
-
-    The file is created if it does not exist.
-    """
+    """Hold an exclusive lock on a file (created if missing) or directory. Yields False if it is taken, unless `wait` is set."""
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
     try:
         yield acquire(fd, wait=wait)
@@ -66,7 +60,7 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Take a shared lock on a file until the returned descriptor is closed. Returns None if the file is locked exclusively."""
+    """Take a shared lock until the returned descriptor is closed. Returns None if the file is locked exclusively."""
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd

@@ -1,6 +1,6 @@
-"""Atomic replacement of files: a reader sees either the whole old content or the whole new content, even after a crash.
+"""Atomic replacement of files, and reading of files that may be missing.
 
-`text` and `mapping` read files that may be missing, such as records of processes that have not begun or have ended.
+Even after a crash, a reader sees either the whole old content or the whole new content.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def text(path: Path) -> str:
 
 
 def mapping(path: Path) -> dict[str, Any]:
-    """Return the JSON object in a file; empty if the file cannot be read, or holds anything else."""
+    """Return the JSON object in a file; empty if there is none."""
     try:
         return dict(json.loads(path.read_bytes()))
     except (OSError, ValueError, TypeError):
@@ -60,7 +60,7 @@ def sync(directory: Path) -> None:
 
 
 def flush(directory: Path) -> None:
-    """Flush a directory's whole file system to disk, which is cheaper than flushing file by file."""
+    """Flush a directory's whole file system to disk, which is cheaper than flushing many files."""
     if sys.platform != "linux":
         os.sync()
         return

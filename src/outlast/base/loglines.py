@@ -1,4 +1,4 @@
-"""Logging to standard output in a cluster: JSON lines for collectors, or text for people."""
+"""Logging to standard output in a cluster, as JSON for collectors or as text for people."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from typing import Any
 
 
 class Lines(logging.Formatter):
-    """Formats each log record as one line of JSON: time, level, namespace, job, message, and the traceback if there is one."""
+    """Formats each log record as a line of JSON."""
 
     def format(self, record: logging.LogRecord) -> str:
         line: dict[str, Any] = {"time": _time(record.created), "level": record.levelname.lower()}

@@ -1,4 +1,4 @@
-"""The machine's free memory, within the limits of our cgroups (for example, a container's)."""
+"""The machine's free memory, within the limits of this process's cgroups (for example, a container's)."""
 
 from __future__ import annotations
 
@@ -6,9 +6,9 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""Divisor for the reserve: one tenth of the memory stays free."""
+"""One tenth of the memory stays free."""
 _UNLIMITED = 1 << 60
-"""Limit in bytes from which a cgroup counts as unlimited: cgroup v1 reports nearly 2^63 if there is no limit."""
+"""From this limit in bytes, a cgroup is unlimited: without a limit, cgroup v1 reports nearly 2^63."""
 
 
 class Machine:
@@ -19,7 +19,7 @@ class Machine:
 
     @property
     def headroom(self) -> int:
-        """Bytes that can be allocated now, at least 0. Leaves a tenth of the machine's memory and of each cgroup's limit free."""
+        """Bytes that can be allocated now. Leaves a tenth of the machine's memory and of each cgroup's limit free."""
         machine = self.machine()
         free = [machine.get("MemAvailable", 0) - machine.get("MemTotal", 0) // _RESERVE]
         free += [limit - used - limit // _RESERVE for limit, used in self.groups()]
@@ -34,8 +34,7 @@ class Machine:
             return {}
 
     def groups(self) -> list[tuple[int, int]]:
-        """Return (limit, used) in bytes for each limited cgroup among this process's cgroup and its parents. Cached files count
-        as free, even if in active use: the kernel reclaims them before it kills a process (as in MemAvailable)."""
+        """Return (limit, used) in bytes for this cgroup and its parents. Cached files count as free, as in MemAvailable."""
         groups = []
         for directory, limit, used, *cached in self._places():
             try:
@@ -49,7 +48,7 @@ class Machine:
         return groups
 
     def oom_kills(self) -> int:
-        """Return the number of processes in our cgroup that the kernel's OOM killer has killed; 0 if unknown."""
+        """Return the number of processes in this cgroup that the OOM killer has killed; 0 if unknown."""
         for directory, *_ in self._places():
             for name in ("memory.events", "memory.oom_control"):  # in cgroup v2 and v1
                 with contextlib.suppress(OSError, ValueError, StopIteration):
@@ -58,7 +57,7 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Return the directories and file names for cgroup v2 and v1. In a container, the path is often `/` or missing."""
+        """Return directories and file names of cgroup v2 and v1. In a container, the path is often `/` or missing."""
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:

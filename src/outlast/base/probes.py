@@ -1,8 +1,7 @@
-"""A process's HTTP endpoints: `/healthz`, `/readyz` and `/metrics` for kubelets, Prometheus and people. Workers also have `/end`
-for other workers, and `/leave` for holders of the run's key.
+"""A process's HTTP endpoints: `/healthz`, `/readyz` and `/metrics`, and of workers `/end` and `/leave`.
 
-A worker is healthy while it makes progress (a step, or a phase of startup), and ready while it is in a world. The port is open to
-everyone in the cluster, so connections are limited in number and duration. Idle ones are closed, oldest first, so that kubelets
+A worker is healthy while it makes progress (a step, or a phase of startup), and ready while it is in a world. Everyone in the
+cluster can reach the port, so connections are limited in number and duration. The oldest ones are closed first, so that kubelets
 get a response under any load.
 """
 
@@ -22,28 +21,27 @@ from outlast.base.errors import OutlastError
 
 @dataclass(frozen=True)
 class Health:
-    """The state that probes report; the agent replaces it in each loop iteration."""
+    """The state that probes report."""
 
     healthy: bool = True
     ready: bool = False
     reason: str = "starting"
     end: str = ""
-    """How the run ended (`join_run.Ended.dumps`), while the worker stays up afterwards; empty otherwise."""
+    """How the run ended (`join_run.Ended.dumps`), while the worker stays up afterwards; otherwise empty."""
 
 
 MOST = 32
-"""Maximum number of connections and threads. One more connection closes the oldest."""
+"""Maximum number of connections. One more closes the oldest."""
 IDLE_S = 5.0
 """Seconds after which a silent connection is closed."""
 LONGEST_BODY = 4096
-"""Maximum number of bytes in a request's body."""
+"""Maximum length of a request's body in bytes."""
 _DIGITS = 6
-"""Maximum number of digits of a Content-Length that is parsed."""
 BACKLOG = 128
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""A thread-safe handler of POST requests: takes the headers (such as `Content-Type`) and the body, returns a status and a
-sentence."""
+"""A thread-safe handler of POST requests, which returns a status and a sentence for headers (such as `Content-Type`) and a body.
+"""
 
 
 def serve(
@@ -54,9 +52,11 @@ def serve(
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in background threads, and return the address `host:port`. Port 0 picks a free port; host "" listens on all
-    addresses of the machine. `metrics` returns the text of `/metrics`. `orders` maps paths to handlers of POST requests. Raises
-    OutlastError if the port is taken."""
+    """Answer probes in background threads, and return the address `host:port`. Raises OutlastError if the port is taken.
+
+    Port 0 picks a free port; host "" listens on all addresses. `metrics` returns the text of `/metrics`, and `orders` maps paths
+    to handlers of POST requests.
+    """
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_S
@@ -93,7 +93,7 @@ def serve(
             self.wfile.write(body)
 
         def log_message(self, format: str, *args: object) -> None:
-            """Log nothing: probes come every few seconds."""
+            """Log nothing, because probes come every few seconds."""
 
     class Server(_Bounded):
         address_family = socket.AF_INET if host or not socket.has_dualstack_ipv6() else socket.AF_INET6
@@ -114,7 +114,6 @@ class _Bounded(ThreadingHTTPServer):
 
     def __init__(self, *args: Any) -> None:
         self._open: dict[socket.socket, None] = {}
-        """The open connections, oldest first."""
         self._lock = threading.Lock()
         super().__init__(*args)
 
@@ -134,6 +133,6 @@ class _Bounded(ThreadingHTTPServer):
         super().shutdown_request(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """Ignore closed connections; report anything else."""
+        """Report errors, but not closed connections."""
         if not isinstance(sys.exception(), OSError):
             super().handle_error(request, client_address)

@@ -1,14 +1,10 @@
-"""TCP connections to machines that may be lost: address parsing, and socket options that soon break a dead connection.
-
-Called by the rendezvous, the world loop and the data port of snapshots.
-"""
+"""TCP connections to machines that may be lost: addresses, and socket options that soon break a dead connection."""
 
 from __future__ import annotations
 
 import socket
 
 REACH_S = 5.0
-"""Timeout for `reach`, in seconds."""
 
 
 def host_port(address: str) -> tuple[str, int]:
@@ -23,9 +19,11 @@ def reach(address: str) -> None:
 
 
 def ends_when_lost(sock: socket.socket, lost_s: float, *, idle_s: int = 0, probe_s: int = 1) -> None:
-    """Disable Nagle's delay, and break the connection once data is unacknowledged for `lost_s` seconds. With `idle_s`, the kernel
-    probes a connection that has been idle for that long, every `probe_s` seconds. The first probe after `lost_s` without an
-    acknowledgement breaks it (tcp(7): TCP_USER_TIMEOUT overrides the number of probes)."""
+    """Disable Nagle's delay, and break the connection once data is unacknowledged for `lost_s` seconds.
+
+    With `idle_s`, the kernel probes a connection that has been idle for that long every `probe_s` seconds, and breaks it once
+    probes are unacknowledged for `lost_s` (tcp(7): TCP_USER_TIMEOUT overrides the number of probes).
+    """
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(1000 * lost_s))
     if idle_s:

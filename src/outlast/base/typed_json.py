@@ -1,9 +1,9 @@
-"""JSON as typed values: what other processes, machines and versions write to sockets, keys and annotations. Pure.
+"""JSON from other processes, machines and versions, as typed values. Pure.
 
     decode(Report, {"run": "r", "id": 3, "standing": "waiting", "newer": 1})  ->  Report("r", 3, MemberState.WAITING)
 
-The types of a dataclass's fields describe the message. Fields from newer versions are ignored, and missing fields get their
-defaults. A value of the wrong type is refused. Supported types:
+The fields of a dataclass describe a message. Fields of newer versions are ignored, missing fields get their defaults, and values
+of the wrong type are rejected. Supported types:
 
     bool, str, Any, enums, Literal[...], X | None, dataclasses
     int                             an integer in [0, 2**53): no message has a negative one
@@ -26,19 +26,15 @@ from typing import Annotated, Any, Literal, TypeGuard, TypeVar, Union, cast
 
 T = TypeVar("T")
 _Reader = Callable[[Any], Any]
-"""Converts a JSON value to one type. Raises ValueError."""
 
 
 class _Unfit(ValueError):
-    """Raised for a field that is missing or has the wrong type."""
-
     def __init__(self, field: str, problem: str) -> None:
         self.field, self.problem = field, problem
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Convert a parsed JSON value to this type. Raises ValueError with a sentence that names the wrong field and refers to the
-    value as `name`, by default `a <kind>`."""
+    """Convert a parsed JSON value to a type. Raises ValueError, which calls the value `name` and names the wrong field."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)
@@ -50,7 +46,7 @@ def decode(kind: type[T], value: object, name: str = "") -> T:
 
 
 def is_count(value: object) -> TypeGuard[int]:
-    """Return whether a JSON value is an integer in [0, 2**53); booleans and floats are rejected."""
+    """Return whether a JSON value is an integer in [0, 2**53)."""
     return isinstance(value, int) and not isinstance(value, bool) and 0 <= value < 1 << 53
 
 

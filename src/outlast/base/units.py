@@ -7,7 +7,7 @@
 
 `x` parses the text returned by `x_text` to the same value. Quantities are as in Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
-sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*. Uses only the standard library.
+sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*.
 """
 
 from __future__ import annotations
@@ -20,11 +20,9 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""A duration as text, for schemas. All patterns here are also valid RE2, which Kubernetes' API server uses."""
+"""These patterns are for schemas. They are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
-"""A Kubernetes quantity as text, for schemas."""
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
-"""An `Every` as text, for schemas."""
 
 _MICROSECONDS = {"d": 86_400_000_000, "h": 3_600_000_000, "m": 60_000_000, "s": 1_000_000}
 _DECIMAL = {"k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12, "P": 10**15, "E": 10**18}
@@ -32,7 +30,7 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei"
 
 
 def duration(value: str | int | float | timedelta) -> timedelta:
-    """Parse `90s`, `5m`, `1h30m`, `2d`, or a bare number of seconds. The result is not negative, and exact to the microsecond."""
+    """Parse `90s`, `5m`, `1h30m`, `2d`, or a number of seconds, exactly to the microsecond."""
     if isinstance(value, timedelta):
         return value
     text = _plain(value).replace(" ", "")
@@ -47,7 +45,7 @@ def duration(value: str | int | float | timedelta) -> timedelta:
 
 
 def duration_text(value: timedelta) -> str:
-    """Return the shortest text that `duration` parses to this value: `1h30m`, `2d`, `0.5s`, `0s`."""
+    """Return the shortest text for a duration: `1h30m`, `2d`, `0.5s`, `0s`."""
     left = value // timedelta(microseconds=1)
     text = ""
     for unit in "dhm":
@@ -70,7 +68,7 @@ def memory(value: str | int | float) -> int:
 
 
 def memory_text(value: int) -> str:
-    """Return the shortest exact text with a binary suffix, such as `16Gi`; a bare number if no suffix fits."""
+    """Return the shortest exact text, such as `16Gi`, or a bare number."""
     for suffix, size in reversed(_BINARY.items()):
         if value and value % size == 0:
             return f"{value // size}{suffix}"
@@ -83,7 +81,7 @@ def cores(value: str | int | float) -> float:
 
 
 def cores_text(value: float) -> str:
-    """Format whole cores as `2`, and fractions as thousandths: `500m`."""
+    """Format whole cores as `2`, and others in thousandths as `500m`."""
     thousandths = round(value * 1000)
     return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
@@ -97,7 +95,7 @@ class Every:
 
     @classmethod
     def parse(cls, value: str | int | float | Every) -> Every:
-        """Parse `5m`, `200 steps`, or a bare number of seconds. Raises ValueError unless the interval is positive."""
+        """Parse `5m`, `200 steps`, or a number of seconds. Raises ValueError unless the interval is positive."""
         if isinstance(value, Every):
             return value
         if match := re.fullmatch(r"([0-9]{1,18}) ?steps?", _plain(value)):
@@ -112,7 +110,7 @@ class Every:
         return every
 
     def __str__(self) -> str:
-        """Return `300s` or `200 steps`, which `parse` reads back."""
+        """Return `300s` or `200 steps`, the inverse of `parse`."""
         if self.duration is not None:
             return f"{_seconds(self.duration // timedelta(microseconds=1))}s"
         return f"{self.steps} step" if self.steps == 1 else f"{self.steps} steps"
@@ -151,7 +149,6 @@ def human_seconds(value: float) -> str:
 
 
 def _quantity(value: str | int | float, example: str) -> Decimal:
-    """Parse a non-negative Kubernetes quantity exactly."""
     text = _plain(value)
     match = re.fullmatch(rf"({_NUMBER})([A-Za-z]{{0,2}}|[eE][+-]?[0-9]{{1,2}})", text)
     if match:
@@ -166,7 +163,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Return text, or a number as text without an exponent. For anything else, return `?`, which no parser accepts."""
+    """Return text, or a number without an exponent as text, or else `?`, which no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
@@ -175,6 +172,5 @@ def _plain(value: object) -> str:
 
 
 def _seconds(microseconds: int) -> str:
-    """Format microseconds as seconds without trailing zeros: `300`, `0.5`."""
     whole, part = divmod(microseconds, 1_000_000)
     return f"{whole}.{part:06d}".rstrip("0") if part else str(whole)

@@ -3,11 +3,9 @@
     extract(path, directory, name="code (s3://bucket/code.tar.gz)", limits=...)      tar and zip, compressed or not
     decompress(path, file, ...)                                                      one compressed file
 
-An archive may contain files, directories and links that stay inside it; with anything else it is rejected as a whole. Links are
-created last, so that nothing is written through a link. Owners and special bits are dropped; times and the executable bit are
-kept. The caller passes a new directory and removes it if unpacking fails.
-
-Compression is recognised by a file's first bytes, not by its name: gzip, bzip2, xz, Zstandard.
+An archive may contain files, directories and links that stay inside it; otherwise it is rejected as a whole. Links are created
+last, so that nothing is written through a link. Times and the executable bit are kept. Compression is recognised by a file's
+first bytes, not by its name. The caller passes a new directory, and removes it if unpacking fails.
 """
 
 from __future__ import annotations
@@ -37,7 +35,7 @@ from outlast.base.errors import OutlastError, Stopped, importing
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Maximum length of a tar header in bytes: tarfile reads a header of any declared length into memory."""
+"""Maximum length of a tar header in bytes, because tarfile reads a header of any length into memory."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _DAMAGED = (
@@ -56,27 +54,27 @@ _DAMAGED = (
 
 @dataclasses.dataclass(frozen=True)
 class Limits:
-    """Limits for unpacking an archive, and wording for the error messages."""
+    """Limits for unpacking an archive, and wording for error messages."""
 
     what: str
     """Contents of the archive: `code` or `data`."""
     entries: int
     size: int
-    """Number of unpacked bytes that every archive is allowed, however small it is."""
+    """Unpacked bytes allowed for any archive."""
     ratio: int = 0
-    """Maximum number of unpacked bytes per byte of the archive, if this allows more than `size`."""
+    """Unpacked bytes allowed per byte of the archive, if that is more than `size`."""
     instead: str = "keep data elsewhere"
     """Remedy for an archive that is too large."""
     again: str = "make it again"
     """Remedy for a damaged archive."""
 
     def bytes(self, packed: int) -> int:
-        """Return the maximum number of bytes that an archive of `packed` bytes may unpack to."""
+        """Return how many bytes an archive of `packed` bytes may unpack to."""
         return max(self.size, self.ratio * packed)
 
 
 def kind(name: str) -> str:
-    """Return a file's kind, judged by its name: `zip`, `tar`, `compressed`, or an empty string for anything else."""
+    """Return the kind of a file, judged by its name: `zip`, `tar`, `compressed`, or an empty string."""
     lower = name.lower()
     if lower.endswith(".zip"):
         return "zip"
@@ -84,16 +82,16 @@ def kind(name: str) -> str:
 
 
 def checksum(path: Path, algorithm: str = "sha256") -> str:
-    """Return a file's checksum (SHA-256 or MD5) in hexadecimal digits, as printed by sha256sum or md5sum."""
+    """Return a file's SHA-256 or MD5 as hexadecimal digits."""
     with open(path, "rb") as file:
         return hashlib.file_digest(file, algorithm).hexdigest()
 
 
 def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "", stop: threading.Event | None = None) -> None:
-    """Unpack an archive into an empty directory. `name` is the archive's name in error messages; `kind` is `zip` or `tar`, by
-    default taken from the file's name.
+    """Unpack an archive into an empty directory. `name` is its name in error messages.
 
-    Raises OutlastError if the archive is damaged, too large, or has forbidden entries; Stopped soon after `stop` is set; OSError.
+    `kind` is `zip` or `tar`; if empty, the file's name decides. Raises OSError, OutlastError if the archive is damaged, too
+    large, or has forbidden entries, and Stopped soon after `stop` is set.
     """
     kind = kind or ("zip" if archive.name.lower().endswith(".zip") else "tar")
     with _sentences(name, f"is no {kind} archive, or is damaged", limits), open(archive, "rb") as file:
@@ -120,7 +118,6 @@ def decompress(packed: Path, into: Path, *, name: str, limits: Limits, stop: thr
 
 @contextlib.contextmanager
 def _sentences(name: str, damaged: str, limits: Limits) -> Iterator[None]:
-    """Map errors about an archive to OutlastError."""
     try:
         yield
     except OutlastError:
@@ -178,7 +175,7 @@ class _Tree:
         self._make(self._place(member))
 
     def file(self, member: str, content: IO[bytes], *, mode: int, modified: float) -> None:
-        """Write a file, replacing any earlier file or link of the same name."""
+        """Write a file, replacing an earlier file or link of the same name."""
         path = self._new(member)
         with open(path, "xb") as file:
             while data := content.read(_CHUNK):
@@ -229,7 +226,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """Return the path of a new file or link, after removing any earlier one of that name."""
+        """Return the path of a new file or link, after removing an earlier one."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")

@@ -27,7 +27,7 @@ class Saved:
 
     @property
     def where(self) -> str:
-        """Where the checkpoint is: `here`, `store` or `both`."""
+        """`here`, `store` or `both`."""
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
@@ -58,14 +58,14 @@ class Saved:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Return the sizes of the checkpoint's files in bytes, by name."""
+        """Return the size of each file in bytes, by name."""
         if self.here:
             return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
         files = self.there.commit.files if self.there and self.there.commit else {}
         return {name: file["size"] for name, file in sorted(files.items())}
 
     def plain(self, places: Places, ranks: Mapping[int, int]) -> dict[str, Any]:
-        """Return the checkpoint as plain data. `ranks` is the result of `Places.ranks`."""
+        """Return the checkpoint as plain data. `ranks` comes from `Places.ranks`."""
         root = places.there.store.url if places.there else ""
         url = f"{root}/{contract.CHECKPOINTS}/{self.there.place.key}" if self.there else None
         path = str(self.here.path) if self.here else None
@@ -76,16 +76,14 @@ class Saved:
 
 @dataclasses.dataclass(frozen=True)
 class Places:
-    """The places that may hold a run's checkpoints."""
+    """Where a run's checkpoints are: in a local directory, in a store, or in both."""
 
     run: str
     directory: Path | None
-    """The directory on this machine; None if this machine does not know the job."""
     there: in_store.Checkpoints | None
-    """The checkpoints in the job's store; None if the job has no store."""
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints, lowest step first. If the store is unreachable, reports that and returns local ones only."""
+        """Return all checkpoints by step. If the store is unreachable, reports that to `say` and returns the local ones."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:
@@ -110,7 +108,7 @@ class Places:
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint's local copy, fetching it to `directory` if missing. Options and errors are those of `fetch`."""
+        """Return a checkpoint's local copy, after fetching it to `directory` if necessary. Options are those of `fetch`."""
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -119,7 +117,7 @@ class Places:
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
-    """Return the places that may hold a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
+    """Return the places of a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
     status, output = place.status(name), place.output(name)
     directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
     url = url or (status.store.url if status.store else None)
@@ -135,7 +133,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return only the best candidate, only the candidates at `step`, or all candidates. Raises NotFound."""
+    """Return the best candidate, the candidates at `step`, or all of them. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:
@@ -148,7 +146,7 @@ def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False)
 
 
 def steps(checkpoints: Sequence[Saved | in_store.Checkpoint]) -> str:
-    """Return the checkpoints' steps as text, for messages."""
+    """Return the checkpoints' steps as text."""
     return ", ".join(str(each.step) for each in checkpoints) or "none"
 
 

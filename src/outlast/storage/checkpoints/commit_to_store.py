@@ -20,10 +20,10 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""The name to which a withdrawn checkpoint's COMMIT is renamed."""
+"""New name of a withdrawn checkpoint's COMMIT."""
 
 Progress = Callable[[int], None]
-"""A callback that receives the number of bytes transferred since the last call. It is called from many threads."""
+"""Called from many threads with the number of bytes transferred since the last call."""
 
 
 class Damaged(OutlastError):
@@ -31,12 +31,12 @@ class Damaged(OutlastError):
 
 
 class DamagedHere(OutlastError):
-    """A checkpoint's local file differs from its COMMIT."""
+    """A checkpoint on this machine differs from its COMMIT."""
 
 
 @dataclass(frozen=True)
 class Parts:
-    """The objects of one checkpoint in the store, identified by its `place` (step, generation and directory)."""
+    """The objects of one checkpoint in the store."""
 
     store: Store
     run: str
@@ -65,10 +65,7 @@ class Parts:
         return commit
 
     def commit(self, commit: on_disk.Commit) -> None:
-        """Write COMMIT unless it exists.
-
-        It may exist because an earlier response was lost, or because another machine that saved part of the checkpoint wrote it.
-        """
+        """Write COMMIT unless a valid one exists, for example because an earlier response was lost."""
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
@@ -87,7 +84,7 @@ class Parts:
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """Return a sentence about the first problem, or None. If `deep` is set, all files are read."""
+        """Return the first problem, or None. With `deep`, all files are read and their checksums verified."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -115,11 +112,7 @@ class Parts:
     def send(
         self, path: Path, commit: on_disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send those files of the local checkpoint at `path` that the store lacks.
-
-        Verifies the checksums of all local files; those of the files to send are verified during the upload. Returns the names of
-        files that neither the store nor this machine has. Raises DamagedHere.
-        """
+        """Send the files that the store lacks, and return the names of those that this machine lacks, too. Raises DamagedHere."""
         from outlast.storage.sync import push_and_pull
 
         sizes = self.sizes()
@@ -138,10 +131,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Durably fetch those files of the checkpoint that the directory `into` lacks, and remove all other files there.
-
-        Raises Damaged if a file in the store differs from COMMIT.
-        """
+        """Durably fetch the checkpoint's missing files to `into`, and delete damaged and foreign files there. Raises Damaged."""
         from outlast.storage.sync import push_and_pull
 
         if problem := _wrong_sizes(commit.files, self.sizes()):
@@ -164,7 +154,7 @@ class Parts:
                 raise Damaged(problem)
 
     def withdraw(self) -> None:
-        """Rename COMMIT, so that readers and registers ignore the checkpoint. All other files stay."""
+        """Rename COMMIT, so that the checkpoint no longer counts. Its files stay."""
         with contextlib.suppress(Missing):
             self.store.put(self.key(WITHDRAWN), self.store.get(self.key(contract.COMMIT)))
             self.store.delete([self.key(contract.COMMIT)])

@@ -1,7 +1,4 @@
-"""Fetches committed checkpoints from the store: the newest one for training, or the requested one for an evaluation.
-
-A newer valid local checkpoint is kept. Workers on one machine share their output, so only the first of them fetches.
-"""
+"""Fetches checkpoints from the store to a worker's disk: the newest one for training, or a requested one for an evaluation."""
 
 from __future__ import annotations
 
@@ -16,9 +13,9 @@ from outlast.storage.checkpoints import in_store, on_disk, retention
 
 
 def restore(output: Path, place: store.Store, run: str, say: Callable[[str], None]) -> None:
-    """Fetch the newest valid checkpoint of `run` to `output` unless it is already there.
+    """Fetch the newest valid checkpoint of `run` to `output`. Raises StoreError.
 
-    `say` receives progress messages. If the store is unreachable, a worker resumes from a local checkpoint. Raises StoreError.
+    If the store is unreachable, a valid local checkpoint is enough.
     """
     directory = output / contract.CHECKPOINTS
     directory.mkdir(parents=True, exist_ok=True)
@@ -33,10 +30,9 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """Return an evaluation's arguments, with the requested checkpoint replaced by its step.
+    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint replaced by its step.
 
-    Fetches the checkpoint unless a valid local copy exists. `--checkpoint=best` means the best one on this machine or in the
-    store. Arguments that name no checkpoint are returned unchanged. Raises NotFound, Damaged and store.StoreError.
+    `--checkpoint=best` is the best one on this machine or in the store. Raises NotFound, Damaged and store.StoreError.
     """
     requested = [each for each in args if each.startswith(contract.EVALUATED)]
     if not requested:

@@ -1,15 +1,13 @@
-"""Commits, fetches, verifies and prunes a run's checkpoints in a store.
-
-The job's place in the store contains
+"""Commits, fetches, verifies and prunes a run's checkpoints in a store, below the run's prefix:
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
     checkpoints/step-00001200/READING-<id>            lease of a reader of that step
 
-The invariants hold whatever the order of writers, whichever process is killed and whichever response is lost. Every checkpoint in
-the register is complete and comes from one writer. The newest step goes back only if checkpoints with wrong state are withdrawn;
-they then have WITHDRAWN instead of COMMIT. A generation commits nothing once its successor has begun. The last two checkpoints
-are kept, as are all that are being read. See docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
+Whichever process dies and whichever response is lost, every checkpoint in the register is complete and has one writer. A
+generation commits nothing once its successor has begun. The newest step goes back only if checkpoints with wrong state are
+withdrawn: WITHDRAWN then replaces their COMMIT. The last two checkpoints are kept, and all that are being read. See
+docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -46,9 +44,8 @@ class Checkpoint:
 
     place: Place
     commit: on_disk.Commit | None = None
-    """The content of COMMIT; None if it cannot be read."""
     problem: str = ""
-    """The reason why COMMIT cannot be read; empty if it can."""
+    """Why COMMIT cannot be read; empty if it can."""
 
     @property
     def step(self) -> int:
@@ -69,7 +66,7 @@ class Checkpoint:
 
     @property
     def bytes(self) -> int:
-        """Total size of the checkpoint's files; 0 if unknown."""
+        """Total size of the files; 0 if unknown."""
         return self.commit.size if self.commit else 0
 
 
@@ -89,13 +86,12 @@ class Outcome:
 
 
 class Checkpoints:
-    """The checkpoints of `run` below the job's place `store`. The constructor sends no request."""
+    """The checkpoints of `run` in `store`. The constructor sends no request."""
 
     def __init__(self, store: Store, run: str) -> None:
         self.store, self.run = store, run
         self._generation: int | None = None
         self._commits: dict[Place, on_disk.Commit] = {}
-        """A cache of counted checkpoints' COMMITs, which never change."""
 
     @functools.cached_property
     def _register(self) -> register.Register:
@@ -105,17 +101,17 @@ class Checkpoints:
         return Parts(self.store, self.run, place)
 
     def acquire(self, generation: int) -> Latest:
-        """Fence off earlier generations: only `generation` may commit now. Returns the register.
+        """Fence off earlier generations, and return the register.
 
         Call this before a push, and before choosing a checkpoint to resume from, so that none is committed after the choice.
-        Raises StoreError, and Superseded if a later generation has begun or another run owns the place.
+        Raises StoreError, and Superseded if a later generation has begun or another run owns the prefix.
         """
         latest = self._register.acquire(generation)
         self._generation = generation
         return latest
 
     def list_(self) -> list[Checkpoint]:
-        """Return the committed checkpoints, lowest step first, including those with an unreadable COMMIT."""
+        """Return the committed checkpoints by step, including those with an unreadable COMMIT."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
@@ -125,7 +121,7 @@ class Checkpoints:
         return [c for c in checkpoints if c.commit or not register_rules.obsolete(latest, c.place)]
 
     def latest(self) -> Checkpoint | None:
-        """Return the newest committed checkpoint with a readable COMMIT, or None."""
+        """Return the newest checkpoint with a readable COMMIT, or None."""
         latest = register.read(self.store, self.run)
         checkpoints = (self._read(place) for place in reversed(latest.places if latest else ()))
         return next((checkpoint for checkpoint in checkpoints if not checkpoint.problem), None)
@@ -148,9 +144,9 @@ class Checkpoints:
     ) -> Outcome:
         """Commit a local checkpoint in the store. Call `acquire` first.
 
-        Files already in the store are not sent again. If a checkpoint is spread over machines, each machine pushes its own files,
-        and the last one commits. `journals` is a directory for the journals of unfinished uploads. Raises Superseded, Stopped,
-        OSError and StoreError; a later call resumes the push.
+        Files already in the store are not sent again. If a checkpoint is spread over machines, each pushes its own files, and the
+        last one commits. `journals` is a directory for the journals of unfinished uploads. Raises Superseded, Stopped, OSError
+        and StoreError; the next call resumes the push.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -190,26 +186,25 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """Read the register. Raises Superseded if this generation may no longer commit."""
+        """Raise Superseded if this generation may no longer commit, else return the register."""
         latest = register.read(self.store, self.run)
         if reason := register_rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
 
     def next_(self, waiting: Sequence[on_disk.Checkpoint], retention: Retention) -> on_disk.Checkpoint:
-        """Return the local checkpoint to push next; see `register_rules.pressing`."""
+        """Return the local checkpoint to push next (`register_rules.pressing`)."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
         return register_rules.pressing(self._counted(latest, retention) if latest else (), waiting, retention)
 
     def _counted(self, latest: Latest, retention: Retention) -> list[Checkpoint]:
-        """Return the checkpoints in the register, with those COMMITs that `retention` needs."""
         known = [Checkpoint(place, self._commits.get(place)) for place in latest.places]
         counted = [self._read(c.place) if not c.commit and retention.needs_commit(c) else c for c in known]
         self._commits = {c.place: c.commit for c in counted if c.commit}
         return counted
 
     def forget(self, journals: Path) -> None:
-        """Abort abandoned uploads once no checkpoint is left to push. `journals` must hold only the journals of checkpoints."""
+        """Abort unfinished uploads once there is nothing left to push. `journals` must contain only checkpoints' journals."""
         for journal in sorted(journals.glob("*.upload")):
             self.store.forget(journal)
 
@@ -223,20 +218,16 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str | None:
-        """Verify a checkpoint's file sizes in the store. If `deep` is set, read the files and verify their checksums, too.
-
-        Returns a sentence about the first problem, or None.
-        """
+        """Verify the sizes of a checkpoint's files and, with `deep`, their checksums. Returns the first problem, or None."""
         return self._parts(checkpoint.place).problem(deep=deep, progress=progress, stop=stop)
 
     def fetch(
         self, checkpoint: Checkpoint, directory: Path, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> on_disk.Checkpoint:
-        """Fetch a checkpoint to the local `directory`, verified and durable.
+        """Fetch a checkpoint to `directory`, verified and durable, unless a valid local one is as new.
 
-        If a valid local checkpoint at that step is from the same generation or a later one, it is returned instead. Raises
-        Damaged if the checkpoint in the store differs from its COMMIT or has been removed. After Stopped, OSError or StoreError,
-        the fetched files stay, and the next call fetches only the rest.
+        Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError or StoreError, the
+        next call fetches only the missing files.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -263,12 +254,9 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> on_disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint at a step above `above`, if any.
-
-        `say` receives a line for each fetched or skipped checkpoint. Raises the same errors as `fetch`, except Damaged.
-        """
+        """Fetch the newest valid checkpoint at a step above `above`, or return None. Raises Stopped, OSError and StoreError."""
         skipped: set[Place] = set()
-        # List again each time, since another machine may have committed a checkpoint.
+        # List again each time, because another machine may have committed a checkpoint.
         ways = on_disk.ways_back(directory, self.run)
         while newer := [
             c for c in self.list_() if c.step > above and c.place not in skipped and not withdrawn(c.generation, c.step, ways)
@@ -286,10 +274,10 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, place: Place) -> Iterator[None]:
-        """Hold a lease on a checkpoint, which protects it from removal. Raises Damaged if the removal has begun.
+        """Protect a checkpoint from removal with a lease. Raises Damaged if the removal has begun.
 
-        A remover drops the checkpoint from the register before listing the leases; a reader writes its lease before reading the
-        register. So at least one of them sees the other.
+        A remover updates the register before it lists leases, and a reader writes its lease before it reads the register, so at
+        least one notices the other.
         """
         key = f"{contract.CHECKPOINTS}/{contract.checkpoint_name(place.step)}/{_READING}{os.getpid()}-{secrets.token_hex(4)}"
         try:
@@ -320,7 +308,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Unregister the checkpoints that no longer count since the run went back (`ways_back`). Their files stay."""
+        """Unregister the checkpoints that no longer count because the run went back. Their files stay."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:
@@ -329,10 +317,7 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints that are not being read, and whatever dead writers left behind.
-
-        Returns the removed checkpoints. If `dry_run` is set, removes nothing. Raises StoreError.
-        """
+        """Remove expired checkpoints and what dead writers left behind. Returns the expired ones. Raises StoreError."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
@@ -345,7 +330,7 @@ class Checkpoints:
         return expired
 
     def _sweep(self, latest: Latest) -> None:
-        """Delete the files of checkpoints that are not in the register and can never be added to it again."""
+        """Delete files of checkpoints that can never be added to the register again."""
         for name in self.store.names(contract.CHECKPOINTS):
             step = on_disk.step_of(name)
             if step is None or latest.at(step) or len(latest.places) < 2 or step > latest.places[-2].step:
@@ -367,7 +352,6 @@ class Checkpoints:
         return list(self.store.entries(f"{contract.CHECKPOINTS}/{contract.checkpoint_name(step)}"))
 
     def _being_read(self, entries: Iterable[Entry]) -> bool:
-        """Return whether any of these objects is a lease that is still valid by the store's clock."""
         renewed = [entry.modified for entry in entries if entry.key.rpartition("/")[2].startswith(_READING)]
         if not renewed:
             return False
@@ -381,7 +365,6 @@ def _present(place: Place) -> Outcome:
 
 
 def _valid_here(directory: Path, stored: Checkpoint, run: str) -> on_disk.Checkpoint | None:
-    """Return a valid local checkpoint at the step of `stored`, from its generation or a later one, or None."""
     own = (c for c in on_disk.list_(directory) if c.run == run and not c.problem)
     same = (c for c in own if c.step == stored.step and c.generation >= stored.generation)
     return next((c for c in same if on_disk.verify(c.path) is None), None)

@@ -1,21 +1,20 @@
-"""Lists, verifies, commits and removes checkpoints on disk.
+"""Lists, verifies, commits and removes the checkpoints on a disk. Does not import torch.
 
-The training library writes them, the command line lists them, and agents copy them to a store and back
-(`outlast.storage.checkpoints.in_store`). This module does not depend on torch. `checkpoints/` holds
+The training library writes checkpoints, the command line lists them, and agents copy them to and from a store (`in_store`). The
+directory `checkpoints/` contains
 
-    step-00001200/              a checkpoint: torch.distributed.checkpoint's files and COMMIT, which was written last
-    step-00001300.saving-g4/    being written by generation 4, or left behind when that generation died
-    step-00001300.fetching/     being fetched from a store or another disk, and locked; or left behind
-    step-00001300.replaced-0/   damaged or from an earlier generation, and saved again since; removed with the checkpoints before
-                                it, but kept if it is another run's
-    step-00001300.withdrawn-0/  with wrong bits (`withdraw`); never removed
+    step-00001200/              a checkpoint: torch.distributed.checkpoint's files, and COMMIT, which was written last
+    step-00001300.saving-g4/    a checkpoint that generation 4 is writing, or did not finish
+    step-00001300.fetching/     a checkpoint that is being fetched from a store or another disk (locked), or was not finished
+    step-00001300.replaced-0/   a damaged checkpoint, or one of an earlier generation, whose step was saved again
+    step-00001300.withdrawn-0/  a checkpoint with wrong bits (`withdraw`); never removed
     FENCE                       the {run, generation} that may commit, whether the disk is rank 0's (`first`), and the run's
                                 `ways_back`; read and written while `.lock` is held
 
-Invariants, whenever a process dies: a directory named `step-N` with a COMMIT in it is complete, because its files were durable
-before COMMIT was written, and the directory got its name after that. A replaced generation cannot commit, because its successor
-moved the fence. Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive lock. A crc32 protects against
-bit rot and truncation, not against malice (11 GB/s on one core; sha256: 2 GB/s).
+A directory named `step-N` that has a COMMIT is complete, whenever a process dies: its files were durable before COMMIT was
+written, and it was renamed last. A replaced generation cannot commit, because its successor moved the fence. Readers hold a
+shared lock on COMMIT (`reading`), and removal needs an exclusive one. Checksums are crc32 (11 GB/s per core, sha256: 2 GB/s),
+which detects bit rot and truncation, but not malice.
 """
 
 from __future__ import annotations
@@ -44,8 +43,6 @@ _LOCK = ".lock"
 
 @dataclasses.dataclass(frozen=True)
 class _Fence:
-    """The content of FENCE: which run and generation may commit, and whether the directory is rank 0's."""
-
     run: str
     generation: int
     first: bool = True
@@ -53,7 +50,7 @@ class _Fence:
 
     @classmethod
     def read(cls, directory: Path) -> _Fence:
-        """Return the fence. If it is missing or damaged, no process may commit until the next generation."""
+        """Read FENCE. If it is missing or damaged, only the next generation may commit."""
         try:
             return decode(cls, json.loads((directory / _FENCE).read_text()))
         except (FileNotFoundError, ValueError):
@@ -71,25 +68,24 @@ class Checkpoint:
     step: int
     """Number of optimizer steps completed when the checkpoint was saved."""
     path: Path
-    """Directory of the checkpoint."""
     run: str = ""
-    """The run that wrote the checkpoint; empty if Outlast did not start the run."""
+    """The run that wrote the checkpoint; empty if Outlast did not start it."""
     generation: int = 0
     """The generation that saved the checkpoint; see `Session.generation`."""
     world_size: int = 0
-    """How many ranks saved the checkpoint."""
+    """Number of ranks that saved the checkpoint."""
     time: float = 0.0
     """Time of the commit, in seconds since the epoch."""
     bytes: int = 0
     """Total size of the checkpoint's files."""
     problem: str = ""
-    """The reason why COMMIT cannot be read; empty if it can."""
+    """Why COMMIT cannot be read; empty if it can."""
     metric: Metric | None = None
-    """The model's metric, if the script gave one."""
+    """The model's metric, if the script passed one."""
 
 
 def list_(directory: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints in `directory`, lowest step first, including those with an unreadable COMMIT."""
+    """Return the committed checkpoints in `directory` by step, including those with an unreadable COMMIT."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -106,7 +102,7 @@ def list_(directory: Path) -> list[Checkpoint]:
 
 
 def step_of(name: str) -> int | None:
-    """Return the step in a checkpoint directory's name, or None for any other name."""
+    """Return the step in the name of a checkpoint's directory; None for other names."""
     match = _NAME.fullmatch(name)
     return int(match[1]) if match else None
 
@@ -118,7 +114,7 @@ def _committed(path: Path, commit: Commit) -> Checkpoint:
 
 @dataclasses.dataclass(frozen=True)
 class Commit:
-    """The content of a COMMIT: the step, who wrote it, and the size and checksum of each file."""
+    """The content of a COMMIT file."""
 
     run: str
     step: int
@@ -128,7 +124,6 @@ class Commit:
     files: Mapping[str, Mapping[str, int]]
     """`{name: {size, crc32}}`, sizes in bytes."""
     metric: Metric | None = None
-    """None if unknown; COMMITs of early versions lack it."""
 
     @property
     def size(self) -> int:
@@ -136,7 +131,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT. Raises ValueError with the reason, also for a file name that leads out of the directory."""
+        """Parse a COMMIT. Raises ValueError with the reason, also for file names that lead out of the directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -154,7 +149,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """Return the content of the COMMIT file, which `parse` reads back."""
+        """Return the COMMIT as JSON, the inverse of `parse`."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -172,18 +167,18 @@ def read(path: Path) -> Commit:
 
 
 def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
-    """Return `run`'s newest checkpoint with a readable COMMIT, or None. `run` is "" for scripts run without Outlast."""
+    """Return `run`'s newest readable checkpoint, or None. `run` is empty for scripts that Outlast did not start."""
     readable = (checkpoint for checkpoint in checkpoints if checkpoint.run == run and not checkpoint.problem)
     return max(readable, key=lambda checkpoint: checkpoint.step, default=None)
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT are not counted, and are kept."""
+    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT are kept and do not count."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file in the checkpoint at `path`, starting with file `part`. Returns the first problem, or None."""
+    """Verify a checkpoint, or every `parts`-th of its files starting with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -198,19 +193,19 @@ def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
 
 
 def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: bool = True) -> str | None:
-    """Verify a file's size and, if `deep` is set, its checksum. Returns a sentence if the file is damaged, otherwise None."""
+    """Verify a file's size and, with `deep`, its checksum. Returns a sentence about the problem, or None."""
     if problem := wrong_size(name, (path / name).stat().st_size, expected):
         return problem
     return wrong_crc(name, checksum(path / name), expected) if deep else None
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if a file has the wrong size, otherwise None."""
+    """Return a sentence if the size is wrong."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if a file has the wrong checksum, otherwise None."""
+    """Return a sentence if the checksum is wrong."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -220,16 +215,15 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Return the directory where `generation` writes the checkpoint at `step` before the commit."""
+    """Return the directory into which `generation` writes the checkpoint before its commit."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove unfinished checkpoints, which may fill the disk, left behind by dead attempts of `generation` and by earlier
-    generations.
+    """Remove unfinished checkpoints of earlier generations and earlier attempts, which may fill the disk.
 
-    If a writer moved a checkpoint aside but died before replacing it, the newest valid one moved aside is put back. Call this
-    before the current attempt saves, and after `acquire`, so that no earlier attempt commits the files that are removed.
+    If a writer died after moving a checkpoint aside to replace it, the newest valid one is put back. Call this after `acquire`,
+    so that no earlier attempt can still commit, and before the current attempt saves.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
@@ -245,10 +239,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Hold a shared lock, which ends with this process, that protects the checkpoint at `path` from removal.
-
-    Raises FileNotFoundError if the removal has begun.
-    """
+    """Protect a checkpoint from removal with a shared lock. Raises FileNotFoundError if the removal has begun."""
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
         if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
@@ -259,7 +250,6 @@ def reading(path: Path) -> Iterator[None]:
 
 
 def _is(fd: int, path: Path) -> bool:
-    """Return whether `path` still leads to the file that is open as `fd`."""
     try:
         return os.path.samestat(os.fstat(fd), os.stat(path))
     except FileNotFoundError:
@@ -268,7 +258,7 @@ def _is(fd: int, path: Path) -> bool:
 
 @contextlib.contextmanager
 def _alone(path: Path) -> Iterator[bool]:
-    """Lock the file or directory at `path` against `reading` and `fetching`. Yields False if it is in use."""
+    """Lock a file or directory exclusively. Yields False if another process is `reading` or `fetching` it."""
     fd = os.open(path, os.O_RDONLY if path.is_dir() else os.O_RDWR)
     try:
         yield file_locks.acquire(fd)
@@ -277,31 +267,28 @@ def _alone(path: Path) -> Iterator[bool]:
 
 
 def generation(directory: Path, run: str) -> int:
-    """Return the generation of `run` that may commit in `directory`; 0 before the first, or if another run owns `directory`."""
+    """Return the generation of `run` that may commit in `directory`, or 0."""
     fence = _Fence.read(directory)
     return fence.generation if fence.run == run else 0
 
 
 def owner(directory: Path) -> str:
-    """Return the run that may commit in `directory`, or an empty string if no run has claimed it yet."""
+    """Return the run that may commit in `directory`; empty if there is none."""
     return _Fence.read(directory).run
 
 
 def first(directory: Path, run: str) -> bool:
-    """Return whether `directory` is rank 0's, in the generation of `run` that owns the directory; True if unknown.
-
-    If workers have separate disks, the checkpoints in rank 0's directory count.
-    """
+    """Return whether `directory` is on rank 0's disk, whose checkpoints count if disks are separate. True if unknown."""
     fence = _Fence.read(directory)
     return fence.first or fence.run != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
-    """Move the fence to `generation` of `run`, by default the next one: earlier generations can no longer commit.
+    """Move the fence to `generation` of `run`, by default the next one, so that earlier generations can no longer commit.
 
-    `first` says whether the directory is rank 0's; None keeps the old value. Another run's fence is taken over, since the last
-    run to open a directory owns it. An up-to-date fence is not written, so another attempt of the same generation needs no disk
-    space. Raises Superseded if a later generation of the run has moved the fence, and OSError if the fence cannot be written.
+    `first` says whether the disk is rank 0's; None keeps the old value. The fence of another run is taken over. An up-to-date
+    fence is not written, so another attempt of the same generation needs no disk space. Raises OSError, and Superseded if a later
+    generation has moved the fence.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -322,7 +309,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
 
 def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
-    """Return (generation, step) for each time `run` went back (`retention.withdrawn`); none if another run owns `directory`."""
+    """Return (generation, step) for each time `run` went back (`retention.withdrawn`); empty if another run owns `directory`."""
     try:
         fence = _Fence.read(directory)
     except OSError:
@@ -331,9 +318,9 @@ def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
 
 
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
-    """Record where `run` went back to, and rename the checkpoints that no longer count. Nothing is deleted. Raises OSError.
+    """Record where `run` went back to, and rename the checkpoints that no longer count. Raises OSError.
 
-    Superseded generations may still commit such checkpoints before `acquire`, so call this again after `acquire`.
+    Call this again after `acquire`, because replaced generations may commit such checkpoints until then.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         fence = _Fence.read(directory)
@@ -348,16 +335,14 @@ def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> No
 
 
 def _aside(path: Path, word: str) -> Path:
-    """Return a free name for a checkpoint that is moved aside, such as `step-00001300.replaced-0`."""
     return next(aside for i in range(1 << 30) if not (aside := path.with_name(f"{path.name}.{word}-{i}")).exists())
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Turn the files in `written` into the checkpoint `checkpoint.path`, which is durable once the call returns.
+    """Turn the durable files in `written` into the checkpoint `checkpoint.path`, durably.
 
-    `content` maps file names to `{size, crc32}`; the files must be durable. If a valid checkpoint at that step already exists,
-    from the same generation or a later one, the new checkpoint is dropped, and the existing one is returned. Any other checkpoint
-    at the step is moved aside. Raises Superseded if a later generation owns the directory.
+    `content` maps file names to `{size, crc32}`. A valid checkpoint at that step from the same or a later generation takes
+    precedence and is returned; any other one is moved aside. Raises Superseded if another generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -375,11 +360,7 @@ def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[
 
 
 def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Checkpoint | None:
-    """Rename the directory of written files, which includes COMMIT, to the checkpoint's name.
-
-    If a valid checkpoint at that step already exists, from the same generation or a later one, and `instead` is not set, the
-    directory is dropped, and the existing checkpoint is returned.
-    """
+    """Rename `written` to the checkpoint's name, or delete it and return the checkpoint that takes precedence (see `commit`)."""
     directory = checkpoint.path.parent
     if checkpoint.path.exists():
         existing = next((c for c in list_(directory) if (c.run, c.step) == (checkpoint.run, checkpoint.step)), None)
@@ -394,10 +375,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory for assembling the checkpoint at `step` before `place`; other processes wait.
-
-    The directory may hold files from a process that was killed.
-    """
+    """Yield a locked directory in which to assemble the checkpoint at `step`. It may contain files of a killed process."""
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -415,10 +393,9 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Turn the files in `fetched`, which are durable and match `commit`, into the checkpoint at `commit.step`.
+    """Turn the durable files in `fetched` into the checkpoint at `commit.step`, which the store or another disk has committed.
 
-    Unless `instead` is set, an existing valid checkpoint from the same generation or a later one stays and is returned. Any other
-    checkpoint at the step is moved aside. No fence is needed, since the files were committed in a store or on another disk.
+    Unless `instead` is set, an existing checkpoint may take precedence and be returned, as in `commit`.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -430,9 +407,8 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """Delete a run's expired checkpoints after the commit of `newest`, and return them.
 
-    Also deletes replaced checkpoints older than the newest ones that are kept, and unfinished checkpoints from dead generations.
-    Checkpoints at higher steps stay but do not count: the run has skipped them as damaged. A checkpoint that is being read stays
-    until the next call.
+    Also deletes old replaced checkpoints and what dead generations did not finish. Checkpoints at higher steps stay but do not
+    count, because the run has skipped them as damaged. A checkpoint that is being read stays until the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
@@ -459,7 +435,7 @@ def _belongs_to_another(path: Path, run: str) -> bool:
 
 
 def remove(checkpoint: Checkpoint) -> bool:
-    """Delete a checkpoint atomically unless it is being read. Returns whether it was deleted."""
+    """Delete a checkpoint atomically. Returns False if it is being read."""
     aside = checkpoint.path.with_name(f"{checkpoint.path.name}.expired")
     try:
         with _alone(checkpoint.path / contract.COMMIT) as alone:

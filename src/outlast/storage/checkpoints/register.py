@@ -1,10 +1,10 @@
-"""A run's register in a store: its owner and its committed checkpoints. The register is the only object with several writers.
+"""A run's register in a store: its owner and its committed checkpoints. No other object has several writers.
 
-`Swapped` is an object, `checkpoints/latest`, replaced by compare-and-swap only. `Named` is for stores without compare-and-swap
+`Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap. `Named` is for stores without compare-and-swap
 (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
-rewritten. Both give the same guarantees. A committed checkpoint stays committed until it expires, a generation commits nothing
-once a later one has begun, and the newest step never goes back, except that checkpoints with wrong state are withdrawn. A writer
-that dies or loses a response may simply start over. See docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
+rewritten. With both, a committed checkpoint stays committed until it expires or is withdrawn, a generation commits nothing once a
+later one has begun, and a writer that dies or loses a response may start over. See docs/decisions/0007-commits-in-a-store.md and
+0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -23,39 +23,32 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""How many races may be lost before contention is reported; arbitrary."""
+"""Number of lost races after which contention is reported. Arbitrary."""
 
 
 class Register(Protocol):
     """A register of either kind. All methods may raise StoreError."""
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`: earlier ones can no longer commit. Raises Superseded if a later generation has begun."""
+        """Begin `generation`, so that earlier ones can no longer commit. Raises Superseded if a later generation has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """Commit a checkpoint, which replaces the damaged one `instead`. Returns the new content.
+        """Commit a checkpoint, which replaces the damaged one `instead`, and return the new content. Raises Superseded.
 
-        The checkpoint is not added if `register_rules.refused` forbids it, or if its step already has another one. Raises
-        Superseded.
+        Checkpoints that are `register_rules.refused`, or whose step already has another one, are not added.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove those checkpoints that are `register_rules.obsolete`, or all of them if `withdrawn` is set.
-
-        Returns the new content.
-        """
+        """Remove the obsolete ones of these checkpoints (with `withdrawn`, all of them), and return the new content."""
 
 
 def open_(store: Store, run: str) -> Register:
-    """Open a run's register for writing, of the kind that the store supports."""
+    """Return a run's register, of the kind that the store supports."""
     return Swapped(store, run) if store.conditional() else Named(store, run)
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """Read a run's register, which may be of either kind. Returns None before the first checkpoint.
-
-    A lost or damaged register is rebuilt from the checkpoints themselves, but not written.
-    """
+    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if there are none."""
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == run else None
@@ -63,7 +56,7 @@ def read(store: Store, run: str) -> Latest | None:
 
 
 def finished(store: Store, run: str) -> list[Place]:
-    """Return those of a run's places that have a COMMIT, and thus all their files."""
+    """Return the run's checkpoints that have a COMMIT, and thus all their files."""
     places = []
     for entry in store.entries(contract.CHECKPOINTS):
         key = entry.key.removeprefix(f"{contract.CHECKPOINTS}/")
@@ -87,13 +80,13 @@ def _object(store: Store) -> tuple[Latest | None, str]:
 
 @dataclasses.dataclass(frozen=True)
 class Swapped:
-    """A register in one object, replaced by compare-and-swap."""
+    """A register in one object."""
 
     store: Store
     run: str
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. Another run's register is taken over if the store's `runs.json` names this run as the newest."""
+        """Begin `generation`, also of a new run that owns the store's `run.json`; see `Register`."""
         for _ in range(_ATTEMPTS):
             current, etag = _object(self.store)
             latest = current
@@ -113,7 +106,7 @@ class Swapped:
         for _ in range(_ATTEMPTS):
             latest, etag = _object(self.store)
             if latest and latest.run == self.run and latest.at(place.step) == place:
-                return latest  # our earlier attempt may have succeeded although its response was lost
+                return latest  # an earlier attempt may have succeeded although its response was lost
             if reason := register_rules.superseded(latest, self.run, generation):
                 raise Superseded(reason)
             if latest is None or latest.generation < generation:  # the register was removed or damaged
@@ -154,8 +147,8 @@ class Swapped:
 class Named:
     """A register in a set of names.
 
-    A generation announces itself before it reads, and reads again after proposing a commit. So at least one of two racing
-    generations sees the other.
+    A generation announces itself before it reads, and reads again after proposing a commit, so that of two racing generations at
+    least one notices the other.
     """
 
     store: Store
@@ -166,7 +159,7 @@ class Named:
         return f"{LATEST}.{self.run}"
 
     def names(self) -> Names:
-        """Read the content of the register."""
+        """Read the register."""
         for _ in range(_ATTEMPTS):
             names = self.store.names(self._below)
             content = Names.read(names, self.run)
@@ -176,7 +169,7 @@ class Named:
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """See `Register`. Commits the previous generation's proposals, which it may have reported as committed."""
+        """Begin `generation`, and commit the proposals of the previous one, which may have reported them as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest
@@ -214,7 +207,7 @@ class Named:
         return latest.added(place)
 
     def _open(self, place: Place, generation: int) -> Latest:
-        """Read the register before committing `place`. Raises Superseded unless `generation` may commit or has committed it."""
+        """Read the register before committing `place`. Raises Superseded if `generation` may not commit it."""
         content = self.names()
         if content.latest and content.latest.at(place.step) == place:
             return content.latest

@@ -1,16 +1,15 @@
-"""Pure rules for a run's register: which checkpoints in a store count, which may be added, and which may be removed.
+"""Pure rules for a run's register (`register`): which checkpoints in a store count, and which may be added or removed.
 
-`Latest` is the content of a run's register (`register`): the generation that owns the run, and the committed checkpoints.
-Checkpoint directories are named after the content of their files, so two writers never write different content under one name.
-These rules only decide which directories count. See docs/decisions/0007-commits-in-a-store.md.
+The name of a checkpoint's directory contains a digest of its files, so two writers never write different content under one name.
+A checkpoint is
 
-    passed     a later generation skipped it as damaged, and resumed from an earlier step
-    counted    committed and not passed
-    expired    enough counted checkpoints have higher steps, and it is not one of the best: to be removed
-    obsolete   two committed checkpoints of its own generation or later have higher steps: it may never be added (again), and its
-               files may be deleted
+    passed     if a later generation skipped it as damaged, and resumed from an earlier step
+    counted    if it is committed and not passed
+    expired    if enough counted checkpoints have higher steps, and it is not one of the best: it will be removed
+    obsolete   if two committed checkpoints of its own or a later generation have higher steps: it may never be added (again)
 
-Every expired checkpoint is obsolete and stays so. A process may therefore delete its files at any later time, even as a zombie.
+Every expired checkpoint is and stays obsolete, so any process, even a zombie, may delete its files at any time. See
+docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -31,24 +30,22 @@ _VERSION = 1
 
 @dataclass(frozen=True, order=True)
 class Place:
-    """A checkpoint's location, such as `step-00001200/<run>-g4-5f3a9c01/`: the files that generation 4 of a run wrote for a
-    step."""
+    """A checkpoint's location, such as `step-00001200/<run>-g4-5f3a9c01/` for the files that generation 4 of a run wrote."""
 
     step: int
     generation: int
     parts: str
-    """Name of the directory that holds the files; different contents have different names."""
+    """Name of the directory that holds the files."""
     metric: Metric | None = field(default=None, compare=False)
-    """The metric in COMMIT, copied; None if the register lacks it."""
 
     @property
     def key(self) -> str:
-        """The place's name below `checkpoints/`."""
+        """The name below `checkpoints/`."""
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
     def of(cls, commit: on_disk.Commit) -> Place:
-        """Return the place for the checkpoint that a COMMIT describes."""
+        """Return the place of the checkpoint that a COMMIT describes."""
         files = [(name, file["size"], file["crc32"]) for name, file in sorted(commit.files.items())]
         digest = zlib.crc32(json.dumps(files).encode())
         return cls(commit.step, commit.generation, f"{commit.run}-g{commit.generation}-{digest:08x}", commit.metric)
@@ -65,32 +62,32 @@ class Place:
 
 @dataclass(frozen=True)
 class Latest:
-    """The content of a run's register: its owner and its committed checkpoints."""
+    """The content of a run's register."""
 
     run: str
     generation: int
-    """The generation that owns the run; earlier generations can no longer commit."""
+    """The owner; earlier generations can no longer commit."""
     places: tuple[Place, ...] = ()
-    """The committed checkpoints, one per step, lowest step first."""
+    """The committed checkpoints by step, one per step."""
 
     @property
     def step(self) -> int:
-        """The newest checkpoint's step; 0 if there is none."""
+        """Step of the newest checkpoint; 0 if there is none."""
         return self.places[-1].step if self.places else 0
 
     def at(self, step: int) -> Place | None:
         return next((place for place in self.places if place.step == step), None)
 
     def added(self, place: Place) -> Latest:
-        """Return a copy with one more checkpoint, which replaces any other checkpoint at the same step."""
+        """Return a copy with one more checkpoint, which replaces any other one at the same step."""
         return replace(self, places=tuple(sorted([*(p for p in self.places if p.step != place.step), place])))
 
     def without(self, places: Collection[Place]) -> Latest:
-        """Return a copy without the given checkpoints."""
+        """Return a copy without `places`."""
         return replace(self, places=tuple(place for place in self.places if place not in places))
 
     def text(self, time: float) -> bytes:
-        """Return the content of the register's object. `parse` ignores `step`, `name` and `time`, which are for people."""
+        """Return the register as JSON. `step`, `name` and `time` are for people: `parse` ignores them."""
         newest = self.places[-1].key if self.places else ""
         document = {"version": _VERSION, "run": self.run, "generation": self.generation, "step": self.step, "name": newest}
         committed = [
@@ -102,7 +99,7 @@ class Latest:
 
     @classmethod
     def parse(cls, text: bytes) -> Latest:
-        """Parse a register. Raises ValueError if it is damaged, OutlastError if a later version of Outlast wrote it."""
+        """Parse a register. Raises ValueError if it is damaged, OutlastError if a later version wrote it."""
         document = json.loads(text.decode())
         try:
             if document["version"] > _VERSION:
@@ -129,11 +126,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
-    """Return the local checkpoint to add to the register next.
-
-    This is the newest one, so that little training is lost if the disk is. A best checkpoint takes precedence, lowest step first,
-    if one more commit would make it `obsolete`.
-    """
+    """Return the local checkpoint to push next: the newest, or a best one that one more commit would make `obsolete`."""
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
     committed: list[Committed] = [*waiting, *(each for each in stored if each.step not in here)]
@@ -143,12 +136,12 @@ def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Reten
 
 
 def obsolete(latest: Latest, place: Place) -> bool:
-    """Return whether a checkpoint is so old that it may never be added (again), so its files may be deleted."""
+    """Return whether a checkpoint is so old that it may never be added (again), and its files may be deleted."""
     return _above(latest.places, place) >= OBSOLETE
 
 
 OBSOLETE = 2
-"""A checkpoint is obsolete if this many committed checkpoints of its generation or later, or more, have higher steps."""
+"""Number of newer committed checkpoints of the same or a later generation that make a checkpoint obsolete."""
 
 
 def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
@@ -167,10 +160,9 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """Return the register as it is once `generation` has begun. `finished` checkpoints have a COMMIT and all their files.
+    """Return the register once `generation` has begun. Finished checkpoints have a COMMIT and all their files.
 
-    Finished checkpoints from the previous generation are added now, since their writers may have died before registering them.
-    Finished checkpoints from older generations come from zombies.
+    Finished checkpoints of the previous generation are added, because their writers may have died before registering them.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
@@ -186,7 +178,7 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from finished checkpoints, using the latest generation's for each step. None if there are none."""
+    """Rebuild a lost register from finished checkpoints, with the latest generation's for each step."""
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -207,15 +199,13 @@ class Names:
     """
 
     announced: int
-    """The highest announced generation; 0 before the first."""
     latest: Latest | None
-    """The commits of the highest generation that owns the run; None before the first."""
+    """None if there is no owner yet."""
     proposed: tuple[Place, ...] = ()
-    """Proposals by the generation of `latest`, committed or not."""
 
     @classmethod
     def read(cls, names: Iterable[str], run: str) -> Names:
-        """Parse the names in a register."""
+        """Parse the names of a register."""
         announced, owners = 0, [0]
         committed: dict[int, list[Place]] = {}
         proposed: dict[int, list[Place]] = {}
@@ -246,28 +236,27 @@ def announcement(generation: int) -> str:
 
 
 def ownership(generation: int) -> str:
-    """Return the name that makes a generation the owner, once it has copied its predecessor's commits."""
+    """Return the name that makes a generation the owner."""
     return f"g{generation:010d}.taken"
 
 
 def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
-    """Return the name that commits or proposes a checkpoint in a generation."""
+    """Return the name that commits a checkpoint, or proposes the commit."""
     return f"g{generation:010d}.{contract.checkpoint_name(place.step)}.{place.parts}{'.proposed' if proposed else ''}"
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that wrote a name; None for names of another form."""
+    """Return the generation that wrote a name, if it has the right form."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
 
 LEASE_S = 300.0
-"""How long a reader's lease on a checkpoint is valid, in seconds."""
+"""How long a reader's lease is valid, in seconds."""
 RENEW_S = 60.0
-"""Interval between renewals of a lease, in seconds."""
+"""Interval at which a reader renews its lease, in seconds."""
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid at time `now`. `readers` are the times at which the readers last renewed their leases, by
-    the store's clock."""
+    """Return whether any lease is valid. `readers` are the times of the last renewals, by the store's clock."""
     return any(now - since < LEASE_S for since in readers)

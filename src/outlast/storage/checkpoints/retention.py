@@ -1,8 +1,8 @@
 """Which committed checkpoints to keep: one rule for disks and stores. Pure.
 
-The `keep` newest checkpoints stay, and so do the `best` checkpoints with the best metrics. If a later generation resumed from
-an earlier step, it skipped a checkpoint as damaged: that checkpoint counts neither as one of the newest nor as one of the best.
-A run resumes from the newest checkpoint, never from the best one. See docs/decisions/0029-best-checkpoints.md.
+The `keep` newest checkpoints stay, and the `best` ones with the best metrics. A checkpoint that a later generation skipped as
+damaged, by resuming from an earlier step, counts as neither. A run always resumes from the newest checkpoint, not from the best.
+See docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,14 +16,14 @@ from outlast.base.errors import NotFound
 from outlast.job.contract import Env
 
 LEAST = 2
-"""Minimum number of newest checkpoints to keep, since the newest one may turn out to be damaged."""
+"""Minimum number of newest checkpoints to keep: the newest one may turn out to be damaged."""
 
 Mode = Literal["min", "max"]
 
 
 @dataclass(frozen=True)
 class Metric:
-    """How good a checkpoint is, with the measure's name and direction, so that any reader can compare checkpoints."""
+    """A checkpoint's metric, and how to compare it with others."""
 
     value: float
     by: str = ""
@@ -32,7 +32,7 @@ class Metric:
 
     @classmethod
     def of(cls, document: object) -> Metric | None:
-        """Parse the metric in a JSON document. Returns None if this version does not support it."""
+        """Parse a metric in JSON. Returns None if this version does not support it."""
         if not isinstance(document, dict):
             return None
         value, by, mode = document.get("value"), document.get("by", ""), document.get("mode", "min")
@@ -41,7 +41,7 @@ class Metric:
         return cls(float(value), by, mode) if math.isfinite(value) else None
 
     def plain(self) -> dict[str, Any]:
-        """Return the metric as a JSON document, which `of` reads back."""
+        """Return the metric as JSON, the inverse of `of`."""
         return asdict(self)
 
 
@@ -50,7 +50,7 @@ class Committed(Protocol):
 
     @property
     def step(self) -> int:
-        """Number of optimizer steps done when the checkpoint was saved."""
+        """Number of completed optimizer steps."""
 
     @property
     def generation(self) -> int:
@@ -65,16 +65,16 @@ C = TypeVar("C", bound=Committed)
 
 
 def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
-    """Return whether one of the run's states no longer counts, given the generation and step of each time the run went back.
+    """Return whether a state no longer counts, because the run went back to an earlier one.
 
-    States after such a step are wrong if they come from that generation or an earlier one. See
+    `ways_back` are (generation, step): states after `step` are wrong if that generation or an earlier one computed them. See
     docs/decisions/0069-the-way-back.md.
     """
     return any(generation <= last and step > agreed for last, agreed in ways_back)
 
 
 def counted(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints that no later generation has skipped by resuming from an earlier step, lowest step first."""
+    """Return the checkpoints by step, without those that a later generation skipped by resuming from an earlier step."""
     stays, newest = [], -1
     for each in sorted(checkpoints, key=lambda each: each.step):
         if each.generation >= newest:
@@ -84,10 +84,9 @@ def counted(checkpoints: Iterable[C]) -> list[C]:
 
 
 def ranked(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints that have a metric, best first. If values are equal, the older one comes first.
+    """Return the checkpoints that have a metric, best first; of equal ones, the older comes first.
 
-    A logged value applies to every checkpoint until the next value is logged, but measures only the first of them. Checkpoints
-    with a different measure than the newest measured one are omitted, since their values cannot be compared.
+    Checkpoints whose metric has another name or direction than the newest one are omitted, because they cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -102,7 +101,7 @@ BEST = "best"
 
 
 def named(checkpoints: Iterable[C], name: str) -> C:
-    """Return the checkpoint that the user named, by `best` or by its step. Raises NotFound."""
+    """Return the checkpoint that the user named by its step, or `best`. Raises NotFound."""
     checkpoints = sorted(checkpoints, key=lambda each: each.step)
     if name == BEST:
         if best := ranked(checkpoints):
@@ -118,32 +117,31 @@ def named(checkpoints: Iterable[C], name: str) -> C:
 
 @dataclass(frozen=True)
 class Retention:
-    """A rule that says which committed checkpoints to keep."""
+    """How many checkpoints to keep, and which."""
 
     keep: int = 3
-    """Number of newest checkpoints to keep; LEAST if this is lower."""
+    """Number of newest checkpoints to keep, at least LEAST."""
     best: int = 0
-    """Number of best checkpoints to keep."""
     by: str = ""
-    """Name of the logged value that ranks checkpoints; if empty, only values passed to `run.save(metric=)` rank them."""
+    """Name of the logged value that ranks checkpoints; empty if only values passed to `run.save(metric=)` do."""
     mode: Mode = "min"
 
     @classmethod
     def parse(cls, environ: Mapping[str, str]) -> Retention:
-        """Parse OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST; `spec.Checkpoint.variables` writes them."""
+        """Parse OUTLAST_CHECKPOINT_KEEP and OUTLAST_CHECKPOINT_BEST, which `spec.Checkpoint.variables` writes."""
         number, mode, by = [*environ.get(Env.CHECKPOINT_BEST, "").split(" ", 2), "", "", ""][:3]
         return cls(int(environ.get(Env.CHECKPOINT_KEEP, 3)), int(number or 0), by, "max" if mode == "max" else "min")
 
     def metric(self, value: float | None) -> Metric | None:
-        """Return a checkpoint's metric, or None if the value is None or not finite: such a checkpoint is never best."""
+        """Return a checkpoint's metric, or None for a value that is None or not finite."""
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:
-        """Return whether `expired` needs a checkpoint's COMMIT, given the checkpoint as described in the register."""
+        """Return whether `expired` needs the COMMIT of a registered checkpoint."""
         return self.best > 0 and checkpoint.metric is None
 
     def expired(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the committed checkpoints to remove, lowest step first."""
+        """Return the checkpoints to remove, by step."""
         checkpoints = sorted(checkpoints, key=lambda each: each.step)
         newest = counted(checkpoints)[-max(LEAST, self.keep) :]
         if len(newest) < max(LEAST, self.keep):
@@ -152,5 +150,5 @@ class Retention:
         return [each for each in checkpoints if each.step < newest[0].step and each.step not in best]
 
     def best_of(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the best checkpoints to keep, best first."""
+        """Return the best checkpoints, best first."""
         return ranked(checkpoints)[: self.best]

@@ -1,4 +1,4 @@
-"""Runs in a store: which run owns a place (`owner`, in `run.json`), and its heartbeat (`heartbeat`, in `alive.json`)."""
+"""Runs in a store: which run owns a URL (`owner`, in `run.json`), and its heartbeat (`heartbeat`, in `alive.json`)."""
 
 from __future__ import annotations
 

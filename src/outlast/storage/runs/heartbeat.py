@@ -1,8 +1,8 @@
 """A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
 
-`run.json` names a place's owner, and stays when the owner dies. So a worker on another machine or in another namespace or cluster
-reads the heartbeat first: a run with a recent heartbeat is not taken over unless the user requests it. Workers and machines with
-the same `where` are one owner and never wait for each other. All times are by the store's clock.
+`run.json` stays when a run's owner dies, so a worker on another machine or in another cluster reads the heartbeat first: a run
+with a recent one is not taken over unless the user requests it. Workers with the same `where` are one owner. Times are by the
+store's clock.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 ALIVE = "alive.json"
 BEAT_S = 30.0
 DEAD_S = 120.0
-"""How long a heartbeat is valid, in seconds; after that, the owner counts as dead."""
+"""How long a heartbeat is valid, in seconds."""
 LEFT_S = BEAT_S + 5.0
 _POLL_S = 5.0
 
@@ -34,11 +34,11 @@ class Beat:
 
     run: str
     where: str
-    """Where training runs, as text for people; the same for all of an owner's workers."""
+    """Where the run trains, as text for people; the same for all workers of an owner."""
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if the sending worker has left. If the owner still trains, another of its workers sends a heartbeat within BEAT_S."""
+    """True if worker 0 has left. If others still train, one of them sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -55,14 +55,14 @@ def last(place: Store) -> Beat | None:
 
 
 def beat(place: Store, run: str, where: str, *, left: bool = False, leaving: bool = False) -> None:
-    """Send a heartbeat."""
+    """Write a heartbeat."""
     nonce = secrets.token_hex(4)  # gives each heartbeat a different etag
     document = {"run": run, "where": where, "left": left, "leaving": leaving, "word": nonce}
     place.put(ALIVE, json.dumps(document).encode() + b"\n")
 
 
 def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
-    """Return another owner's valid heartbeat for the run, and its age in seconds, or None."""
+    """Return another owner's valid heartbeat for the run, with its age in seconds, or None."""
     beat = last(place)
     if beat is None or beat.left or beat.run != run or beat.where == where:
         return None
@@ -79,7 +79,7 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
 def wait(
     place: Store, run: str, where: str, *, advice: str, say: Callable[[str], None], pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """Wait until any other owner's heartbeat has expired. Raises AlreadyRunning if the owner sends another heartbeat."""
+    """Wait until another owner's heartbeat has expired. Raises AlreadyRunning if that owner sends a new one."""
     current = held(place, run, where)
     if current is None:
         return
@@ -95,10 +95,7 @@ def wait(
 
 
 def release(place: Store) -> str:
-    """Take a place's run away from its owner, so that another can take it over. Returns where the previous owner runs.
-
-    The previous owner's processes detect that they are superseded, and stop.
-    """
+    """Take a run from its owner, whose processes then stop. Returns where the owner trained."""
     run, newest = record.read(place), last(place)
     if run is None or run.ended:
         return ""
@@ -108,10 +105,9 @@ def release(place: Store) -> str:
 
 
 class Heartbeats:
-    """A thread that sends a run's heartbeats.
+    """A thread that sends a run's heartbeats, until another owner has taken over and `lost` is called.
 
-    The worker with `index` 0 sends them; any other worker sends one only if the store has no recent heartbeat. Once another owner
-    has taken over, `lost` is called and the heartbeats stop.
+    Worker 0 sends them; another worker does only if the store has no recent one.
     """
 
     def __init__(
@@ -122,21 +118,21 @@ class Heartbeats:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """True if another owner has sent a heartbeat since our last one."""
+        """True if another owner's heartbeat has replaced the last one sent from here."""
         self.silent = False
         """True once another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Stop the heartbeats. If `left` is set, a last heartbeat records that training has stopped here."""
+        """Stop the heartbeats. With `left`, a last heartbeat says that training has stopped here."""
         self._stop.set()
         self._thread.join(_POLL_S)
         if left and not self._thread.is_alive() and not self.silent:
             beat(self._open(), self._run, self._where, left=True)
 
     def leave(self) -> None:
-        """Stop this worker's heartbeats. Worker 0 announces that it leaves, since this owner's other workers may continue."""
+        """Stop the heartbeats of this worker, while the owner's other workers may continue."""
         self.stop()
         if self._index == 0 and not self._thread.is_alive() and not self.silent:
             with contextlib.suppress(StoreError):  # if this fails, the next owner waits longer

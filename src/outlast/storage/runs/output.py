@@ -1,6 +1,6 @@
-"""A run's output in a store: which files the sync skips, and readers for logs, metrics and the ledger.
+"""A run's output in a store: which files a sync skips, and readers of logs, metrics and the ledger.
 
-The command line reads them from the store when the machine that wrote them is gone.
+The command line uses these readers when the machine that wrote the files is gone.
 """
 
 from __future__ import annotations
@@ -17,16 +17,12 @@ from outlast.storage.runs import heartbeat
 from outlast.storage.sync import growing_files
 
 OWN = ".push"
-"""The upload process's directory in the output: its lock, index and upload journals."""
 _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.RUN, heartbeat.ALIVE}
 """Entries that are uploaded in other ways, or that exist only in the store."""
 
 
 def skipped(path: str) -> bool:
-    """Return whether the sync skips a path below the output.
-
-    The sync excludes Outlast's own files, unfinished files and growing files (`sync.growing_files`).
-    """
+    """Return whether a sync skips a path in the output: Outlast's own, unfinished and growing files."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
     own = first in _PROTOCOL or growing_files.grows(path) or growing_files.is_part(path)
@@ -34,7 +30,7 @@ def skipped(path: str) -> bool:
 
 
 def logs(url: str, *, worker: int | None = None, tail: int | None = None) -> Iterator[LogLine]:
-    """Yield the log lines of all workers, or of one worker. Raises NotFound if the URL holds no job."""
+    """Yield the log lines of all workers or of one. Raises NotFound if the URL holds no job."""
     place = store.open_(url)
     keys: dict[int, str] = {}
     for path in growing_files.files(place):
@@ -57,7 +53,7 @@ def events(place: store.Store) -> ledger.Events:
 
 
 def metrics(place: store.Store) -> Iterator[bytes]:
-    """Yield the lines of the run's metrics, if it has logged any."""
+    """Yield the lines of the run's metrics."""
     if contract.METRICS in growing_files.files(place):
         with ThreadPoolExecutor(growing_files.AHEAD) as pool:
             yield from ledger.lines(growing_files.pieces(place, contract.METRICS, pool))

@@ -1,8 +1,7 @@
-"""A run's record in a store, `run.json`: which run owns the place, and how the next run claims it.
+"""A run's record in a store, `run.json`: which run owns the store's URL, and how a new run claims it.
 
-A new run first claims the place, then moves the objects of earlier runs to `previous/<run>/`. Until the move is done, the new
-run's record has `aside` set, and the run writes nothing else to the place. If the run is killed during the move, it
-continues the move when it resumes. See docs/decisions/0007-commits-in-a-store.md.
+A new run first claims the URL, then moves the objects of earlier runs to `previous/<run>/`. Meanwhile its record has `aside` set,
+and it writes nothing else. If it is killed, it continues the move when it resumes. See docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -22,24 +21,23 @@ from outlast.storage.store import Store
 RUN = "run.json"
 PREVIOUS = "previous"
 FINAL = ("Succeeded", "Failed", "Cancelled")
-"""The final states in `status.State`, repeated here because importing that module is slow."""
+"""The final states in `status.State`, which is slow to import."""
 _PROBE = ".outlast-probe-"
 _VERSION = 1
 _AT_ONCE = 64
 _BATCH = 1000
 _ATTEMPTS = 20
 _OWNERS = 50
-"""Maximum number of earlier owners in the record; arbitrary."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run's record, `run.json`."""
+    """The content of `run.json`."""
 
     run: str
     job: str
     submitted: float
-    """When the run was submitted, in seconds since the epoch."""
+    """Time of submission, in seconds since the epoch."""
     state: str = "Pending"
     """A `status.State`."""
     reason: str = ""
@@ -47,14 +45,14 @@ class Run:
     owner: str = ""
     """Nonce of the machine that last acquired the run; other machines are zombies."""
     before: tuple[str, ...] = ()
-    """Earlier owners, most recent last. They cannot acquire the run again."""
+    """Earlier owners, most recent last."""
     aside: str = ""
     """The previous run, while its objects are being moved to `previous/`; otherwise empty."""
     version: int = _VERSION
 
     @property
     def ended(self) -> bool:
-        """True if the run is in a final state. It can still be resumed, unless it succeeded."""
+        """True in a final state. The run can still be resumed, unless it succeeded."""
         return self.state in FINAL
 
     @property
@@ -62,12 +60,12 @@ class Run:
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
-        """Return the content of `run.json`, which `parse` reads back."""
+        """Return the record as JSON, the inverse of `parse`."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
     def parse(cls, text: bytes) -> Run:
-        """Parse a record, ignoring fields from newer versions. Raises ValueError."""
+        """Parse a record, ignoring fields of newer versions. Raises ValueError."""
         document = json.loads(text.decode())
         names = {field.name for field in dataclasses.fields(cls)}
         try:
@@ -78,7 +76,7 @@ class Run:
 
 
 def read(store: Store) -> Run | None:
-    """Return the run that owns the place, or None if there is none. Raises StoreError, also for a damaged record."""
+    """Return the run that owns the URL, or None. Raises StoreError, also for a damaged record."""
     record, _, problem = _load(store)
     if problem:
         raise StoreError(f"{store.url}/{RUN} cannot be read: {problem}; remove it, or begin anew with --fresh")
@@ -86,7 +84,7 @@ def read(store: Store) -> Run | None:
 
 
 def check(store: Store, run: str, owner: str = "") -> None:
-    """Raise Superseded if another run owns the place, or if a machine other than `owner` has acquired the run."""
+    """Raise Superseded if another run owns the URL, or a machine other than `owner` has acquired the run."""
     record, _, _ = _load(store)
     if record and record.run != run:
         raise _superseded(store, run, record)
@@ -103,17 +101,17 @@ def _superseded(store: Store, run: str, record: Run | None, lost: str = "gone") 
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the place for `new`. Returns the run's record, which is the existing one if the run already owns the place.
+    """Claim the URL for `new`, and return its record, or the existing record if `new` owns the URL already.
 
-    Call `archive` next. Raises AlreadyRunning if an unfinished run owns the place, unless `replace` is set. In a store without
-    conditional writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
+    Call `archive` next. Raises AlreadyRunning if an unfinished run owns the URL, unless `replace` is set. Without conditional
+    writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
     """
     for _ in range(_ATTEMPTS):
         others = _others(store)  # before the record, which a run writes before anything else
         old, etag, _ = _load(store)
         if etag:  # what that run has written since is moved, too
             others = _others(store)
-        if not etag and not replace:  # without a record, the objects may not be ours: never move them unless requested
+        if not etag and not replace:  # without a record, the objects may not be Outlast's: never move them unless requested
             mark = "" if others and {contract.CHECKPOINTS, contract.LOGS} & set(others) else None
             instead = "choose another output, or begin with --fresh, which moves them to previous/"
             ownership.check_place(store.url, [name for name in others if not name.startswith(".")], mark, instead=instead)
@@ -134,7 +132,7 @@ def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
 
 
 def update(store: Store, run: str, *, by: str = "", **changes: Any) -> Run:
-    """Change a run's record and return it. Raises Superseded if another run owns the place, or `by` is not the owner."""
+    """Change a run's record and return it. Raises Superseded if another run owns the URL, or `by` is not the run's owner."""
     return _change(store, run, by, lambda record: dataclasses.replace(record, **changes))
 
 
@@ -153,7 +151,7 @@ def _change(store: Store, run: str, by: str, changed: Callable[[Run], Run]) -> R
 
 
 def acquire(store: Store, run: str, owner: str) -> Run:
-    """Make `owner` the run's owner; other machines can no longer write to it."""
+    """Make `owner` the run's owner, so that other machines can no longer write to the run."""
 
     def acquired(old: Run) -> Run:
         before = old.before if old.owner in ("", owner) else (*(o for o in old.before if o != owner), old.owner)[-_OWNERS:]
@@ -163,15 +161,15 @@ def acquire(store: Store, run: str, owner: str) -> Run:
 
 
 def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
-    """Record how a run has ended, if `by` still owns it."""
+    """Record how a run has ended. Raises Superseded like `update`."""
     return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
 
 
 def archive(store: Store, run: str) -> int:
-    """Move the objects of earlier runs to `previous/<their run>/`, so that `run` has an empty place.
+    """Move the objects of earlier runs to `previous/<their run>/`, and return their number.
 
-    Returns the number of objects moved, which is 0 if an earlier call moved them. An object is deleted only once its copy exists,
-    and while the record still has `aside` set, so a killed or very late process neither loses objects nor touches the new run's.
+    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process neither loses objects nor
+    deletes the new run's objects.
     """
     moved = 0
 
@@ -196,7 +194,6 @@ def archive(store: Store, run: str) -> int:
 
 
 def _others(store: Store) -> list[str]:
-    """Return the top-level names in the place, except those of our bookkeeping."""
     return [name for name in store.names() if name not in (PREVIOUS, RUN) and not name.startswith(_PROBE)]
 
 
@@ -209,7 +206,6 @@ def _keys_to_move(store: Store) -> Iterator[str]:
 
 
 def _load(store: Store) -> tuple[Run | None, str, str]:
-    """Return the record, its etag, and why the record cannot be read."""
     try:
         text, entry = store.read(RUN)
     except Missing:
@@ -221,8 +217,7 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if the version in the store is still `etag`. If the store lacks conditional writes, verify the record
-    afterwards."""
+    """Write the record if the stored one still has `etag`. Without conditional writes, read it back instead."""
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record

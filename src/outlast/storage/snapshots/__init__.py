@@ -1,6 +1,5 @@
-"""Snapshots: the newest training state, held in agents' memory, from which training resumes after a failure.
+"""Snapshots: the newest training state, which agents hold in memory, and from which training resumes after a failure.
 
-A rank copies its state, as a *part*, into shared memory that its agent owns. The agent sends parts that no other worker holds to
-other agents, as *replicas*. `part_format` defines the format of parts, `rooms` manages the memory, `server` is the agent's side,
-and `client` is the rank's side. See docs/decisions/0037-snapshots-in-memory.md.
+A rank copies its state, as a *part*, into shared memory of its agent, which sends *replicas* to agents on other workers. `server`
+is the agent's side, `client` the rank's. See docs/decisions/0037-snapshots-in-memory.md.
 """

@@ -1,7 +1,7 @@
-"""Messages between agents and ranks: JSON lines, plus file descriptors on a Unix socket, or raw bytes between lines on TCP.
+"""Messages between agents and ranks: JSON lines, with file descriptors on Unix sockets and raw bytes on TCP.
 
-On TCP, each line is sealed with the run's key (`job.sealed_lines`). Raw bytes are not sealed, but a sealed line has their crc32.
-Like the traffic between ranks, messages are not encrypted.
+On TCP, each line is authenticated with the run's key (`job.sealed_lines`), and raw bytes by their crc32 in such a line. Nothing
+is encrypted.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from outlast.base import tcp
 from outlast.job import sealed_lines
 
 LINE = 64 << 10
-"""Maximum length of a line from any peer, in bytes."""
+"""Maximum length of a line in bytes."""
 INDEX = 256 << 20
-"""Maximum length of a line from a rank to its own agent, in bytes: such a line may contain an index."""
+"""Maximum length of a rank's line to its own agent, which may contain an index."""
 TIMEOUT_S = 10.0
-"""Timeout without progress, in seconds. Arbitrary: twice as long as in other modules, for machines that swap."""
+"""Timeout without progress, in seconds. Arbitrary: twice as long as elsewhere, for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 
@@ -43,14 +43,14 @@ class Connection:
         self._sending = threading.Lock()
 
     def greet(self, key: bytes, side: sealed_lines.Side) -> None:
-        """Exchange nonces with the peer, so that all later lines are sealed. Raises OSError, ValueError."""
+        """Exchange nonces with the peer, so that later lines are authenticated. Raises OSError, ValueError."""
         own = sealed_lines.nonce()
         self.sock.sendall(sealed_lines.greeting(own))
         peer = sealed_lines.greeted(self._line(sealed_lines.LONGEST_NONCE))
         self._seal = sealed_lines.Seal(key, side, own=own, peer=peer)
 
     def send(self, message: dict[str, Any], fd: int | None = None) -> None:
-        """Send a message, optionally with a descriptor. Raises OSError."""
+        """Send a message, with a file descriptor if given. Raises OSError."""
         with self._sending:
             line = memoryview(self._seal.sealed(json.dumps(message).encode()))
             if fd is not None:
@@ -59,14 +59,14 @@ class Connection:
             self.sock.sendall(line)
 
     def receive(self) -> dict[str, Any]:
-        """Return the next message. Raises ValueError, and OSError (also at EOF)."""
+        """Return the next message. Raises OSError (also at EOF) and ValueError."""
         message = json.loads(self._seal.opened(self._line(self._longest)))
         if not isinstance(message, dict):
             raise ValueError(f"{message!r:.80} is no message")
         return message
 
     def waiting(self) -> bool:
-        """Return whether `receive` would return or raise at once."""
+        """Return whether `receive` has a message or an error to deliver."""
         while b"\n" not in self._buffer:
             try:
                 if not self._fill(socket.MSG_DONTWAIT):
@@ -78,7 +78,7 @@ class Connection:
         return True
 
     def descriptor(self) -> int:
-        """Return the next file descriptor received with a message. Raises ValueError if there is none."""
+        """Return the next received file descriptor. Raises ValueError if there is none."""
         if not self._fds:
             raise ValueError("no descriptor came with it")
         return self._fds.popleft()
@@ -108,7 +108,7 @@ class Connection:
         return bool(data)
 
     def read_into(self, into: memoryview) -> None:
-        """Fill memory with raw bytes. Raises OSError."""
+        """Fill memory with received raw bytes. Raises OSError."""
         early = min(len(into), len(self._buffer))
         into[:early] = self._buffer[:early]
         del self._buffer[:early]
@@ -120,7 +120,7 @@ class Connection:
             into = into[count:]
 
     def write_from(self, fd: int, at: int, count: int) -> None:
-        """Send raw bytes from a file. Raises OSError."""
+        """Send raw bytes of a file. Raises OSError."""
         while count:
             sent = os.sendfile(self.sock.fileno(), fd, at, count)
             if not sent:
@@ -142,13 +142,13 @@ def set_timeout(sock: socket.socket, seconds: float = TIMEOUT_S) -> socket.socke
 
 
 def between_machines(sock: socket.socket) -> socket.socket:
-    """Set the socket options for a connection to another agent, so that it fails soon after the other machine is lost."""
+    """Make a connection to another agent fail soon after the other machine is lost."""
     tcp.ends_when_lost(sock, TIMEOUT_S, idle_s=5, probe_s=2)
     return set_timeout(sock)
 
 
 def accepted(listener: socket.socket) -> Iterator[socket.socket]:
-    """Yield incoming connections until the listener is closed."""
+    """Yield connections until the listener is closed."""
     while True:
         try:
             yield listener.accept()[0]
@@ -159,7 +159,7 @@ def accepted(listener: socket.socket) -> Iterator[socket.socket]:
 
 
 def close(listener: socket.socket | None) -> None:
-    """Stop listening. `accepted` ends, even if a thread is waiting in it."""
+    """Close a listener. `accepted` ends, even if a thread is waiting in it."""
     if listener is not None:
         with contextlib.suppress(OSError):
             listener.shutdown(socket.SHUT_RDWR)

@@ -1,9 +1,7 @@
-"""The memory budget for a worker's snapshots, and how large a state fits into it.
+"""The memory budget for a worker's snapshots, and how large a state fits into it. Pure. All sizes are in bytes.
 
-`outlast validate` prints both before a job runs; the agent computes them from measured values. Pure. All sizes are in bytes.
-
-A worker holds two snapshots at a time: the newest complete one, and the one in progress. Each contains the state common to all
-ranks (`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
+A worker holds two snapshots, the newest complete one and the one in progress. Each contains the state common to all ranks
+(`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.
 """
 
 from __future__ import annotations
@@ -14,16 +12,15 @@ from outlast.base import units
 
 SNAPSHOTS = 2
 _SHARE = 4
-"""`auto` is 1/4 of the memory limit."""
 _FREE = 10
-"""1/10 of the memory limit stays free."""
+"""Divisors of the memory limit: with `auto`, 1/4 is used for snapshots, and 1/10 always stays free."""
 
 
 class Budget(NamedTuple):
-    """The memory budget for a worker's snapshots, and the reason for it, as a sentence."""
+    """A worker's memory budget for snapshots."""
 
     bytes: int
-    """Size of the memory; 0 if snapshots are off."""
+    """0 if snapshots are off."""
     reason: str
 
 
@@ -31,10 +28,9 @@ class Fit(NamedTuple):
     """Which snapshots fit into a budget."""
 
     held: bool
-    """True if snapshots are taken."""
     replicas: int
     reason: str = ""
-    """Why no snapshots are taken, or why there are fewer replicas than requested; otherwise empty."""
+    """Why there are no snapshots, or fewer replicas than requested; otherwise empty."""
 
 
 Requested = int | Literal["auto", "off"]
@@ -42,7 +38,7 @@ Requested = int | Literal["auto", "off"]
 
 
 def requested(text: str) -> Requested:
-    """Parse `contract.Env.MEMORY`: `auto` or an empty string, `off`, or a size. Raises ValueError for anything else."""
+    """Parse the value of `contract.Env.MEMORY`; an empty string means `auto`. Raises ValueError."""
     match text:
         case "" | "auto":
             return "auto"
@@ -54,8 +50,8 @@ def requested(text: str) -> Requested:
 def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
     """Return the memory budget for a worker's snapshots.
 
-    `limit` is the memory limit of the worker's cgroup, or else the worker's share of the machine. `used` is the memory that the
-    worker uses apart from snapshots, and `free` is the machine's available memory.
+    `limit` is the worker's memory limit, `used` the memory that the worker uses apart from snapshots, and `free` the machine's
+    available memory.
     """
     if requested == "off":
         return Budget(0, "checkpoint.memory is off")
@@ -72,12 +68,12 @@ def budget(requested: Requested, limit: int, used: int, free: int) -> Budget:
 
 
 def needed(shared: int, unique: int, replicas: int) -> int:
-    """Return the memory that a worker's snapshots take. `unique` is the size of one worker's own state."""
+    """Return the memory that a worker's snapshots need. `unique` is the size of one worker's own state."""
     return SNAPSHOTS * (shared + (1 + replicas) * unique)
 
 
 def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> Fit:
-    """Compute whether snapshots of this size fit, and with how many replicas. At most `workers` - 1 are possible."""
+    """Return whether snapshots fit, and with how many replicas, of which at most `workers` - 1 are possible."""
     possible = min(replicas, workers - 1) if unique else 0
     limit = f"checkpoint.memory is {units.human_bytes(budget)}"
     for count in range(possible, -1, -1):
@@ -91,15 +87,12 @@ def fit(budget: int, shared: int, unique: int, replicas: int, workers: int) -> F
 
 
 def largest(budget: int, replicas: int) -> tuple[int, int]:
-    """Return the size of the largest state that fits if replicated, and the largest share per worker if sharded."""
+    """Return the largest replicated state that fits, and the largest share per worker of a sharded state."""
     return budget // SNAPSHOTS, budget // (SNAPSHOTS * (1 + replicas))
 
 
 def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: int = 0) -> str:
-    """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits.
-
-    `limit` is a worker's memory. `saved` is the size of the run's newest checkpoint, or 0 before the first one.
-    """
+    """Return a sentence for `outlast validate` about the memory for snapshots and the state that fits into it."""
     usable, possible = budget(requested, limit, 0, limit), min(replicas, workers - 1)
     if not usable.bytes:
         return usable.reason
@@ -113,7 +106,6 @@ def cost(requested: Requested, replicas: int, limit: int, workers: int, saved: i
 
 
 def _compared(budget: int, replicas: int, workers: int, saved: int) -> str:
-    """Return a sentence about whether a state of `saved` bytes fits if it is replicated (DDP) or sharded (FSDP)."""
     fits = {"DDP": fit(budget, saved, 0, replicas, workers), "FSDP": fit(budget, 0, -(-saved // workers), replicas, workers)}
     newest = f"; that of the newest checkpoint, {units.human_bytes(saved)},"
     reasons = {name: each.reason for name, each in fits.items() if each.reason}

@@ -1,8 +1,8 @@
-"""The rank's side of snapshots: writes parts into rooms, and reads parts from this worker and others.
+"""The rank's side of snapshots: writes parts into the agent's shared memory, and reads parts from this or other workers.
 
     client = connect(os.environ)                                        None if snapshots are off
-    room = client.room(nbytes, at, complete)                            agent memory, mapped here; or, without waiting:
-    client.spare([nbytes], complete)                                    whether memory is available now
+    room = client.room(nbytes, at, complete)                            a buffer ("room") of the agent, mapped into this process
+    client.spare([nbytes], complete)                                    whether `room` would return without asking the agent
     room.view[place : place + n] = ...
     client.publish(room, part, index, to=addresses, complete=at)        returns at once
     client.poll()                                                       {("unique", 120): "held"}
@@ -11,7 +11,7 @@
         with client.open(part) as source:
             source.fetch([(i, memory) for i, item in enumerate(source.index)])
 
-Only one thread at a time may use a client. `poll` and `spare`, which never wait, may also be called from another thread.
+Only one thread at a time may use a client, but `poll` and `spare`, which do not block, are safe to call from any thread.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from outlast.storage.snapshots import agent_messages, part_format
 from outlast.storage.snapshots.part_format import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout for responses from our own agent, in seconds; arbitrary."""
+"""Timeout for replies from this worker's agent, in seconds. Arbitrary."""
 _STATES = 16
 _BATCH = 1024
 
@@ -47,7 +47,7 @@ class NoMemory(OutlastError):
 
 
 class Where(NamedTuple):
-    """A worker's node and zone; empty if unknown."""
+    """A worker's location; empty if unknown."""
 
     node: str
     zone: str
@@ -55,31 +55,28 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """Agent memory mapped into this process, with every page touched."""
+    """A buffer in the agent's memory, mapped into this process, with every page already touched."""
 
     id: int
     view: memoryview
     whole: memoryview
-    """The whole mapping, page-aligned. It is the same memory each time the room is used."""
+    """The whole mapping, aligned to pages, which stays the same each time the room is reused."""
 
 
 @dataclasses.dataclass
 class _Lent:
-    """Memory that the agent lends to this rank until the rank gives it back."""
-
     mapped: mmap.mmap
     size: int
     place: int
-    """Index of the part in this memory within a snapshot."""
+    """Index of the buffer's part in the sizes that `reserve` was given."""
     at: tuple[int, int] | None = None
-    """(generation, step) of the snapshot whose part the memory holds or will hold."""
 
 
 _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork, such as a data loader's worker: an open copy would hide the rank's death from the agent."""
+    """Close the clients in a fork, such as a data loader's worker. An open copy would hide the rank's death from the agent."""
     for client in list(_open):
         client.close()
 
@@ -91,32 +88,29 @@ class Client:
     """One rank's connection to its agent."""
 
     def __init__(self, connection: agent_messages.Connection) -> None:
-        """Raises OSError, ValueError."""
+        """Read the agent's first message. Raises OSError, ValueError."""
         self._connection = connection
         self._using = threading.Lock()
         self._states: dict[tuple[str, int], str] = {}
         self._lent: dict[int, _Lent] = {}
-        """Lent memory, by room id. Each room is mapped once and reused."""
         self._digests: dict[str, tuple[int, str]] = {}
-        """The step and digest of the last part that the agent holds, by kind."""
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
-        """The last index sent to the agent, by the part's kind and local rank."""
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """Address (host:port) of our agent's data port; empty if it has none."""
+        """Empty if the agent has no data port."""
         self.where = Where(hello["node"], hello["zone"])
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
-        """True if the agent can query the store. Agents from earlier versions cannot."""
+        """False for older agents, which cannot query the store."""
         _open.add(self)
 
     def room(self, nbytes: int, at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> Room:
         return self.rooms([nbytes], at, complete)[0]
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
-        """Return memory for the parts of the snapshot `at`, (generation, step). Raises NoMemory.
+        """Return memory for the parts of the snapshot `at`, (generation, step). Blocks unless memory is `spare`. Raises NoMemory.
 
-        Requests any memory that was not reserved. Parts older than `complete`, the newest complete snapshot, may be overwritten.
+        `sizes` are in bytes. Parts older than `complete`, the newest complete snapshot, may be overwritten.
         """
         self.reserve(sizes, at, complete)
         rooms = []
@@ -128,10 +122,7 @@ class Client:
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Request whatever memory `rooms` would still need, and wait for it. Raises NoMemory.
-
-        The agent touches all pages first, which takes half a minute for 100 GB.
-        """
+        """Have the agent allocate what `rooms` will need, which takes half a minute for 100 GB. Raises NoMemory."""
         fitting = self._fitting(sizes, complete, at)
         if 0 not in fitting:
             return
@@ -152,19 +143,18 @@ class Client:
             raise NoMemory(f"the agent gives no memory: {error}") from error
 
     def spare(self, sizes: Sequence[int], complete: tuple[int, int]) -> bool:
-        """Return whether `rooms` has memory for parts of these sizes without asking the agent. Does not block."""
+        """Return whether `rooms` already has memory for parts of these sizes. Does not block."""
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return, for each size, the id of the smallest suitable room, or 0.
-
-        A room is suitable if it is lent for a part at that index, is large enough, and holds no part of the snapshots `used`.
+        """Return, for each size, the id of the smallest room that can hold this part and holds none of the snapshots `used`, or
+        0.
         """
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
     def give_back(self, complete: tuple[int, int], ids: Sequence[int] | None = None) -> None:
-        """Give lent memory (by default, all of it) back to the agent, which keeps the snapshot `complete` and frees the rest."""
+        """Give lent memory, by default all of it, back to the agent, which keeps the snapshot `complete` and frees the rest."""
         ids = list(self._lent) if ids is None else ids
         for id in ids:
             del self._lent[id]
@@ -175,7 +165,7 @@ class Client:
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
     ) -> None:
-        """Publish a completely written part. The agent sends replicas to the agents at `to`; `poll` returns the part's state."""
+        """Publish a written part, whose replicas the agent sends to the agents at `to`. `poll` returns the progress."""
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
@@ -192,10 +182,10 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """Return the state of the latest publications, by (kind, step), without waiting.
+        """Return the state of the latest published parts, by (kind, step). Does not block.
 
-        A state is "" while the agent works on the part, and then `held`, `replicated`, or `held; ` and why a replica failed. If
-        the part is not held, the state says why.
+        A state is empty while the agent computes checksums, then `held`, `replicated`, or `held; ` and why a replica failed. Any
+        other state says why the agent does not hold the part.
         """
         if self._using.acquire(blocking=False):
             try:
@@ -210,17 +200,17 @@ class Client:
         return dict(self._states)
 
     def digest(self, kind: str, step: int) -> str:
-        """Return the digest of a published part that the agent holds; empty if unknown."""
+        """Return the digest of a published part; empty if it is unknown."""
         held, digest = self._digests.get(kind, (0, ""))
         return digest if held == step else ""
 
     def catalog(self) -> list[Part]:
-        """Return the parts in this worker's memory, including replicas. Raises Damaged, OutOfReach."""
+        """Return the parts in this worker's memory. Raises Damaged, OutOfReach."""
         with _reading("the agent does not answer"):
             return part_format.catalog(self._request({"catalog": True})["parts"])
 
     def open(self, part: Part, address: str | None = None) -> Source:
-        """Open a part for reading, from our own agent or from the one at `address`. Raises Damaged, OutOfReach."""
+        """Open a part for reading, from this worker's agent or from the agent at `address`. Raises Damaged, OutOfReach."""
         if address is not None and address != self.address:
             with _reading(f"{part} is out of reach: {address}"):
                 return Source(_Peer(address, self._key, part), part)
@@ -229,7 +219,7 @@ class Client:
             return Source(_Local(self._connection.descriptor(), lambda: self._connection.send({"close": id})), part)
 
     def forget(self, keep: tuple[int, int] | None = None) -> None:
-        """Drop all parts in this worker's memory, except those of the snapshot `keep`."""
+        """Delete all parts in this worker's memory, except those of the snapshot `keep`."""
         with contextlib.suppress(OSError, ValueError):
             self._request({"forget": keep})
 
@@ -239,11 +229,10 @@ class Client:
         return at and (int(at[0]), int(at[1]))
 
     def restore(self) -> None:
-        """Have the agent fetch the store's newest checkpoint, and wait until it is on disk. Raises StoreError."""
+        """Have the agent download the store's newest checkpoint, and wait for it. Raises StoreError."""
         self._stored({"restore": True})
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Return the agent's response to a request about the store. There is no timeout."""
         try:
             with self._without_timeout():
                 reply = self._exchange(message)
@@ -254,7 +243,7 @@ class Client:
         return reply
 
     def close(self) -> None:
-        """Close the connection. Unpublished rooms go back to the agent."""
+        """Close the connection. The agent takes back the lent rooms."""
         self._connection.close()
 
     @contextlib.contextmanager
@@ -287,7 +276,7 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Map errors that occur while a copy is read to Damaged or OutOfReach."""
+    """Map exceptions to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):
@@ -301,11 +290,7 @@ def _reading(what: str) -> Iterator[None]:
 
 
 def connect(environ: Mapping[str, str]) -> Client | None:
-    """Return this process's client, or None if snapshots are off.
-
-    Raises NotRestored if snapshots are on and the agent does not respond: only the agent can fetch the store's newest checkpoint,
-    so training must not begin without the agent.
-    """
+    """Return this process's client, or None if snapshots are off. Raises NotRestored if the agent does not respond."""
     path = Path(environ.get(Env.STATE, "/nonexistent")) / contract.SNAPSHOTS
     try:
         sock = unix_sockets.connect(path)
@@ -325,10 +310,10 @@ def connect(environ: Mapping[str, str]) -> Client | None:
 
 
 class Source:
-    """A part open for reading."""
+    """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Raises OSError, ValueError, and Damaged if the reader has another part or a damaged index."""
+        """Read the part's index. Raises OSError, ValueError, and Damaged if it is damaged or another part's."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()
@@ -340,10 +325,7 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read items, given as (number in the index, memory of the item's size). Raises Damaged, OutOfReach.
-
-        One call for many items is faster than one call per item.
-        """
+        """Read many items at once, each given as (number in the index, memory of its size). Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")
@@ -372,13 +354,13 @@ class _Block(NamedTuple):
     key: str
 
     def verify(self, crc: int | None = None) -> None:
-        """Raise Damaged if the checksum is wrong. `crc` is the checksum of the memory, if the caller has computed it."""
+        """Raise Damaged if the checksum is wrong. Pass `crc` if the checksum of `into` is already known."""
         if (crc32.update(self.into) if crc is None else crc) != self.crc:
             raise Damaged(f"{self.key:.80} has a wrong checksum in a snapshot")
 
 
 class _Local:
-    """Reads our own agent's memory, in several threads, since checksums take most of the time."""
+    """Reads the memory of this worker's agent, in several threads, because checksums take most of the time."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed
@@ -415,7 +397,7 @@ class _Local:
 
 
 class _Peer:
-    """Reads another worker's memory through its agent, while a second thread verifies checksums."""
+    """Reads another worker's memory through its agent, and verifies checksums in a second thread."""
 
     def __init__(self, address: str, key: bytes, part: Part) -> None:
         self._connection, self._part = agent_messages.connect(address, key), part

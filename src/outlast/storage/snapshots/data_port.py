@@ -1,7 +1,7 @@
-"""An agent's data port, to which other agents send replicas, and from which other workers' ranks read parts.
+"""An agent's data port. Other agents send replicas to it, and ranks of other workers read parts from it.
 
-Any machine on the network can reach the port, so each peer must first prove that it has the run's key. Invalid input only closes
-the connection. Beyond the maximum number of connections, the oldest unauthenticated one is closed; authenticated peers wait.
+Any machine on the network can reach the port, so a peer must first prove that it has the run's key. If there are too many
+connections, the oldest unauthenticated one is closed. Invalid input only closes its connection.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -27,11 +27,10 @@ from outlast.storage.snapshots.part_format import Damaged, Part
 from outlast.storage.snapshots.rooms import Room, Rooms
 
 VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
-"""Environment variables that name the ranks' network interfaces."""
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the address to advertise, and whether to listen on all addresses. On a single machine, only 127.0.0.1 is used."""
+    """Return the host to advertise, and whether to listen on all addresses. A single machine uses 127.0.0.1 only."""
     if Env.ADDRESS not in environ:
         return "127.0.0.1", False
     named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
@@ -39,12 +38,11 @@ def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
 
 
 def prefixes(interfaces: str) -> list[str]:
-    """Return the interface names in a value such as `eth0,ib` or `=eth0`; none for an exclusion such as `^docker`."""
+    """Return the interface names in a value such as `eth0,ib` or `=eth0`; none for `^docker`."""
     return [] if interfaces.startswith("^") else [name for name in interfaces.removeprefix("=").split(",") if name]
 
 
 def _address(prefixes: list[str]) -> str:
-    """Return the first address of an interface whose name has one of these prefixes, or an empty string."""
     import psutil
 
     for prefix in prefixes:
@@ -56,11 +54,10 @@ def _address(prefixes: list[str]) -> str:
 
 
 _STRANGERS = 256
-"""Maximum number of unauthenticated connections. Beyond it, the oldest is closed."""
 _READERS, _REPLICAS = 512, 128
-"""Maximum numbers of concurrent readers and of replica senders, separate so that neither can starve the other."""
+"""Separate limits of concurrent readers and replica senders, so that neither can starve the other."""
 _MOST = 768
-"""Maximum number of connections; any more wait in the listener's queue. A process can usually open 1,024 files."""
+"""Maximum number of connections; more wait in the listen queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024
 _PROVE_S = 5.0
 
@@ -72,15 +69,14 @@ class Port:
         self._rooms, self._key, self._environ = rooms, key, environ
         self._changed = threading.Condition()
         self._strangers: dict[socket.socket, None] = {}
-        """Unauthenticated connections, oldest first."""
         self._all = 0
         self._readers, self._replicas = threading.Semaphore(_READERS), threading.Semaphore(_REPLICAS)
         self._listener: socket.socket | None = None
         self.address = ""
-        """Address (host:port) once the port listens; empty if there is no key."""
+        """Address (host:port); empty before `start`, or if there is no key."""
 
     def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Start listening, unless there is no key. Raises OSError."""
         if not self._key:
             return
         host, everywhere = advertised(self._environ)
@@ -160,7 +156,7 @@ class Port:
                 raise ValueError(f"{room.part} has no block {block!r:.80}")
 
     def _receive(self, connection: agent_messages.Connection, part: Part, length: int, complete: tuple[int, int]) -> None:
-        """Receive a replica. The header is written only once all blocks have arrived with valid checksums."""
+        """Receive a replica. Its header is written only after all checksums have been verified."""
         self._rooms.admit(part.run, part.at, complete, part.session, own=False)
         if length > part_format.LONGEST_TAIL:
             raise Damaged(f"the index of {part} has {length} bytes")

@@ -1,6 +1,6 @@
-"""The machine's memory for snapshots, and in-memory files whose pages are touched before use.
+"""In-memory files for snapshots, and how much of the machine's memory they may use.
 
-A tenth of the memory stays free, whatever the `budget`: an OOM-killed worker is worse than a worker without snapshots.
+A tenth of the memory always stays free: a worker without snapshots is better than one that is OOM-killed.
 """
 
 from __future__ import annotations
@@ -15,10 +15,10 @@ from outlast.storage.snapshots import budget, part_format
 
 
 class Machine(machine_memory.Machine):
-    """The machine's memory, as the kernel reports it."""
+    """The machine's memory."""
 
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
-        """Return the memory for one worker's snapshots if `workers` workers share this machine."""
+        """Return one worker's memory budget, if `workers` workers share this machine."""
         machine = self.machine()
         total, free = machine.get("MemTotal", 0), machine.get("MemAvailable", 0)
         shared = total // workers, max(0, total // workers - free // workers)
@@ -27,13 +27,13 @@ class Machine(machine_memory.Machine):
 
 
 _PIECE = 4 << 30
-"""Bytes allocated at a time, which takes about a second."""
+"""Number of bytes allocated at a time, which takes about a second."""
 
 
 class File:
-    """An in-memory file for one part: a header page and `size` bytes of data, all pages touched, and later a tail.
+    """An in-memory file for one part: a header page, `size` bytes of data, and later a tail.
 
-    The constructor touches all pages, and calls `alive` now and then. Raises OSError if memory is short, and what `alive` raises.
+    The constructor touches all pages, and calls `alive` between pieces. Raises OSError, and whatever `alive` raises.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:
@@ -54,19 +54,19 @@ class File:
 
     @property
     def torn(self) -> bool:
-        """True if a rank has begun to overwrite the part."""
+        """True if the file holds no part, or a rank has begun to overwrite it."""
         return not self._whole[0]
 
     def clear(self) -> None:
         os.pwrite(self.fd, bytes(part_format.PAGE), 0)
 
     def finish(self, part: part_format.Part, tail: bytes) -> None:
-        """Write the tail and then the header, which makes the file a part."""
+        """Write the tail and then the header, which makes the part valid."""
         _write(self.fd, tail, part_format.PAGE + part.bytes)
         _write(self.fd, part_format.header(part, len(tail)), 0)
 
     def close(self) -> None:
-        """Free the memory once no process maps it. A thread that has just finished may still hold a slice of `data`."""
+        """Close the file. The kernel frees its memory once no process maps it."""
         self.data.release()
         self._whole.release()
         os.close(self.fd)

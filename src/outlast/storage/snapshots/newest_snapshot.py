@@ -1,8 +1,8 @@
-"""Elects the snapshot that a world resumes from: the newest one whose parts can all be reached. Pure.
+"""Decides which snapshot a world resumes from: the newest complete one. Pure.
 
-Each worker reports the parts in its memory: its own, and replicas of other workers' parts (`Held`). A snapshot counts if it has
-the unique part of every rank in its world, and the shared parts of all ranks of one worker. It must belong to this run, and to
-this generation or an earlier one. Parts of two snapshots are never combined, since training was never in that state.
+A snapshot is complete if workers hold the unique part of every rank of its world, and all shared parts of some worker. It must be
+of this run, and not of a later generation. Parts of different snapshots are never combined, because training was never in such a
+state.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.storage.snapshots.part_format import Part
 
 At = tuple[int, int]
-"""(generation, step), by which snapshots and checkpoints are ordered."""
+"""(generation, step), which orders snapshots and checkpoints."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -22,23 +22,20 @@ class Held:
 
     part: Part
     address: str
-    """Address of the worker's agent."""
 
 
 Holders = tuple[Held, ...]
-"""All copies of one part."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Candidate:
-    """A snapshot whose parts can all be reached."""
+    """A complete snapshot."""
 
     at: At
     unique: tuple[Holders, ...]
-    """Holders of the unique parts, by rank in the world that made the snapshot."""
+    """Holders of each unique part, by rank."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, the most common set first. Each set lists the holders by local rank. One set is enough.
-    Workers that shard the state alike have equal sets, unless one worker's state differs."""
+    """Complete sets of shared parts, by local rank, the set that most workers hold first. Any set is enough."""
 
     @property
     def parts(self) -> list[Part]:
@@ -50,16 +47,15 @@ class Candidate:
 
 @dataclasses.dataclass(frozen=True)
 class Election:
-    """The snapshots to resume from, and why newer ones were rejected."""
+    """The snapshots from which a world may resume."""
 
     candidates: tuple[Candidate, ...]
-    """Snapshots to resume from, newest first."""
     reasons: tuple[str, ...]
-    """A sentence for each rejected snapshot that is newer than the newest candidate."""
+    """Why snapshots newer than the first candidate were rejected."""
 
 
 def newest(held: Iterable[Held], run: str, generation: int) -> Election:
-    """Elect the snapshots of `run` that a world of `generation` may resume from."""
+    """Return the snapshots of `run` from which a world of `generation` may resume."""
     groups: dict[tuple[At, str, int], list[Held]] = {}
     foreign: set[str] = set()
     for each in held:
@@ -82,7 +78,6 @@ def newest(held: Iterable[Held], run: str, generation: int) -> Election:
 
 
 def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
-    """Return the snapshot that these parts form, or the reason why they are incomplete."""
     name = f"the snapshot of step {at[1]} (generation {at[0]})"
     by_rank: dict[int, list[Held]] = {}
     by_worker: dict[int, dict[int, list[Held]]] = {}
@@ -112,14 +107,14 @@ def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
 
 
 def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
-    """Return a worker's shared parts by local rank, or an empty tuple if a part is missing."""
+    """Return a worker's shared parts by local rank; empty if a part is missing."""
     ranks = next(iter(by_local_rank.values()))[0].part.local_ranks
     shared = tuple(_same(by_local_rank.get(local, ())) for local in range(ranks)) if len(by_local_rank) >= ranks else ()
     return shared if all(shared) else ()
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy. If copies differ, only the one held by the part's writer is valid."""
+    """Return the holders of the valid copy. If copies differ, only the one on the worker that wrote the part is valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -1,11 +1,11 @@
-"""The format of a part: one rank's share of a snapshot, in an in-memory file.
+"""The format of a part, which is one rank's share of a snapshot, in an in-memory file. Pure.
 
     header page     magic; length and crc32 of a JSON document with the part and its tail's length; written last
     data            the items, at the offsets in the index
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
-A part exists once its header does. Its digest is the crc32 of the tail, which contains the crc32 of every block, so two parts
-with the same digest have the same bytes. All input comes from other processes or machines, so everything is validated. Pure.
+A part is valid once its header is written. Its digest is the crc32 of the tail, which contains the crc32 of every block, so parts
+with equal digests have equal data. All input comes from other processes or machines and is validated.
 """
 
 from __future__ import annotations
@@ -23,13 +23,13 @@ from outlast.base.typed_json import decode, is_count
 from outlast.job import contract
 
 PAGE = 4096
-"""Size of the header page, which precedes the data, in bytes."""
+"""Size in bytes of the header page."""
 BLOCK = 4 << 20
-"""Number of bytes per checksum: few enough that several threads can verify one item."""
+"""Number of bytes per checksum, small enough that threads can share the verification of one item."""
 _PIECE = 256 << 10
-"""Number of bytes processed at a time: fewer than fit into a core's cache."""
+"""Number of bytes processed at a time, which fit into a core's cache."""
 ALIGNED = 64
-"""Alignment of items in bytes: a cache line, which is enough for any dtype."""
+"""Alignment of items in bytes: a cache line is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
 """Maximum size of a tail in bytes. Arbitrary: an index has about 150 bytes per tensor."""
 _MAGIC = b"outlast1"
@@ -40,16 +40,16 @@ Kind = Literal["shared", "unique"]
 
 
 class Damaged(OutlastError):
-    """A copy of a part is torn, changed, from another snapshot, or gone. Another copy may be valid."""
+    """A copy of a part is incomplete, corrupt or gone. Another copy may be valid."""
 
 
 class OutOfReach(OutlastError):
-    """A copy of a part cannot be read now; a retry may succeed."""
+    """A copy of a part cannot be read now. A retry may succeed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Part:
-    """One rank's share of the snapshot at one step boundary. The field names are JSON keys that other agents read."""
+    """One rank's share of a snapshot. The field names are JSON keys that other agents read."""
 
     run: Annotated[str, lambda run: 0 < len(run) <= 256]
     generation: int
@@ -57,26 +57,26 @@ class Part:
     world: int
     rank: int
     worker: Annotated[int, lambda id: id < contract.MOST_WORKERS]
-    """The worker whose rank wrote the part; other workers hold its replicas."""
+    """The worker whose rank wrote the part."""
     local_rank: int
     local_ranks: int
     kind: Kind
     bytes: int = 0
     items: int = 0
     digest: Annotated[str, lambda digest: len(digest) in (0, 8)] = ""
-    """Checksum of the content, 8 hex digits, computed by the agent."""
+    """Checksum of the content, 8 hex digits."""
     replica: bool = False
     session: Annotated[str, lambda session: len(session) <= 64] = ""
-    """A nonce that differs for each start of the world's processes, so that parts of two attempts are never combined."""
+    """A nonce of each start of the world's processes: parts of two attempts are never combined."""
 
     @property
     def at(self) -> tuple[int, int]:
-        """(generation, step), by which snapshots are ordered."""
+        """(generation, step), which orders snapshots."""
         return self.generation, self.step
 
     @property
     def name(self) -> tuple[object, ...]:
-        """The part's identity, shared only by its replicas."""
+        """The identity of a part, which only its replicas share."""
         return self.run, self.generation, self.step, self.kind, self.rank, self.worker, self.digest, self.session
 
     def __str__(self) -> str:
@@ -87,7 +87,7 @@ class Part:
 
     @classmethod
     def of(cls, document: object) -> Self:
-        """Parse a part from untrusted JSON, ignoring fields from newer versions. Raises Damaged."""
+        """Parse a part from untrusted JSON, ignoring fields of newer versions. Raises Damaged."""
         try:
             part = decode(cls, document, "a part of a snapshot")
         except ValueError as error:
@@ -98,7 +98,7 @@ class Part:
 
 
 def catalog(documents: Iterable[object]) -> list[Part]:
-    """Parse a list of parts from untrusted JSON. Skips parts that only a newer version supports."""
+    """Parse parts from untrusted JSON, except those that only a newer version supports."""
     parts = []
     for each in documents:
         with contextlib.suppress(Damaged):
@@ -112,9 +112,9 @@ class Item:
 
     key: str
     dtype: str
-    """torch's name for the data type, such as `float32`; `bytes` for anything but a tensor."""
+    """Name of the dtype in torch, such as `float32`; `bytes` if the item is no tensor."""
     size: tuple[int, ...]
-    """The whole tensor's shape; () for bytes and scalars."""
+    """Shape of the whole tensor; () for bytes and scalars."""
     offsets: tuple[int, ...]
     """Index of the chunk's first element in the tensor."""
     chunk: tuple[int, ...]
@@ -123,7 +123,7 @@ class Item:
     nbytes: int
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Return (place, bytes) for each of the item's blocks."""
+        """Return (place, bytes) for each block."""
         return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
 
     @classmethod
@@ -147,7 +147,7 @@ class Item:
 
 
 def laid_out(sizes: Iterable[int]) -> tuple[list[int], int]:
-    """Return the offsets of items with these sizes, and their total size including padding, all in bytes."""
+    """Return each item's offset, and the total size with padding, all in bytes."""
     places, end = [], 0
     for size in sizes:
         places.append(end)
@@ -161,10 +161,7 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Fill memory piece by piece with `fill(offset, piece)`. Returns the memory's crc32.
-
-    A piece is still in the CPU's cache when its checksum is computed, which takes a third less than reading the block first.
-    """
+    """Fill memory with `fill(offset, piece)`, and return its crc32, which is computed while a piece is in the CPU's cache."""
     crc = 0
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]
@@ -191,7 +188,7 @@ def encoded(rows: Sequence[object]) -> bytes:
 
 
 def tail(index: Sequence[Item], crcs: Sequence[int], encoded_index: bytes = b"") -> bytes:
-    """Return the bytes after the data. Pass `encoded_index` to avoid encoding the index again."""
+    """Return the part's tail. Pass `encoded_index` to avoid encoding the index again."""
     return struct.pack(f"<{1 + len(crcs)}I", len(crcs), *crcs) + (encoded_index or encoded(rows(index)))
 
 
@@ -201,7 +198,7 @@ def finished(part: Part, index: Sequence[Item], tail: bytes) -> Part:
 
 
 def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
-    """Return a part's index, and the crc32 of each item's blocks. Raises Damaged."""
+    """Return the index, and the crc32 of each item's blocks. Raises Damaged."""
     if f"{crc32.update(tail):08x}" != part.digest:
         raise Damaged(f"the index of {part} has digest {crc32.update(tail):08x} instead of {part.digest}")
     try:
@@ -216,7 +213,7 @@ def read_tail(part: Part, tail: bytes) -> tuple[list[Item], list[list[int]]]:
 
 
 def header(part: Part, tail: int) -> bytes:
-    """Return the header page for a part whose tail has `tail` bytes. Raises Damaged if the header does not fit."""
+    """Return the header page of a part whose tail has `tail` bytes. Raises Damaged if the page is too small."""
     document = json.dumps({"part": part.json(), "tail": tail}).encode()
     if len(document) > PAGE - _HEAD.size:
         raise Damaged(f"the header of {part} has {len(document)} bytes; {PAGE - _HEAD.size} are possible")
@@ -224,7 +221,7 @@ def header(part: Part, tail: int) -> bytes:
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
-    """Return the part that a header page describes, and the length of its tail in bytes. Raises Damaged."""
+    """Return the part and the length of its tail in bytes. Raises Damaged."""
     if len(page) < _HEAD.size:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)
@@ -235,7 +232,7 @@ def read_header(page: bytes) -> tuple[Part, int]:
 
 
 def described(document: object) -> tuple[Part, int]:
-    """Return the part that a header's JSON describes, and the length of its tail. Raises Damaged."""
+    """Return the part and the length of its tail from a header's JSON. Raises Damaged."""
     tail = document.get("tail") if isinstance(document, Mapping) else None
     if not (isinstance(document, Mapping) and is_count(tail) and tail <= LONGEST_TAIL):
         raise Damaged(f"{document!r:.80} is no header of a part of a snapshot")

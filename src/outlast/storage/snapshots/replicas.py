@@ -1,7 +1,7 @@
-"""Replicas: the rule that chooses who holds them (`holders`, pure), and a rate-limited sender that does not disturb training.
+"""Decides which workers hold replicas (`holders`, pure), and sends replicas at a limited rate, so that training is not disturbed.
 
-No worker holds more than a fair share, so that memory can be planned. Within this limit, workers on other nodes are preferred,
-then workers in other zones, then workers furthest away in a ring of ranks, since neighbours in rank often share a rack.
+No worker holds more than a fair share, so that memory can be planned. Workers on other nodes are preferred, then in other zones,
+then far away in the ring of ranks, because neighbours often share a rack.
 """
 
 from __future__ import annotations
@@ -24,16 +24,13 @@ class Place:
     """A worker's location."""
 
     address: str
-    """Address of the data port of the worker's agent; empty if it has none."""
+    """Address of the agent's data port, if it has one."""
     node: str = ""
     zone: str = ""
 
 
 def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
-    """Return, for each worker, the addresses of the `count` other workers (fewer in a small world) that hold its replicas.
-
-    `workers` are in rank order. Every worker computes the same result.
-    """
+    """Return, for each worker in rank order, the addresses of the `count` other workers that hold its replicas."""
     ring = _Ring(workers, count)
     for _ in range(count):
         for own in range(len(workers)):
@@ -42,7 +39,7 @@ def holders(workers: Sequence[Place], count: int) -> list[tuple[str, ...]]:
 
 
 class _Ring:
-    """The peers chosen so far, and how many more replicas each worker may hold."""
+    """The peers chosen so far, and each worker's remaining capacity for replicas."""
 
     def __init__(self, workers: Sequence[Place], count: int) -> None:
         self._workers = workers
@@ -62,7 +59,7 @@ class _Ring:
         self._by_zone[self._workers[other].zone] += more
 
     def choose(self, own: int) -> None:
-        """Assign the best remaining peer to a worker. If no peer with room is suitable, swap peers with another worker."""
+        """Assign a peer to a worker. If no suitable peer has capacity left, swap peers with another worker."""
         peer = self._best(own)
         if peer is None:
             holders = (n for n, free in enumerate(self._free) if free)
@@ -78,7 +75,6 @@ class _Ring:
         self._count(peer, -1)
 
     def _after(self, own: int) -> Iterator[int]:
-        """Yield all workers in ring order, beginning halfway around the ring."""
         first = own + max(1, len(self._workers) // 2)
         return (other % len(self._workers) for other in range(first, first + len(self._workers)))
 
@@ -86,7 +82,7 @@ class _Ring:
         return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """Return the first peer with room, if possible on a node and in a zone that have no copy of this worker's parts."""
+        """Return the first free peer, if possible on a node and in a zone without a copy of this worker's parts."""
         nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
@@ -103,33 +99,32 @@ class _Ring:
 
 
 SLOWEST = 50e6
-"""Minimum rate in bytes per second; a lower one would make snapshots rare."""
+"""Minimum rate in bytes per second. A lower one would make snapshots rare."""
 _FIRST = 200e6
-"""Rate in bytes per second for the first part, before any interval has been measured. Arbitrary."""
+"""Rate in bytes per second until an interval has been measured. Arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
     """Return the rate, in bytes per second, at which sending a part takes a quarter of the interval between snapshots.
 
-    Half of the interval would be too long, since the next snapshot waits for this one's replicas. With a quarter, a wait that has
-    stretched the interval to two steps ends within one step, and the next interval is one step.
+    Half would be too long: the next snapshot waits for the replicas. If that wait has stretched the interval to two steps, a
+    quarter ends within one step, and the next interval is one step again.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
 
 class Sender:
-    """Sends one agent's replicas."""
+    """Sends the replicas of one agent."""
 
     def __init__(self, rooms: Rooms, key: bytes) -> None:
         self._rooms, self._key = rooms, key
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
-        """When the last send began, by kind and rank."""
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
-        """Idle connections by address: connecting takes longer than sending a small part."""
+        """Idle connections by address, kept because connecting takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
-        """Send a part to each of these agents in turn. Returns a sentence for each failure."""
+        """Send a part to several agents, one after another. Returns a sentence for each failure."""
         now = time.monotonic()
         with self._lock:
             previous = self._began.get((part.kind, part.rank))

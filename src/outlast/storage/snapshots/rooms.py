@@ -1,10 +1,8 @@
-"""One agent's rooms: in-memory files, with their parts and users. Threads of `server` and `data_port` share the rooms.
+"""The shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot. Used by `server` and `data_port`.
 
-`choose`, a pure rule, picks the room for a part: one complete snapshot is kept at any time, and memory holds at most two. Rooms
-are reused, since memory already touched causes no page faults. A room is free unless it is in use or holds a part of the newest
-complete snapshot or of the one in progress. Older and abandoned snapshots are overwritten. A room is reserved under the lock, but
-its memory is allocated outside the lock, since that takes a third of a second per GiB. Rooms are also a fence: they refuse parts
-from another run, from an earlier generation, or from processes that have ended.
+The newest complete snapshot is always kept, and memory holds at most two snapshots. Rooms are reused, because memory that has
+been touched causes no page faults. They refuse parts of another run, of an earlier generation, or from processes that have ended.
+A room is allocated outside the lock, because allocation takes a third of a second per GiB.
 """
 
 from __future__ import annotations
@@ -22,7 +20,7 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""While memory is left, a room is reused only for a part that it exceeds by at most this factor. Arbitrary."""
+"""Unless memory is short, a room is reused only for parts that it exceeds by at most this factor. Arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -32,15 +30,14 @@ class View:
     id: int
     size: int
     at: At | None = None
-    """The snapshot to which the part in the room belongs; None if the room is empty."""
+    """None if the room is empty."""
     busy: bool = False
     replica: bool = False
-    """True if the room holds another worker's part."""
 
 
 @dataclass(frozen=True)
 class Choice:
-    """A room to `reuse`, or the rooms to `drop` before a new one is allocated; otherwise the `problem`."""
+    """The id of a room to `reuse`, or the ids of the rooms to `drop` before a new one is allocated, or the `problem`."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -48,19 +45,18 @@ class Choice:
 
 
 def free(room: View, at: At, complete: At) -> bool:
-    """Return whether a room may be overwritten for the snapshot `at`, given the newest complete snapshot."""
+    """Return whether a room may be overwritten with a part of the snapshot `at`; `complete` is the newest complete snapshot."""
     return not room.busy and (room.at is None or (room.at < at and room.at != complete))
 
 
 def surplus(rooms: Sequence[View], previous: At) -> list[int]:
-    """Return the rooms unused since the `previous` complete snapshot, because parts no longer have their sizes."""
+    """Return the ids of rooms not used since the `previous` complete snapshot."""
     return [room.id for room in rooms if not room.busy and room.at is not None and room.at < previous]
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Choose the room for a part of `size` bytes.
-
-    Replicas leave space for two of the worker's own snapshots, whose parts displace replicas.
+    """Choose a room for a part of `size` bytes. Replicas leave space for two snapshots of this worker, which may replace
+    replicas.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]
@@ -82,7 +78,6 @@ def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, 
 
 
 def _newest_own(rooms: Sequence[View]) -> int:
-    """Return the total size of the worker's own parts in its newest snapshot, in bytes."""
     own = [room for room in rooms if not room.replica and room.at is not None]
     newest = max((room.at for room in own if room.at is not None), default=None)
     return sum(room.size for room in own if room.at == newest)
@@ -98,32 +93,29 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""How long to wait for dropped memory that is still in use, in seconds. Less than the ranks' timeout for the agent."""
+"""How long an allocation waits for dropped memory that is in use, in seconds. Shorter than the ranks' timeout."""
 
 
 class Refused(OutlastError):
-    """A part is not accepted, because it is out of date or memory is short."""
+    """A part is rejected, because it is out of date or memory is short."""
 
 
 @dataclasses.dataclass(eq=False)
 class Room:
-    """A file in memory that can hold one part."""
+    """A buffer for one part."""
 
     id: int
     size: int
     at: At
     replica: bool
     file: memory_files.File = dataclasses.field(init=False)
-    """The room's memory, set once it is allocated."""
     users: int = 1
-    """Number of users: readers, writers, and the rank to which the room is lent."""
+    """Number of readers and writers, plus one while the room is lent to a rank."""
     part: Part | None = None
-    """The part in the room, set once the header is written."""
     tail: int = 0
-    """Size of the part's tail in bytes."""
     index: Sequence[Item] = ()
     stale: bool = False
-    """True if the room was dropped while in use. Its memory is freed once its users are gone."""
+    """True if the room was dropped while in use; its last user then clears it."""
 
     @property
     def view(self) -> View:
@@ -136,7 +128,7 @@ class Room:
 
 
 class Rooms:
-    """One agent's rooms."""
+    """All rooms of one agent. Thread-safe."""
 
     def __init__(self, run: str, budget: int, headroom: Callable[[], int]) -> None:
         self.run, self.budget, self.headroom = run, budget, headroom
@@ -145,18 +137,16 @@ class Rooms:
         self._next = 0
         self._complete: At = (0, 0)
         self._previous: At = (0, 0)
-        """The complete snapshot before `_complete`."""
         self._generation = 0
         self._session, self._over = "", set[str]()
-        """The current session of this worker's ranks, and all ended sessions."""
         self._allocating = 0
-        """Number of bytes being allocated, which the kernel does not yet count as used."""
+        """Bytes being allocated, which the kernel does not yet count as used."""
         self._closed = False
 
     def admit(self, run: str, at: At, complete: At, session: str = "", *, own: bool = True) -> None:
-        """Record the current generation and the newest complete snapshot. Raises Refused if anything is out of date.
+        """Check that a part of the snapshot `at` is up to date, and record its generation and the newest complete snapshot.
 
-        A part from another worker (`own` is False) must belong to the session of this worker's ranks.
+        Another worker's part (`own` is False) must be of the same session as this worker's parts. Raises Refused.
         """
         if run != self.run:
             raise Refused(f"this worker trains run {self.run}, not {run}")
@@ -176,14 +166,13 @@ class Rooms:
         _free(unused)
 
     def _end_session(self) -> None:
-        """Refuse parts of the current session from now on."""
         self._over |= {self._session} - {""}
         self._session = ""
 
     def take(self, size: int, at: At, *, replica: bool = False, alive: Callable[[], None] = lambda: None) -> Room:
-        """Return a room for a part of `size` bytes, which the caller must `release` or `hold`. Raises Refused.
+        """Reserve a room for a part of `size` bytes. The caller must `release` or `hold` it. Raises Refused.
 
-        While memory is allocated, `alive` is called about once a second; if it raises an exception, the allocation ends.
+        `alive` is called about once a second during allocation, and may cancel it by raising an exception.
         """
         with self._lock:
             choice = self._choose(size, at, replica)
@@ -206,7 +195,6 @@ class Rooms:
         return room
 
     def _allocate(self, room: Room, alive: Callable[[], None]) -> None:
-        """Create a room's file. Drops the room and raises Refused if memory is short."""
         with self._lock:
             self._allocating += room.size
             headroom = max(0, self.headroom() + room.size - self._allocating)
@@ -230,15 +218,12 @@ class Rooms:
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def use(self, room: Room, at: At) -> None:
-        """Record that the rank is writing a part of the snapshot `at` into a lent room.
-
-        The caller must `hold` or `release` the room once more.
-        """
+        """Mark a lent room as being written by its rank. The caller must `hold` or `release` it once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
     def hold(self, room: Room, part: Part, index: Sequence[Item], tail: bytes) -> None:
-        """Write the tail and header, so that the part can be opened. Raises Refused if the room has been dropped."""
+        """Write the part's tail and header, so that the part can be opened. Raises Refused if the room has been dropped."""
         if not room.stale:
             room.file.finish(part, tail)
         with self._lock:
@@ -254,7 +239,7 @@ class Rooms:
                 self._lock.notify_all()
 
     def give_back(self, rooms: Iterable[Room], complete: At) -> None:
-        """End a rank's use of these rooms, and free all unused memory except the newest complete snapshot's."""
+        """Take rooms back from a rank, and free all idle memory except the newest complete snapshot's."""
         for room in rooms:
             self.release(room)
         with self._lock:
@@ -264,7 +249,7 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
-        """Return the parts that can be opened."""
+        """Return the valid parts."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
@@ -277,7 +262,7 @@ class Rooms:
             return [room.id for room in self._rooms.values() if room.users]
 
     def open(self, part: Part) -> Room:
-        """Return the room that holds a part. The caller must `release` it. Raises Damaged."""
+        """Return the room that holds a part. The caller must `release` the room. Raises Damaged if the part is gone."""
         with self._lock:
             for room in self._rooms.values():
                 if room.part and room.part.name == part.name and not room.stale:
@@ -287,7 +272,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def opened(self, part: Part) -> Iterator[Room]:
-        """Yield the room that holds a part, and release it at the end of the block. Raises Damaged."""
+        """Like `open`, as a context manager."""
         room = self.open(part)
         try:
             yield room
@@ -295,7 +280,7 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete snapshot."""
+        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete one."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)
@@ -306,7 +291,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free all unused rooms. The rest are freed when the process ends."""
+        """Free all idle rooms. Others are freed when the process ends."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
@@ -314,6 +299,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of these rooms. This is slow, so never call it under the lock."""
+    """Free the memory of rooms. Slow: never call this under the lock."""
     for room in rooms:
         room.file.close()

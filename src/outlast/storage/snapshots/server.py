@@ -1,8 +1,8 @@
-"""The agent's side of snapshots: memory for its worker's ranks, and a port for other agents (`data_port`).
+"""The agent's side of snapshots: lends memory to its worker's ranks, and runs the `data_port` for other agents.
 
-Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a room, writes a
-part into it, and publishes the part. The agent computes the checksums, writes the header, and sends the part to other agents. So
-a rank that dies before publishing leaves no part, and a rank that dies later leaves a complete one.
+Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a buffer (a
+"room"), writes a part into it, and publishes the part; the agent then computes checksums, writes the header, and sends replicas.
+So a rank that dies before it publishes leaves no part, and a rank that dies later leaves a complete one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
     rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
@@ -14,12 +14,10 @@ a rank that dies before publishing leaves no part, and a rank that dies later le
                     {"catalog": true}                               -> {"parts": [...]}
                     {"open": part}                                  -> {"open": id} with a descriptor;   {"close": id}
                     {"forget": [generation, step] or null}          -> {}
-                    {"look": true}                                  no response: the store is queried for its newest checkpoint
+                    {"look": true}                                  no response: the store is asked for its newest checkpoint
                     {"newest": true}                                -> {"newest": at or null}, or {"problem", "retry"}
-                    {"restore": true}                               -> {} when it is on the disk, or {"problem", "retry"}
+                    {"restore": true}                               -> a reply once the checkpoint is on the disk
     on any problem                                                  -> {"problem": sentence}
-
-The threads must not slow down the agent, so they block or run in calls that release the GIL.
 """
 
 from __future__ import annotations
@@ -44,11 +42,10 @@ from outlast.storage.snapshots.part_format import Item, Part
 from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
-"""A query to the store. Raises StoreError, OSError."""
 _NEWEST_S = 3.0
-"""Timeout for a rank's `newest` request, in seconds. The query began earlier, by `look`."""
+"""Timeout for a rank's `newest` request, in seconds. Its query began earlier, with `look`."""
 _FINISHERS = 8
-"""Maximum number of threads that compute checksums; there is one for every four cores."""
+"""Maximum number of checksum threads; one runs for every four cores."""
 _SMALL = part_format.BLOCK
 """Up to this size in bytes, the receiving thread finishes a part itself: waking another thread would take as long."""
 
@@ -59,16 +56,15 @@ class Publication:
     part: Part
     index: list[Item]
     rows: bytes
-    """The encoded `index`."""
     to: tuple[str, ...]
     complete: rooms.At
     rank: _Rank
 
 
 class Server:
-    """Serves one worker's ranks and other agents, in threads.
+    """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
 
-    `restore` fetches the store's newest checkpoint. `newest` returns that checkpoint's (generation, step), or None.
+    `restore` downloads the store's newest checkpoint; `newest` returns its (generation, step), or None.
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
@@ -84,7 +80,7 @@ class Server:
         self._listener: socket.socket | None = None
 
     def start(self) -> None:
-        """Listen. Raises OSError."""
+        """Start listening. Raises OSError."""
         self._port.start()
         self._listener = unix_sockets.listening(self._path)
         _thread(self._accept, "accept")
@@ -92,7 +88,7 @@ class Server:
             _thread(self._finishing, "finish")
 
     def close(self) -> None:
-        """Close the connections and free the memory."""
+        """Close the listeners and free the memory."""
         if self._listener is not None:
             agent_messages.close(self._listener)
             self._path.unlink(missing_ok=True)
@@ -116,25 +112,24 @@ class Server:
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
 
     def publish(self, publication: Publication) -> None:
-        """Finish a part, and send its replicas."""
+        """Compute a part's checksums and write its header, then send its replicas. Large parts are finished by other threads."""
         if publication.part.bytes <= _SMALL:
             self._finish(publication)
         else:
             self._published.put(publication)
 
     def restore(self) -> dict[str, object]:
-        """Fetch the store's newest checkpoint. Returns the response for the rank."""
+        """Download the store's newest checkpoint, and return the reply for the rank."""
         with self._restoring:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Query the store for its newest checkpoint, in a thread. Returns a queue for the response to the rank."""
+        """Ask the store for its newest checkpoint in a thread. Returns a queue for the rank's reply."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer
 
     def _finishing(self) -> None:
-        """Finish published parts one at a time. CPU-bound, so it runs in a thread."""
         while True:
             self._finish(self._published.get())
 
@@ -143,7 +138,7 @@ class Server:
             tail = part_format.tail(each.index, part_format.checksums(each.index, each.room.file.data), each.rows)
             part = part_format.finished(each.part, each.index, tail)
             self.rooms.hold(each.room, part, each.index, tail)
-        except Exception as error:  # even for a bug, since the rank waits for a report
+        except Exception as error:  # even for a bug, because the rank waits for a report
             self.rooms.release(each.room)
             each.rank.report(each.part, f"{each.part} cannot be kept: {error!r}")
             return
@@ -167,9 +162,7 @@ class _Rank:
         self._lent: dict[int, Room] = {}
         self._open: list[Room] = []
         self._query: queue.SimpleQueue[dict[str, object]] | None = None
-        """The query that `look` began, until `newest` returns its result."""
         self._indices: dict[tuple[str, int], tuple[list[Item], bytes]] = {}
-        """The last index and its encoded form, by the part's kind and local rank."""
         self._replicas: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
 
     def serve(self) -> None:
@@ -232,7 +225,7 @@ class _Rank:
 
     def _publish(self, id: int, part: Part, index: object, to: list[str], complete: rooms.At) -> None:
         try:
-            if isinstance(index, list):  # kept even if this part is refused, since the rank does not send the index again
+            if isinstance(index, list):  # kept even if this part is refused, because the rank does not send the index again
                 self._indices[part.kind, part.local_rank] = [], b""
                 self._indices[part.kind, part.local_rank] = [Item.of(each) for each in index], part_format.encoded(index)
             self._rooms.admit(part.run, part.at, complete, part.session)
@@ -262,7 +255,6 @@ class _Rank:
 
 
 def _answered(query: Query) -> dict[str, object]:
-    """Query the store, and return the result as a message to a rank."""
     try:
         return {"newest": query()}
     except OSError as error:
@@ -278,7 +270,7 @@ def _at(value: object) -> rooms.At:
 
 
 def _boot_id() -> str:
-    """Return an id for the machine that is the same in all its containers, and that changes when it restarts."""
+    """Return an id that all containers of this machine share until it reboots."""
     try:
         return Path("/proc/sys/kernel/random/boot_id").read_text().strip()
     except OSError:

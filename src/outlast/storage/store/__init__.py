@@ -1,7 +1,7 @@
 """Objects in a store: S3 and compatible services, GCS, Azure, a directory, or memory.
 
-place = store.open_("s3://bucket/runs/digits")     keys are relative to it
-place.upload(Path("logs/worker-0.log"), "logs/worker-0.log")
+objects = store.open_("s3://bucket/runs/digits")     keys are relative to this URL
+objects.upload(Path("logs/worker-0.log"), "logs/worker-0.log")
 """
 
 from __future__ import annotations

@@ -1,9 +1,8 @@
-"""A client for stores, and the only module that uses obstore.
+"""A client for stores. The only module that uses obstore, which it imports when a store is opened.
 
-Called by `sync.push_and_pull`, `checkpoints`, `prepare.phases` and the command line. Transient errors are retried for about
-OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is True if a later attempt can succeed.
-Calls block, release the GIL and are thread-safe; in the main thread, signals interrupt them. obstore is imported when a store is
-opened. Do not use a store across a fork.
+Transient errors are retried for about OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is
+True if a later attempt can succeed. Calls block, release the GIL and are thread-safe; in the main thread, signals interrupt them.
+Do not use a store across a fork.
 """
 
 from __future__ import annotations
@@ -26,11 +25,11 @@ from outlast.storage.store import error_mapping, multipart, s3, urls
 from outlast.storage.store.urls import normalised
 
 STALLED_S = 30.0
-"""Read timeout, in seconds: a connection that receives nothing for this long is closed."""
+"""Read timeout in seconds: a connection that receives nothing for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout for large uploads on a slow network, in seconds: enough for 8 MiB at 28 KiB/s."""
+"""Read timeout in seconds for large uploads on a slow network: enough for 8 MiB at 28 KiB/s."""
 PAGE = 1000
-"""How many keys are listed or deleted at a time. This is S3's maximum."""
+"""Number of keys listed or deleted at a time, S3's maximum."""
 T = TypeVar("T")
 
 
@@ -39,38 +38,36 @@ class Entry:
     """An object in a store, without its content."""
 
     key: str
-    """The object's name, relative to the place's URL."""
+    """The object's name, relative to the store's URL."""
     size: int
     etag: str
-    """The content's version. Only for comparison: each store computes it differently."""
+    """The content's version. Each store computes it differently."""
     modified: float
-    """When the object was last changed, by the store's clock, in seconds since the epoch."""
+    """Time of the last change in seconds since the epoch, by the store's clock."""
 
 
 @dataclass
 class _Root:
-    """A connection to a bucket, with its settings, shared by all places in the bucket."""
+    """A connection to a bucket."""
 
     scheme: str
     bucket: str
     raw: Any
     slow_raw: Any = None
-    """obstore's store, with a longer read timeout for large bodies on slow networks."""
+    """The same as `raw`, with a longer read timeout."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
     slow: bool = False
-    """True once a large upload has timed out although the store responds."""
     odd_ranges: bool = False
     """True once obstore has rejected the server's response to a range request."""
 
 
 class Store:
-    """A place in a store, as returned by `open_`."""
+    """The objects below a URL, as returned by `open_`."""
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
-        """The normalised URL, without a trailing slash."""
         self._root = root
         self._raw = root.raw
         self._prefix = prefix
@@ -79,12 +76,12 @@ class Store:
         return f"Store({self.url})"
 
     def child(self, key: str) -> Store:
-        """Return the place below `key`."""
+        """Return the store below `key`."""
         key = key.strip("/")
         return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """Yield all objects below `below` (whole path segments), sorted by key (as UTF-8), page by page as they arrive."""
+        """Yield all objects below `below` (whole path segments), sorted by key (as UTF-8), as pages arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
             # Consoles mark a directory with an empty object `directory/`; obstore drops the slash.
@@ -182,7 +179,7 @@ class Store:
         return data
 
     def link(self, key: str) -> str | None:
-        """Return a presigned URL for reading an object, valid for 15 minutes, or None if store or credentials cannot sign one."""
+        """Return a presigned URL for reading an object, valid for 15 minutes, or None if no URL can be signed."""
         import obstore
 
         if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
@@ -194,7 +191,7 @@ class Store:
             return None
 
     def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
-        """Write a whole object and return its etag. `mode` is obstore's (see `create`, `replace`). For files, see `upload`."""
+        """Write an object and return its etag. `mode` is obstore's; see `create` and `replace`."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -226,12 +223,12 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str:
-        """Write a large file in parts, several at a time, in bounded memory, and return its etag.
+        """Write a file, in parts if it is large, and return its etag. Uses bounded memory.
 
-        `journal` is a file that makes uploads to S3 resumable: a later call with the same journal sends only the missing parts,
-        or aborts the old upload if the file has changed. `progress` receives the number of bytes sent since the last call, and
-        once the number of bytes that an earlier attempt sent. Raises StoreError, and Changed if the file changes during the
-        upload. Raises Stopped soon after `stop` is set; the next call reuses the parts already sent.
+        `journal` is a file that makes uploads to S3 resumable: the next call with the same journal sends only the missing parts,
+        or aborts the old upload if the file has changed. `progress` receives the number of bytes sent since the last call,
+        including those of an earlier attempt. Raises StoreError, Changed if the file changes during the upload, and Stopped soon
+        after `stop` is set.
         """
         stop = stop or threading.Event()
         root = self._root
@@ -252,7 +249,7 @@ class Store:
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload a file with obstore, which cannot resume an interrupted upload."""
+        """Upload a file with obstore, which cannot resume."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -287,8 +284,7 @@ class Store:
     def create(self, key: str, data: bytes) -> str:
         """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
 
-        Raises Exists, unless the existing object has the same content: then an earlier attempt wrote it, and the response was
-        lost.
+        Raises Exists, unless the existing object has the same content: an earlier response may have been lost.
         """
         try:
             return self.put(key, data, "create")
@@ -300,7 +296,7 @@ class Store:
     def replace(self, key: str, data: bytes, etag: str) -> str:
         """Write an object if it is still the version `etag`, and return its new etag. Needs `conditional()`.
 
-        Raises Changed if the object has changed or is gone, unless the current object has the same content.
+        Raises Changed if the object has changed or is gone, unless it already has the same content.
         """
         import obstore
 
@@ -320,14 +316,13 @@ class Store:
             raise Changed(f"{self._name(key)} is gone") from error
 
     def _etag_if_same(self, key: str, data: bytes) -> str:
-        """Return the object's etag if it has exactly this content, otherwise an empty string."""
         with contextlib.suppress(Missing):
             content, entry = self.read(key)
             return entry.etag if content == data else ""
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects. A missing object is not an error."""
+        """Delete objects, if they exist."""
         import obstore
 
         rest = iter(keys)
@@ -343,7 +338,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty: object stores have none."""
+        """Remove directories that have become empty, because object stores have none."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -355,7 +350,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object within this place, on the server."""
+        """Copy an object on the server, below the same URL."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -368,10 +363,7 @@ class Store:
         self._multipart(to).copied(path, entry.size, entry.etag)
 
     def conditional(self) -> bool:
-        """Return whether this store supports conditional writes (`create`, `replace`).
-
-        The first call writes an object `.outlast-probe-...` and removes it again. Raises Denied if writing is not permitted.
-        """
+        """Return whether this store supports conditional writes. The first call writes and deletes a probe. Raises Denied."""
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional
@@ -420,7 +412,7 @@ class Store:
             raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
     def impossible(self, key: str) -> str:
-        """Return why `key` cannot be an object's name in this store, or an empty string."""
+        """Return why `key` cannot be an object's name, or an empty string."""
         return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
 
     def _path(self, key: str) -> str:
@@ -440,7 +432,7 @@ class Store:
 
 
 def _tag(meta: Any) -> str:
-    """Return the etag, always in quotes, which some servers omit in listings."""
+    """Return the etag in quotes, even if the server omits them."""
     etag = meta["e_tag"] or ""
     return etag if not etag or etag.endswith('"') else f'"{etag}"'
 
@@ -450,10 +442,10 @@ _memories_lock = threading.Lock()
 
 
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
-    """Open a place: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
+    """Open a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, in each store's standard way. No request is sent yet. `timeout_s` limits retries; the
-    default is OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
+    Credentials come from the environment, in each store's standard way. Sends no request. `timeout_s` limits retries, by default
+    to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")

@@ -1,6 +1,6 @@
-"""Maps obstore's and botocore's exceptions to StoreErrors, with remedies. Called only by `store`.
+"""Maps exceptions of obstore and botocore to StoreErrors, with remedies. Called only by `store`.
 
-Both libraries keep the store's response only as text, which we parse; tests/storage/test_store_faults.py has real responses.
+Both libraries keep the store's response only as text; tests/storage/test_store_faults.py has real responses.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ _CONNECTION = (
 
 
 def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> StoreError:
-    """Map an exception from a library to a StoreError. `verb` is read, list, write, delete, copy or open."""
+    """Map a library's exception to a StoreError. `verb` is read, list, write, delete, copy or open."""
     status, code, message, text = _response(error)
     kind = type(error).__name__
     scheme, _, rest = url.partition("://")
@@ -129,7 +129,7 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
 
 
 def _response(error: Exception) -> tuple[int, str, str, str]:
-    """Return the HTTP status (0 if there was no response), the store's error code and message, and the whole text."""
+    """Return the HTTP status (0 without a response), the store's error code and message, and the whole text."""
     if (answer := s3.answer(error)) is not None:
         return *answer, f"{error} {getattr(error, 'kwargs', {}).get('error', '')}"
     text = str(error)
@@ -141,7 +141,7 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """Return the error for missing GCS or Azure credentials. obstore tries the machine's metadata server last."""
+    """Return the error for missing credentials. obstore tries the machine's metadata server last."""
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"

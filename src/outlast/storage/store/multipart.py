@@ -1,8 +1,8 @@
-"""Multipart uploads to S3: several parts at a time, and resumable after a kill.
+"""Multipart uploads to S3, which resume after a kill. Called by `store.Store.upload`.
 
-Before the first part, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. A later call with the same
-journal sends only the missing parts if the file is unchanged, and aborts the upload otherwise. `etag` is added once all parts
-have arrived, so that a completed upload is recognised after a lost response. Called by `store.Store.upload`.
+A journal records the upload before the first part: {key, upload, size, mtime_ns, inode, part}. If the file is unchanged, a later
+call with the same journal sends only the missing parts; otherwise it aborts the upload. `etag` is added once all parts have
+arrived, to recognise a completed upload whose response was lost.
 """
 
 from __future__ import annotations
@@ -27,22 +27,21 @@ from outlast.storage.store.s3 import Access
 SMALL = 8 << 20
 """Maximum size of a file sent in one request, in bytes."""
 PART = 16 << 20
-"""Bytes per part, unless the file would then need more than MAX_PARTS parts."""
+"""Bytes per part; parts are larger if the file would otherwise need more than MAX_PARTS."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
 PIECE = 256 << 10
-"""Bytes read and sent at a time: the memory per part, and the most that a slow network has to send within one timeout."""
+"""Number of bytes read and sent at a time, which a slow network must be able to send within one timeout."""
 _ENCRYPTION = {
     "ServerSideEncryption": "AWS_SERVER_SIDE_ENCRYPTION",
     "SSEKMSKeyId": "AWS_SSE_KMS_KEY_ID",
     "BucketKeyEnabled": "AWS_SSE_BUCKET_KEY_ENABLED",
 }
-"""Arguments for an upload, each with obstore's environment variable for that setting."""
 
 
 def part_size(size: int) -> int:
-    """Return the bytes per part for a file of `size` bytes, in whole MiB."""
+    """Return the bytes per part of a file, in whole MiB."""
     return max(PART, -(-size // (MAX_PARTS << 20)) << 20)
 
 
@@ -56,13 +55,13 @@ def read_journal(journal: Path | None) -> dict[str, Any] | None:
 
 
 class Slice:
-    """A range of an open file, as the body of a request. `stop` ends the request early."""
+    """A range of an open file, as the body of a request. `stop` cancels the request."""
 
     def __init__(self, file: int, start: int, length: int, stop: threading.Event) -> None:
         self._file, self._start, self._length, self._stop, self._at = file, start, length, stop, 0
 
     def read(self, _: int = -1) -> bytes:
-        """Read up to PIECE bytes; the requested size is ignored."""
+        """Read up to PIECE bytes, whatever size is requested."""
         if self._stop.is_set():
             raise Stopped("the upload was stopped")
         size = min(PIECE, self._length - self._at)
@@ -95,10 +94,7 @@ class Upload:
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:
-        """Send a file, or its missing parts, and return the object's etag.
-
-        Raises StoreError, Stopped, OSError if the file cannot be read, and Changed if it changes during the upload.
-        """
+        """Send a file, or its missing parts, and return the object's etag. Raises StoreError, Stopped, OSError, and Changed."""
         reported = 0
         for again in (False, True):
             arrived = 0
@@ -152,12 +148,12 @@ class Upload:
         return etag
 
     def abort(self, upload: str) -> None:
-        """Abort an upload, and thus delete its parts in the store."""
+        """Abort an upload, and delete its parts in the store."""
         with contextlib.suppress(Missing):
             self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Copy another object in the bucket, too large for one request, within the store."""
+        """Copy an object that is too large for one copy request, on the server."""
         note = self._begun({"size": size})
         try:
             etags = []
@@ -186,7 +182,7 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return the earlier upload, if the file is unchanged, and its parts, or None if the store lacks the upload."""
+        """Return the earlier upload if the file is unchanged, and its parts, which are None if the store lacks the upload."""
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -202,7 +198,6 @@ class Upload:
         return {"key": f"{self.bucket}/{self.key}", "upload": upload, **identity, "part": part_size(identity["size"])}
 
     def _arrived(self, upload: str) -> dict[int, tuple[str, int]] | None:
-        """Return the etag and size of each part in the store, by part number, or None if the store lacks the upload."""
         arrived: dict[int, tuple[str, int]] = {}
         marker = 0
 
@@ -222,7 +217,6 @@ class Upload:
     def _parts(
         self, file: int, note: Mapping[str, Any], arrived: Mapping[int, tuple[str, int]], progress: Callable[[int], None]
     ) -> list[str]:
-        """Send the missing parts, and return the etags of all parts."""
         size, part = note["size"], note["part"]
         lengths = {number: min(part, size - start) for number, start in enumerate(range(0, size, part), 1)}
         etags = {number: arrived[number][0] for number, length in lengths.items() if arrived.get(number, ("", -1))[1] == length}
@@ -253,7 +247,7 @@ class Upload:
         threads: list[threading.Thread] = []
         try:
             for _ in range(min(AT_ONCE, waiting.qsize())):
-                # A daemon thread with a separate descriptor, since it may still be stalled when this process or call ends.
+                # A daemon thread with a separate descriptor, because it may still be stalled when this process or call ends.
                 threads.append(threading.Thread(target=work, args=(os.dup(file),), name=f"part of {self.key}", daemon=True))
                 threads[-1].start()
             while len(etags) < len(lengths):
@@ -286,7 +280,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """Return the object's etag if this upload created the object, otherwise an empty string."""
+        """Return the object's etag if this upload created it."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._request("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -303,10 +297,7 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """Compute an object's etag from its parts: the MD5 of the parts' MD5 sums, and the number of parts.
-
-    Returns an empty string if etags are not MD5 sums, as with KMS.
-    """
+    """Return the etag of an object with these parts; empty if etags are not MD5 sums, as with KMS."""
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

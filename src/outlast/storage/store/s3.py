@@ -1,8 +1,7 @@
 """Credentials, region and endpoint for S3. The only module that uses botocore.
 
-`access` searches the same places as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
-GitHub), pod identity, ECS, and the instance's metadata. botocore is loaded only if the environment is insufficient. Called by
-`store`, and by `multipart` for botocore's client.
+`access` searches the same sources as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
+GitHub), pod identity, ECS, and the instance's metadata. It imports botocore only if the environment is insufficient.
 """
 
 from __future__ import annotations
@@ -32,23 +31,18 @@ class Access:
 
     region: str
     endpoint: str
-    """The service's URL; empty for AWS."""
+    """Empty for AWS."""
     style: str
-    """Where URLs contain the bucket's name: path, virtual (in the host name), or auto."""
+    """Where URLs have the bucket's name: path, virtual (in the host name), or auto."""
     keys: tuple[str, str, str] | None
-    """Static access key, secret and session token (which may be empty); None if credentials are of another kind."""
+    """Static access key, secret and session token (which may be empty); None for other credentials."""
     anonymous: bool
     session: Any = None
-    """botocore's session; None if the environment sufficed."""
     credentials: Any = None
-    """botocore's credentials, which it renews."""
     timeout_s: float = 30
 
     def virtual(self, bucket: str) -> bool:
-        """Return whether the bucket's name is part of the host name.
-
-        With the style `auto`, this is False for names with dots, since wildcard TLS certificates cover only one label.
-        """
+        """Return whether the bucket's name is part of the host name. Wildcard TLS certificates do not cover names with dots."""
         return self.style == "virtual" or (self.style == "auto" and not self.endpoint and "." not in bucket)
 
     def options(self, bucket: str) -> dict[str, Any]:
@@ -72,8 +66,7 @@ class Access:
         return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Return credentials for the next few minutes. botocore renews them 10 minutes before they expire; obstore,
-        5 minutes before."""
+        """Return credentials for some minutes. botocore renews them 10 minutes before they expire, obstore 5 minutes before."""
         with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
@@ -85,7 +78,7 @@ class Access:
 
     @cached_property
     def client(self) -> Any:
-        """botocore's client. It does not retry, since `store` does."""
+        """botocore's client. It does not retry, because `store` does."""
         botocore = _botocore()
         config = import_module("botocore.config").Config(
             s3={
@@ -113,7 +106,7 @@ class Access:
         )
 
     def range(self, bucket: str, key: str, start: int, end: int) -> bytes:
-        """Read a range of an object from a server whose range responses obstore rejects (rclone sends 200 instead of 206)."""
+        """Read a range from a server whose range responses obstore rejects (rclone responds with 200 instead of 206)."""
         response = self.client.get_object(Bucket=bucket, Key=key, Range=f"bytes={start}-{end - 1}")
         with contextlib.closing(response["Body"]) as body:
             if not (response.get("ContentRange") or "").startswith(f"bytes {start}-"):
@@ -157,10 +150,7 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Return a botocore exception's status, code and message, or None for any other exception.
-
-    If there was no response, the status is 0, and the code and message are empty.
-    """
+    """Return a botocore exception's status, code and message (0 and empty without a response); None for other exceptions."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         details, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)
@@ -176,7 +166,6 @@ def _botocore() -> Any:
 
 
 def _session(*, needed: bool) -> Any:
-    """Return botocore's session, or None if botocore is neither installed nor needed."""
     try:
         return import_module("botocore.session").Session()
     except ImportError as error:
@@ -196,7 +185,7 @@ def _endpoint(session: Any) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(what: str) -> Iterator[None]:
-    """Map botocore's errors, such as a missing profile, an expired SSO login, or a role that may not be assumed."""
+    """Map botocore's errors, such as an expired SSO login."""
     errors = import_module("botocore.exceptions")
     try:
         yield
@@ -207,10 +196,7 @@ def _mapped_errors(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """Use botocore's CA certificates if this machine has none, as is the case in slim images.
-
-    Without certificates, obstore cannot create a client, not even for http://.
-    """
+    """Use botocore's CA certificates if this machine has none: without certificates, obstore cannot create a client."""
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return
@@ -226,4 +212,3 @@ _CERTIFICATES = (
     "/etc/pki/ca-trust/extracted/pem/tls-ca-bundle.pem",
     "/etc/ssl/ca-bundle.pem",
 )
-"""Where Linux distributions keep CA certificates, as searched by rustls-native-certs."""

@@ -1,6 +1,6 @@
-"""Store URLs, and valid object names. Pure; called by `store.client`.
+"""Store URLs and object names. Pure; called by `store.client`.
 
-URLs are literal: no percent-encoding, and `#` and `?` are ordinary characters. Repeated and trailing slashes are ignored.
+URLs are literal: there is no percent-encoding, and `#` and `?` are ordinary characters.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import re
 from outlast.base.errors import StoreError
 
 PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
-"""The kind of place that a URL's first segment names, by scheme."""
+"""The kind of thing that a URL's first segment names, by scheme."""
 _BUCKET = {
     "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
     "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
@@ -20,7 +20,7 @@ _BUCKET = {
 
 
 def normalised(url: str) -> str:
-    """Return the URL without repeated or trailing slashes and without `.` segments. Raises StoreError if it is invalid."""
+    """Return the URL without superfluous slashes and `.` segments. Raises StoreError if it is invalid."""
     scheme, separator, rest = url.partition("://")
     schemes = ", ".join(f"{scheme}://" for scheme in PLACES)
     if not separator:

@@ -1,15 +1,13 @@
-"""Files that only grow: logs, the ledger, metrics. A push adds the new bytes to the store as an object that is never replaced.
+"""Files that only grow: logs, the ledger, metrics. A push adds their new bytes to the store as objects that are never replaced.
 
     logs/worker-0.log                                              the file
     logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
 If a file was truncated (`metrics.jsonl`, when a run resumes from an earlier step), the next part begins before the end of the
-last one: writing all parts in order yields the file (`as_file`). Logs and ledgers are never truncated, so the store keeps bytes
-that a machine has lost (`pieces`).
-
-The parts are the only state: a sender continues after the last part that matches the file. `agent.upload` sends, `join_run` and
-`store_takeover` fetch, and the command line reads. See docs/decisions/0019-growing-files.md.
+last one, and writing all parts in order yields the file (`as_file`). Logs and ledgers are never truncated, so the store keeps
+bytes that a machine has lost (`pieces`). The parts are the only state: a sender continues after the last part that matches the
+file. See docs/decisions/0019-growing-files.md.
 """
 
 from __future__ import annotations
@@ -33,22 +31,20 @@ from outlast.storage.sync import tree
 T = TypeVar("T")
 
 PART = 8 << 20
-"""Maximum size of a part in bytes: small enough for one request, and for memory."""
+"""Maximum size of a part in bytes, small enough for one request."""
 _AT_ONCE = 8
 _PIECE = 1 << 20
-"""How many bytes of a part `pieces` reads at a time."""
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Number of concurrent requests for parts, and bytes read ahead per fetch and per stream. Most parts are small, and there may be
-many streams."""
+"""Number of concurrent requests, and bytes read ahead per fetch and per stream. There may be many streams."""
 _RECENT = 16
-"""How many recent parts per file the sender caches. If no cached part matches the file, the sender lists all parts."""
+"""Number of parts per file that the sender caches. If none matches the file, the sender lists all parts."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
 
 
 class Part(NamedTuple):
-    """An object that holds a file's bytes from `start` to `end`."""
+    """An object that holds a range of a file's bytes."""
 
     key: str
     number: int
@@ -62,7 +58,7 @@ class Part(NamedTuple):
 
 
 def grows(path: str) -> bool:
-    """Return whether a path below a job's output is a growing file."""
+    """Return whether a path in a job's output is a growing file."""
     directory, _, name = path.rpartition("/")
     return path == contract.METRICS or (directory, os.path.splitext(name)[1]) in (
         (contract.LOGS, ".log"),
@@ -105,7 +101,7 @@ def parts(store: Store, path: str) -> list[Part]:
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
     """Return the parts that make up the file, each with the offset from which later parts replace it.
 
-    If two parts have the same number, one is from a superseded sender; the one that later parts continue from is used.
+    If two senders wrote parts with the same number, the one that later parts continue from is used.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -119,7 +115,7 @@ def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
 
 
 class Sender:
-    """Sends new bytes in the files below `root`. Use only one sender per directory at a time."""
+    """Sends the new bytes of files below `root`. Use only one sender per directory at a time."""
 
     def __init__(self, store: Store, root: Path) -> None:
         self._store, self._root = store, root
@@ -133,10 +129,7 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes in these files, and return how many were sent.
-
-        Raises Stopped, and errors that would affect all files, such as Unreachable.
-        """
+        """Send the new bytes of these files, and return how many were sent. Raises Stopped, and errors that affect all files."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -194,7 +187,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Return the offset from which the store lacks bytes: the end of the last part that matches the file."""
+        """Return the end of the last part that matches the file."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _RECENT:
@@ -230,10 +223,7 @@ def fetch(store: Store, path: str, to: Path, stop: threading.Event | None = None
 
 
 def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]:
-    """Stream a file's bytes, while threads in `pool` read ahead.
-
-    For metrics, this is the current content; for logs and ledgers, all bytes ever pushed.
-    """
+    """Stream a file's bytes: the current content of metrics, or all bytes ever pushed of a log or ledger."""
     every = parts(store, path)
     made = as_file(every) if path == contract.METRICS else [(part, part.end) for part in every]
     ranges = ((part, at, min(end - part.start, at + _PIECE)) for part, end in made for at in range(0, end - part.start, _PIECE))
@@ -242,13 +232,13 @@ def pieces(store: Store, path: str, pool: ThreadPoolExecutor) -> Iterator[bytes]
 
 
 def since(store: Store, path: str, start: int) -> bytes:
-    """Return a file's current bytes from offset `start`; empty beyond its end."""
+    """Return a file's current bytes from offset `start`."""
     later = [(part, max(start, part.start), end) for part, end in as_file(parts(store, path)) if end > start]
     return b"".join(bytes(store.range(part.key, at - part.start, end - part.start)) for part, at, end in later)
 
 
 def _ahead(pool: ThreadPoolExecutor, jobs: Iterable[tuple[int, Callable[..., T], tuple[Any, ...]]], most: int) -> Iterator[T]:
-    """Yield the results of jobs (bytes, function, arguments) in order, with at most `most` bytes in progress or waiting."""
+    """Yield the results of jobs (bytes, function, arguments) in order, with at most `most` bytes in memory."""
     pending: collections.deque[tuple[int, Future[T]]] = collections.deque()
     held = 0
     for size, do, arguments in jobs:

@@ -1,7 +1,6 @@
-"""Rules for `push_and_pull`: objects in the manifest, files as last read or written, and how they compare. Pure.
+"""Rules for `push_and_pull`: how files compare with objects in the manifest. Pure.
 
-A file is identified by its size, mtime, ctime and the crc32 of its content, and an object by its size, its crc32 and a hash of
-its etag. Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
+Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
 """
 
 from __future__ import annotations
@@ -17,10 +16,10 @@ from typing import Any, NamedTuple
 
 VERSION = 1
 CHECK_EVERY_S = 86_400.0
-"""The store is listed again after this many seconds, since other programs may write to it without updating the manifest."""
+"""The store is listed again after this many seconds, because other programs may write to it without updating the manifest."""
 GRANULARITY_NS = 2_000_000_000
-"""Granularity of mtimes: two seconds on FAT, a clock tick elsewhere. A file that is read within this time of being
-written may be written again without a change of its mtime, so it is read once more. Git calls such files racy."""
+"""Granularity of mtimes: two seconds on FAT. A file that was written less than this before it was read may be written again with
+the same mtime, so it is read once more. Git calls such files racy."""
 
 
 class Stat(NamedTuple):
@@ -32,7 +31,7 @@ class Stat(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """A file's state when its content was last read or written. A ctime of 0 matches no file, so the file is read again."""
+    """A file's state when its content was last read or written. A ctime of 0 makes a sync read the file again."""
 
     size: int
     mtime: int
@@ -45,10 +44,10 @@ class Object(NamedTuple):
 
     size: int
     mtime: int
-    """The original file's mtime or, if that is unknown, the object's."""
+    """The original file's mtime or, if unknown, the object's."""
     crc32: int
     mark: int
-    """The crc32 of the object's etag. It changes if the object is replaced."""
+    """The crc32 of the object's etag."""
 
 
 class Verdict(enum.Enum):
@@ -63,8 +62,8 @@ class Verdict(enum.Enum):
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
     """Compare a file with an object, given the file's state when it was last `seen`.
 
-    If `seen` is None, a file with the object's size and mtime counts as the object's original if the mtime is before
-    `clean_before`: the sender then read it so late that any later change would have changed the mtime.
+    If `seen` is None, a file with the object's size and mtime is the original if it was modified before `clean_before`, because
+    any change after it was sent would have changed its mtime.
     """
     if file.size != object.size:
         return Verdict.DIFFERENT
@@ -80,7 +79,7 @@ def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) ->
 
 
 def seen(stat: Stat, crc32: int, read: int) -> Seen:
-    """Return the record for a file with this stat and checksum. `read` is when the read began."""
+    """Return the record of a file with this stat and checksum. `read` is the time when the read began."""
     return Seen(stat.size, stat.mtime, stat.ctime if stat.mtime < read - GRANULARITY_NS else 0, crc32)
 
 
@@ -89,15 +88,12 @@ def etag_hash(etag: str) -> int:
 
 
 def as_left(recorded: Object, size: int, etag: str) -> bool:
-    """Return whether an object is still as recorded, not replaced since."""
+    """Return whether an object is still as recorded."""
     return recorded.size == size and recorded.mark == etag_hash(etag)
 
 
 def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str, Object], own: str) -> dict[str, Object]:
-    """Return the objects in a listing (key, size, etag, modified), as recorded unless replaced since.
-
-    Omits the manifest's key `own`, and keys that end in a slash, which mark directories.
-    """
+    """Return the objects in a listing (key, size, etag, modified), without the manifest `own` and directory markers."""
     objects = {}
     for key, size, etag, modified in entries:
         if key == own or not key or key.endswith("/"):
@@ -111,12 +107,12 @@ def listed(entries: Iterable[tuple[str, int, str, float]], recorded: Mapping[str
 
 
 def unknown(size: int, etag: str, modified: float) -> Object:
-    """Return the record for an object whose original file is unknown."""
+    """Return the record of an object whose original file is unknown."""
     return Object(size, round(modified * 1000) * 1_000_000, -1, etag_hash(etag))
 
 
 def unsafe(key: str) -> str:
-    """Return why a key cannot be used as a path inside a directory, or an empty string."""
+    """Return why a key cannot be a path inside a directory, or an empty string."""
     if key.startswith("/"):
         return "it begins with a slash"
     if "\0" in key:
@@ -145,7 +141,7 @@ _UNSEEN = Seen(-1, 0, 0, -1)
 
 
 def encode(objects: Mapping[str, Object], clean_before: int) -> bytes:
-    """Encode a manifest for the store."""
+    """Encode a manifest."""
     paths = sorted(objects)
     text = _text({"settled": clean_before, "path": paths, **_columns(Object, [objects[path] for path in paths])})
     packer = zlib.compressobj(1, zlib.DEFLATED, 31)  # 31 is gzip; level 1 is six times as fast as 6, and 9 % larger
@@ -164,19 +160,17 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
 
 @dataclass
 class State:
-    """A local record of a tree and its place in a store, which saves requests."""
+    """A local record of a tree and its store."""
 
     place: str = ""
     etag: str = ""
-    """Etag of the manifest that `objects` came from; empty if there is no manifest."""
     clean_before: int = 0
     checked: float = 0.0
-    """When the store was last listed, by the local clock."""
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def stale(self, now: float) -> bool:
-        """Return whether the store must be listed again, for example because the clock was set back."""
+        """Return whether the store must be listed again, also because the clock was set back."""
         return not 0 <= now - self.checked < CHECK_EVERY_S
 
     def encode(self) -> bytes:
@@ -188,7 +182,7 @@ class State:
 
     @classmethod
     def decode(cls, data: bytes) -> State:
-        """Parse the bytes that `encode` returns. Raises ValueError."""
+        """The inverse of `encode`. Raises ValueError."""
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
@@ -225,7 +219,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would spend half of the time scanning the many new values."""
+    """Pause the garbage collector, which would otherwise take half of the time."""
     enabled = gc.isenabled()
     gc.disable()
     try:

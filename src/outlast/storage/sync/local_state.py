@@ -1,11 +1,11 @@
-"""A sync's local state, from which an interrupted sync resumes. If nothing has changed, a sync transfers nothing.
+"""The local state of a sync, from which an interrupted sync resumes.
 
     state           files and objects (`index.State`), replaced as a whole
     state.done      log of later transfers, one line per file
     state.lock      held by the syncing process
     state.uploads/  journals of large uploads (`Store.upload`)
 
-A transfer is logged once it is done, so whenever the process dies, the next sync repeats only transfers that were not logged.
+A transfer is logged once it is done, so a sync never skips one that was interrupted.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Interval between flushes of the log, in seconds. A kill loses the transfers logged since the last one; an exception, none."""
+"""Interval between flushes of the log, in seconds. A kill loses the log since the last flush; an exception loses nothing."""
 
 
 class StateFile:
@@ -37,7 +37,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred since the state was written. The manifest in the store lacks them."""
+        """Paths transferred since the last `save`, which the manifest in the store lacks."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)
@@ -47,7 +47,7 @@ class StateFile:
         self._replayed = bool(self.fresh)
 
     def _replay(self) -> None:
-        """Apply the log. Its last line may be incomplete."""
+        """Apply the log, whose last line may be incomplete."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
             if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
                 return
@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Return the id of a version of the state, which the log that continues that version contains."""
+    """Identify the version of the state that a log continues."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

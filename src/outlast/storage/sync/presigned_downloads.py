@@ -1,9 +1,8 @@
 """Downloads objects through presigned URLs, from a socket to a file through one small buffer.
 
-obstore collects a response in fresh memory, piece by piece, and passes it from thread to thread. For files, this takes up to 1.6
-times the CPU time, even over TLS (docs/decisions/0024-the-house-in-order.md). Here, the kernel fills the buffer and wakes the
-thread once it is full. Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length, no encoding). In all
-other cases (a proxy, an error, a broken connection), `fetch` returns None, and the store's client takes over.
+obstore collects a response in new memory and passes it from thread to thread, which takes up to 1.6 times the CPU time, even over
+TLS (docs/decisions/0024-the-house-in-order.md). Only the simplest responses are supported (RFC 9112: HTTP/1.1, a Content-Length,
+no encoding). In all other cases, such as a proxy or an error, `fetch` returns None, and the caller uses the store's client.
 """
 
 from __future__ import annotations
@@ -27,12 +26,12 @@ if TYPE_CHECKING:
 _BUFFER = 256 << 10  # fits into a CPU cache between recv, checksum and write
 _TIMEOUT_S = 30
 _MOST_FAILURES = 3
-"""After this many consecutive failures, direct downloads are no longer tried."""
+"""Number of consecutive failures after which direct downloads are no longer tried."""
 _END = b"\r\n\r\n"
 
 
 class Direct:
-    """One download's connections, one per thread. `link` returns a key's URL, or None."""
+    """One connection per thread. `link` returns the URL of a key, or None."""
 
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link
@@ -44,8 +43,7 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the bytes must be read through the store's client. If `whole` is set, the range must cover the entire
-        object. Raises OSError.
+        Returns None if the caller must use the store's client. `whole` means that the range is the entire object. Raises OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
@@ -83,7 +81,6 @@ class Direct:
         return None
 
     def _connected(self, parts: SplitResult) -> _Connection | None:
-        """Open a connection, and register it for `close`. Returns None on failure."""
         if self._open is None:
             return None
         try:
@@ -121,7 +118,6 @@ class _Connection:
         host, port = parts.hostname or "", parts.port or (443 if tls else 80)
         self.place = parts.scheme, parts.netloc
         self.over = False
-        """True if the server will close the connection."""
         self._buffer = bytearray(_BUFFER)
         self._view = memoryview(self._buffer)
         self._socket = socket.create_connection((host, port), timeout=_TIMEOUT_S)
@@ -174,8 +170,7 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, of which the first bytes are in the buffer. Returns its crc32; None if the connection
-        breaks."""
+        """Write the response's body, and return its crc32; None if the connection breaks."""
         crc = 0
         while start < end:
             count = min(_BUFFER - begin, end - start)

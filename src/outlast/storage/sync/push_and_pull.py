@@ -1,14 +1,10 @@
-"""Synchronises a directory to a place in a store (`push`), or a place in a store to a directory (`pull`).
+"""Synchronises a directory to a store (`push`), or a store to a directory (`pull`).
 
 A push writes a manifest to the store, with the names, sizes, times and checksums of all objects. A local state file records the
-manifest, and the sizes and times of the local files that match it, so an unchanged tree of any size costs one walk and one
-request. `index` compares, `tree` reads and writes files, `local_state` records, and `transfer` uploads and downloads.
-
-Objects are written first, then the manifest, then the state. So whenever a process dies, every object in the manifest exists, and
-every file that matches the state has been transferred. Changes by other writers are detected if they change the manifest;
-otherwise once a day, or with `check`.
-
-Called by the command line and by `agent.upload`. `transfer.send` and `receive` transfer given files without a manifest.
+manifest and the local files that match it, so an unchanged tree of any size costs one walk and one request. Objects are written
+first, then the manifest, then the state: whenever a process dies, every object in the manifest exists, and every file that
+matches the state has been transferred. Other writers' changes are noticed if they change the manifest, otherwise once a day or
+with `check`.
 """
 
 from __future__ import annotations
@@ -34,15 +30,15 @@ __all__ = ["MANIFEST", "Options", "Progress", "Report", "Sent", "pull", "push", 
 MANIFEST = ".outlast-manifest"
 _PROGRESS_S = 0.2
 _ABANDONED_S = 3600.0
-"""A partial file that has not changed for this many seconds counts as abandoned."""
+"""A partial file that has not changed for this many seconds is removed."""
 _HOPELESS = 3
-"""The remaining files are skipped after this many consecutive failed requests."""
+"""Number of consecutive failed requests after which a sync gives up."""
 _DISK = {errno.ENOSPC: "the disk is full", errno.EDQUOT: "the quota is used up", errno.EROFS: "the file system is read-only"}
 
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """The progress of a push or pull, and its totals."""
+    """The progress of a push or pull."""
 
     files: int
     bytes: int
@@ -52,18 +48,18 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """The result of a push or pull, or of a `dry_run` the expected result."""
+    """The result of a push or pull, or in a `dry_run` the expected result."""
 
     transferred: int = 0
     bytes: int = 0
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that failed, each with the reason."""
+    """Failed paths, with reasons."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that are not files, each with the reason."""
+    """Paths that are not files, with reasons."""
     changing: list[str] = dataclasses.field(default_factory=list)
-    """Files that changed during every attempt to send them; the next push sends them again."""
+    """Files that changed during every attempt to send them."""
     planned: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """In a `dry_run`, pairs of an action (send, receive or delete) and a path."""
 
@@ -74,9 +70,9 @@ class Options:
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False
-    """A predicate for paths to ignore on both sides."""
+    """Accepts paths to ignore on both sides."""
     delete: bool = False
-    """True to delete files or objects that the source lacks, unless a transfer has failed."""
+    """True to delete what the source lacks, unless a transfer has failed."""
     check: bool = False
     """True to list the store instead of trusting its manifest."""
     dry_run: bool = False
@@ -93,12 +89,11 @@ def push(
     leave: Callable[[str], bool] = lambda relative: False,
     expired: Callable[[str], bool] = lambda relative: False,
 ) -> Report:
-    """Upload the files in the directory `source` that are missing or different in `store`.
+    """Upload the files in `source` that are missing or different in `store`.
 
-    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but their existing objects stay.
-    Unless `delete` is set, objects without a file in `source` are deleted only if `expired` accepts them. Raises NotFound if
-    there is no source, AlreadyRunning if another process holds the state, StoreError, and Stopped. Completed transfers are always
-    recorded.
+    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but their objects stay. Unless
+    `delete` is set, objects without a file are deleted only if `expired` accepts them. Raises NotFound if there is no source,
+    AlreadyRunning if another process uses the state, StoreError, and Stopped. Completed transfers are always recorded.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -137,10 +132,9 @@ def push(
 
 
 def pull(store: Store, target: Path, state: Path, options: Options = Options(), *, only_missing: bool = False) -> Report:
-    """Download the objects in `store` that are missing or different in the directory `target`.
+    """Download the objects in `store` that are missing or different in `target`. The errors are those of `push`.
 
-    If `only_missing` is set, existing files stay unchanged. Nothing is written outside `target`: a link to a file is replaced,
-    not followed. The state and the errors are as for `push`.
+    With `only_missing`, existing files stay unchanged. Nothing is written outside `target`: links to files are replaced.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -190,7 +184,7 @@ class _Run:
         self._refusal: StoreError = StoreError("")
 
     def load(self, check: bool) -> dict[str, Object]:
-        """Load the store's objects from the manifest or, if that is not recent or `check` is set, from a listing."""
+        """Load the store's objects from the manifest or, if it is not recent enough or `check` is set, from a listing."""
         state, store = self._state, self._store
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
@@ -211,7 +205,6 @@ class _Run:
         return state.objects
 
     def compared(self, files: Mapping[str, Stat], paths: Iterable[str]) -> list[str]:
-        """Return the paths at which the file and the object differ."""
         seen, objects, clean_before = self._state.seen, self._state.objects, self._state.clean_before
         todo, doubtful = [], []
         for path in paths:
@@ -241,7 +234,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Return the paths that are valid object names, and report all other paths."""
+        """Return the paths that are valid object names, and report the others."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -249,7 +242,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths that can be written on this machine, and report all other paths."""
+        """Return the paths that can be written here, and report the others."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -298,7 +291,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. If an object is replaced during its download, it is tried once more."""
+        """Download objects and record them. An object that is replaced meanwhile is tried once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -350,7 +343,7 @@ class _Run:
         self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Report a failure for one file. Raises errors that would affect every file."""
+        """Report that one file failed. Raises errors that would affect every file."""
         match error:
             case NoBucket():
                 raise error
@@ -376,7 +369,6 @@ class _Run:
             raise self._refusal
 
     def write(self, clean_before: int, doomed: list[str]) -> None:
-        """Write the manifest, without objects that are about to be deleted."""
         state, store = self._state, self._store
         try:  # merge with the manifest if another push has written one meanwhile
             if store.head(self._key).etag != state.etag:
@@ -392,7 +384,7 @@ class _Run:
 
     @contextlib.contextmanager
     def doubting(self) -> Iterator[None]:
-        """Make the next sync list the store unless the block succeeds: until then, the manifest is incomplete."""
+        """Make the next sync list the store, unless the block completes."""
         checked, self._state.checked = self._state.checked, 0.0
         self.save()
         yield
@@ -416,7 +408,6 @@ class _Meter:
         self.files = 0
 
     def moved(self, count: int) -> None:
-        """Count transferred bytes. Called from many threads."""
         with self._lock:
             self._bytes += count
 

@@ -1,7 +1,7 @@
-"""A thread pool for many small jobs in bounded memory, such as requests to a store or files to read.
+"""A thread pool for many small jobs in bounded memory, such as requests to a store.
 
-The pool starts small and doubles while throughput grows: loopback needs 8 threads; a distant store, 100. The caller receives all
-outcomes in one thread and needs no locks. Called by `transfer` and `push_and_pull`.
+The pool doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives all outcomes in one
+thread and needs no locks.
 """
 
 from __future__ import annotations
@@ -18,17 +18,16 @@ from outlast.base.errors import Stopped
 T = TypeVar("T")
 
 MEMORY = 64 << 20
-"""Maximum size of file contents in memory at a time, in bytes."""
+"""Maximum size of file contents in memory, in bytes."""
 FEW, MANY = 8, 128
-"""Initial and maximum number of threads."""
 _WINDOW_S = 0.5
 """How long to measure throughput before adding threads, in seconds."""
 _LEAVE_S = 3.0
-"""How long jobs in progress may continue after a stop, in seconds."""
+"""How long running jobs may continue after a stop, in seconds."""
 
 
 class Job(NamedTuple, Generic[T]):
-    """A function to call, the bytes of memory that it needs, and a key for the caller."""
+    """A function to call, the memory that it needs in bytes, and a key for the caller."""
 
     key: Any
     cost: int
@@ -50,10 +49,10 @@ def work(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[T], None, None]:
-    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or the cost of one larger job.
+    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or one job that needs more.
 
-    `tick` is called at least ten times a second. `stop` or closing the generator drops the queued jobs and sets `enough`, which
-    jobs should check. After `stop`, the outcomes of running jobs are yielded, then Stopped is raised.
+    `tick` is called at least ten times a second. `stop`, or closing the generator, drops the queued jobs and sets `enough`, which
+    jobs should check. After `stop`, the outcomes of running jobs are yielded, and then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)
@@ -101,19 +100,13 @@ def work(
 
 
 def widened(width: int, previous: float, now: float) -> tuple[int, float]:
-    """Return the next number of threads, and the throughput that it must beat.
-
-    `now` is the throughput with `width` threads. The number doubles if `now` is at least a quarter above `previous`, which is
-    initially 0.
-    """
+    """Return the next number of threads, which doubles while throughput grows by a quarter, and the throughput to beat."""
     if now < 1.25 * previous or width >= MANY:
         return width, float("inf")
     return min(2 * width, MANY), now
 
 
 class _Threads:
-    """Threads that run jobs from `todo` and put their outcomes into `done`."""
-
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()

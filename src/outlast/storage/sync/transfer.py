@@ -3,9 +3,8 @@
     send(store, [(path, key)], journals=directory)        -> {key: Sent}
     receive(store, [(key, size, path)])                   -> {key: crc32}
 
-Small files are sent and received whole, large ones in parts. A download is written to a temporary file, checked against the
-expected size (and checksum), and renamed. `thread_pool` provides the threads and limits the memory. Called by `push_and_pull`
-for trees, by `checkpoints`, and by `fetch_from_store` and `code_placement` for data.
+Large files are transferred in parts. A download is written to a temporary file, and renamed if it has the expected size and
+checksum. `thread_pool` provides the threads and limits the memory.
 """
 
 from __future__ import annotations
@@ -35,11 +34,11 @@ T = TypeVar("T")
 SMALL = 8 << 20
 """Files larger than this many bytes are sent by `Store.upload`, and received in pieces of this size."""
 _UPLOAD = 32 << 20
-"""How much memory `Store.upload` needs for one file, in bytes."""
+"""Memory that `Store.upload` needs for one file, in bytes."""
 
 
 class Damaged(StoreError):
-    """Received content does not have the expected size or checksum."""
+    """Received content does not have the expected checksum."""
 
 
 class Sent(NamedTuple):
@@ -55,7 +54,7 @@ class Uploaded(NamedTuple):
     stat: Stat
     """The file's stat before the read."""
     read: int
-    """When the read began, in nanoseconds since the epoch."""
+    """Start of the read, in nanoseconds since the epoch."""
     steady: bool
 
 
@@ -66,9 +65,7 @@ class Download(NamedTuple):
     size: int
     path: str
     crc32: int = -1
-    """The expected checksum; -1 if unknown."""
     mtime: int | None = None
-    """Modification time to set, in nanoseconds since the epoch."""
 
 
 class Downloaded(NamedTuple):
@@ -86,9 +83,9 @@ def send(
 ) -> dict[str, Sent]:
     """Upload files, given as (path, key), and return the uploaded objects by key.
 
-    Uploads of large files resume after a kill, from their journals in the directory `journals`. `progress` is called from many
-    threads, with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes
-    during the upload, and Stopped soon after `stop` is set.
+    Large uploads resume after a kill from their journals in the directory `journals`. `progress` is called from many threads,
+    with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes during
+    the upload, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
@@ -108,9 +105,8 @@ def receive(
 ) -> dict[str, int]:
     """Download objects to files, given as (key, size, path), and return their crc32s by key.
 
-    A file gets its name once it has the right size and, if `durable` is set, would survive a power failure. `progress` is called
-    from many threads, with the number of bytes received since the last call. Raises the first StoreError (including Missing and
-    Changed) or OSError, and Stopped soon after `stop` is set.
+    A file gets its name once it is complete and, with `durable`, on the disk. `progress` is called as by `send`. Raises the first
+    StoreError (including Missing and Changed) or OSError, and Stopped soon after `stop` is set.
     """
     requests = (Download(key, size, str(path)) for key, size, path in objects)
     outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
@@ -118,7 +114,6 @@ def receive(
 
 
 def _results(outcomes: Generator[Outcome[T], None, None]) -> Iterator[tuple[Any, T]]:
-    """Yield the jobs' keys and results, or raise the first error."""
     with contextlib.closing(outcomes):
         for key, result, error in outcomes:
             if error is not None:
@@ -268,7 +263,7 @@ class _Pieces:
         self.ended = False
 
     def fetch(self, start: int) -> Downloaded | None:
-        """Download the piece at `start`. Returns the file if this was the last piece, otherwise None."""
+        """Download the piece at `start`. Returns the result if this was the last piece, otherwise None."""
         with self._lock:
             self._left -= 1
             if self._error is None:

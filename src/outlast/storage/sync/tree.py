@@ -1,7 +1,7 @@
 """Walks directory trees, reads files consistently, and writes them atomically.
 
-Called by `push_and_pull` and `transfer`. Links to files count as files. A link to a directory is followed if its target is inside
-the tree and does not contain the link. Names are UTF-8. Empty directories are ignored, since stores have no directories.
+A link to a file counts as a file. A link to a directory is followed if its target is inside the tree and does not contain the
+link. Names are UTF-8. Empty directories are ignored, because stores have no directories.
 """
 
 from __future__ import annotations
@@ -20,12 +20,11 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""Prefix for the names of partial files, which end in `.part`."""
+"""The names of partial files begin with this and end in `.part`."""
 _PIECE = 64 << 10
-"""Number of bytes written at a time. For larger writes, Linux allocates larger page cache blocks. A virtual machine that reports
-free pages to its host has to get these blocks back, which takes three times as long as everything else."""
+"""Number of bytes written at a time. Larger writes use larger page cache blocks, which are slow to allocate in a virtual machine
+that reports free pages to its host."""
 ATTEMPTS = 3
-"""How often to try to read a file that changes during the read."""
 
 
 @dataclass
@@ -34,18 +33,14 @@ class Scan:
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
-    """Unreadable paths, each with the reason. They may exist although they are not in `files`."""
+    """Unreadable paths, with reasons."""
     ignored: dict[str, str] = field(default_factory=dict)
-    """Paths that are not files, each with the reason."""
+    """Paths that are not files, with reasons."""
     partials: list[str] = field(default_factory=list)
-    """Partial files, whether in progress or abandoned."""
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. Raises NotFound if `root` is not a directory.
-
-    Omits the manifest `own`, paths that `skip` accepts, and files deleted during the walk.
-    """
+    """Walk a tree. Omits the manifest `own`, and paths that `skip` accepts. Raises NotFound if `root` is not a directory."""
     if not os.path.isdir(root):
         if os.path.lexists(root):
             raise NotFound(f"{root} is not a directory; give a directory")
@@ -88,7 +83,7 @@ def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "")
 
 
 def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) -> str:
-    """If a link's target is a file, add it to the scan; if it is a directory to walk, return it."""
+    """Add the target of a link to the scan if it is a file, and return it if it is a directory to walk."""
     try:
         stat = os.stat(place)
         target = os.path.realpath(place)
@@ -109,7 +104,6 @@ def _link(scan: Scan, path: str, place: str, real: str, way: tuple[str, ...]) ->
 
 
 def _not_utf8(name: str) -> str:
-    """Return a printable form of a name that is not UTF-8, or an empty string if it is."""
     try:
         name.encode()
     except UnicodeEncodeError:
@@ -143,10 +137,7 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """Read a file, or return None if it has more than `limit` bytes. Raises OSError.
-
-    Returns the content, the stat before the read, and whether the stat was the same afterwards. Tries up to ATTEMPTS times.
-    """
+    """Return a file's content, its stat, and whether it was stable meanwhile; None above `limit` bytes. Raises OSError."""
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
             stat = _stat(os.fstat(file.fileno()))
@@ -160,7 +151,7 @@ def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
 
 
 def write(file: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at offset `start` of an open file. Raises OSError."""
+    """Write all of `data` at an offset of an open file. Raises OSError."""
     view = memoryview(data)
     written = 0
     while written < len(view):
@@ -168,7 +159,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """Return a file's checksum and stat. The checksum is -1 if the file changes during the read. Raises OSError."""
+    """Return a file's checksum and stat. The checksum is -1 if the file changes meanwhile. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         stat = _stat(os.fstat(file.fileno()))
@@ -178,7 +169,7 @@ def checksum(path: str) -> Seen:
 
 
 def copy(path: Path, to: Path, length: int) -> tuple[int, int]:
-    """Copy up to `length` bytes of a file. Returns how many bytes were copied, and their crc32. Raises OSError."""
+    """Copy up to `length` bytes of a file. Returns the number of bytes copied, and their crc32. Raises OSError."""
     with path.open("rb", buffering=0) as source, to.open("wb", buffering=0) as target:
         size, crc = 0, 0
         while size < length and (data := source.read(min(1 << 20, length - size))):
@@ -194,7 +185,7 @@ class AtomicFile:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Unless `finish` is called, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
+    Without `finish`, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -215,7 +206,7 @@ class AtomicFile:
         return self
 
     def finish(self, mtime: int | None = None, *, durable: bool = False) -> Stat:
-        """Set the file's mtime in nanoseconds, if given, and rename the file to `path`. Returns the file's stat."""
+        """Set the mtime in nanoseconds, if given, and rename the file to `path`."""
         if mtime is not None:
             os.utime(self.fd, ns=(mtime, mtime))
         if durable:
@@ -251,7 +242,7 @@ class AtomicFile:
 
 
 class Inside:
-    """The rule for writable paths: once all links are resolved, a path's directory must be inside the tree."""
+    """Tells where files may be written: once all links are resolved, a path's directory must be inside the tree."""
 
     def __init__(self, root: str) -> None:
         self._root = root
