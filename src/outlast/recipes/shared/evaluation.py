@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: which checkpoint is measured, and `evaluation.json`."""
+"""Selects the checkpoint that a recipe evaluates, and writes `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -14,10 +14,10 @@ from outlast.storage import checkpoints
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
-    """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
+    """Return the directory of the checkpoint `name` in `output`, or of the newest valid checkpoint if there is no name.
 
-    A name is `best` or a step, which `outlast evaluate --best` or `--step` passes in `--checkpoint`. Raises NotFound if the
-    checkpoint is missing or damaged.
+    `name` is `best` or a step; `outlast evaluate` passes it on from --best or --step. Raises NotFound if the checkpoint is
+    missing or damaged.
     """
     directory = output / contract.CHECKPOINTS
     run = checkpoints.owner(directory)
@@ -33,5 +33,5 @@ def checkpoint(output: Path, name: str = "") -> Path:
 
 
 def write(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`, with the measured weights' name and checksum, and the given values."""
+    """Write `evaluation.json` with the name and checksum of the measured weights, and with `values`."""
     results.write_json(results.output() / "evaluation.json", {"weights": name, "weights_sha256": results.sha256(model), **values})

@@ -1,4 +1,4 @@
-"""A recipe's files: results, written all or nothing, and pretrained weights to start from."""
+"""Runs a recipe's `main`, writes its results all or nothing, and reads pretrained weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,11 @@ from outlast.training import Session
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. After an error that the user can correct, such as missing data, print one sentence and exit with code 78.
+    """Run a recipe. If it raises OutlastError, print the message and exit with code 78.
 
-    Under `outlast run`, `launch.training_process` does so, and keeps the sentence for `outlast status`.
+    Under `outlast run` the error is raised, because `worker.launch.training_process` keeps its message for `outlast status`.
     """
-    if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends this process silently, like other programs
+    if contract.EVALUATE in sys.argv:  # so that `outlast evaluate NAME | head` ends silently, as other programs do
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()
@@ -40,10 +40,9 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """If there is no job, set the environment variables for the output directory and the best checkpoints to keep (`2 min
-    val_loss`).
+    """Set the environment variables of the output and of the best checkpoints to keep (`2 min val_loss`), unless a job sets them.
 
-    A job's own values take precedence, also for its store; rank 0 prints a line if they differ.
+    Rank 0 prints a warning if the job's values contradict the given ones.
     """
     warnings = []
     if (
@@ -73,7 +72,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Let rank 0 write files: yields True on rank 0, and raises rank 0's OutlastError on all ranks. A collective."""
+    """Yield True on rank 0, which writes files in the context, and raise its OutlastError on all ranks. A collective."""
     problem = ""
     try:
         with run.alive():
@@ -85,7 +84,7 @@ def by_rank_0(run: Session) -> Iterator[bool]:
 
 
 def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return a fingerprint of parameters and buffers; fingerprints are equal only if the models are equal bit for bit."""
+    """Return a checksum of all parameters and buffers, including their names, types and shapes."""
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -119,13 +118,13 @@ def writable(file: str, name: str) -> None:
 
 
 def place(named: str) -> Path:
-    """Return the path `named`, or that path below $OUTLAST_MODELS."""
+    """Return the path `named` if it exists, else that path below $OUTLAST_MODELS."""
     path = Path(named).expanduser()
     return path if path.exists() else Path(os.environ.get(contract.Env.MODELS, "."), named)
 
 
 def read(path: Path) -> Any:
-    """Read a file from torch.save or safetensors, or a Hugging Face directory's weights, to the CPU. Runs no code from it."""
+    """Read weights to the CPU from a file of torch.save or safetensors, or a directory of Hugging Face. Runs no code from it."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -158,7 +157,7 @@ def state_dict(path: Path) -> dict[str, Tensor]:
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """Return the weights in the order of a model's parameters. Raises OutlastError for another model's weights."""
+    """Return the weights in the order of the model's own. Raises OutlastError, naming them as `whose`, if they do not fit."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:
