@@ -111,10 +111,7 @@ def network(group: int = 16) -> nn.Sequential:
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """Normalizes `group` images at a time, so that the result does not depend on the number of images per rank.
-
-    In training, the forward pass leaves the running statistics unchanged; `statistics` updates them from all ranks.
-    """
+    """Normalizes `group` images at a time, for the same result in any world. `statistics` updates the running statistics."""
 
     def __init__(self, channels: int, group: int) -> None:
         super().__init__(channels)
@@ -138,10 +135,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Move BatchNorm's running statistics a tenth of the way to those of the current step. A collective.
-
-    `share` is this rank's share of the step's images.
-    """
+    """Move BatchNorm's running statistics towards the step's by a tenth. `share` is this rank's share of images. A collective."""
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
     if dist.get_world_size() > 1:
@@ -159,8 +153,7 @@ def statistics(model: nn.Module, share: float) -> None:
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
     """Initialize the layer's filters to the main principal components of patches of images `x` (bytes), scaled to variance 1.
 
-    Such filters decorrelate pixels. Half of them are the negatives of the others, because a ReLU follows. All are trained like
-    other weights.
+    These filters decorrelate pixels. Half of them are the negatives of the other half, because a ReLU follows.
     """
     patches = F.unfold(x.double() / 255, 3).transpose(1, 2).reshape(-1, 27)  # (n * 900, 27)
     variances, components = torch.linalg.eigh(torch.cov(patches.T))  # (27,) from small to large, (27, 27)
@@ -362,11 +355,9 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
-    """Return a trained network and the name of its weights.
+    """Return a trained network and the name of its weights. Raises OutlastError if they are missing or another model's.
 
-    The weights are read from `file`, or from the checkpoint `name` in `output`. If neither is given, they are read from model.pt
-    in `output`, or from the newest checkpoint there if model.pt is missing. Raises OutlastError if the weights are missing or
-    belong to another model.
+    The weights are those of `file` or of the checkpoint `name` in `output`, or else of model.pt or the newest checkpoint there.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")

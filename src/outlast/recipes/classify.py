@@ -37,10 +37,7 @@ BATCH = 100
 
 
 def listed(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the given files, and all images below the given directories.
-
-    Raises OutlastError if a path is missing or a directory has no images.
-    """
+    """Yield the given files, and all images below the given directories. Raises OutlastError for a path without images."""
     for path in map(Path, names):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())

@@ -1,8 +1,8 @@
 """Clips for `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
 
 A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
-labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its
-video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
+labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its video.
+`outlast data prepare video` writes shards, which are read at the speed of the disk.
 """
 
 from __future__ import annotations

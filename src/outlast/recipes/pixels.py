@@ -10,8 +10,8 @@
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
-any restart. Images stay bytes up to `normalised`, because bytes need a quarter of the memory traffic of float32. Augmentations take
-a batch as (b, H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
+any restart. Images stay bytes up to `normalised`, for a quarter of float32's memory traffic. Augmentations take a batch as (b, H,
+W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls
@@ -40,31 +40,21 @@ from outlast.recipes.shared.packing import pack as pack  # re-exported beside it
 from outlast.training import Shards
 from outlast.training.session import Session
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's red, green and blue channels, for pixels from 0 to 1."""
-_TRIES = 10
-"""Number of random boxes drawn per image; the first that fits is used, as in torchvision's RandomResizedCrop."""
-CROP = 2 * _TRIES + 2
-"""Number of random numbers that `boxes` needs per image."""
-_CHUNK = 1 << 18
-"""Number of values that `normalised` computes at a time on a CPU, few enough to fit in the cache."""
-_SMALL = 1 << 16
-"""Minimum number of values per call for which `_each` starts threads. Arbitrary, between images of 64 x 64 and 224 x 224."""
-_MUCH = 1 << 22
-"""Minimum number of values in all calls for which `_each` starts threads, which takes about 0.1 ms. Arbitrary."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue, for pixels from 0 to 1
+_TRIES = 10  # random boxes drawn per image; the first that fits is used, as in torchvision's RandomResizedCrop
+CROP = 2 * _TRIES + 2  # random numbers that `boxes` needs per image
+_CHUNK = 1 << 18  # values that `normalised` computes at a time on a CPU, few enough to fit in the cache
+_SMALL = 1 << 16  # fewer values per image are computed in a single thread; arbitrary, between 64 x 64 and 224 x 224 images
+_MUCH = 1 << 22  # fewer values per batch, too, because starting threads takes about 0.1 ms; arbitrary
 
 
 class Samples(NamedTuple):
     """A batch of images, or a single image without the batch dimension."""
 
-    x: Any
-    """Pixels, uint8 (b, H, W, 3)."""
-    y: Any
-    """Labels, int64 (b,)."""
-    index: Any
-    """Indices in the dataset, int64 (b,), for `draws`."""
-    aspect: Any
-    """Width / height of each image's file, float32 (b,), for `boxes` and `centre`."""
+    x: Any  # pixels, uint8 (b, H, W, 3)
+    y: Any  # labels, int64 (b,)
+    index: Any  # indices in the dataset, int64 (b,), for `draws`
+    aspect: Any  # width / height of each image's file, float32 (b,), for `boxes` and `centre`
 
 
 # ---- reading
@@ -115,7 +105,6 @@ class Packed(Shards):
         return Samples(x, y, torch.from_numpy(indices.astype(np.int64)), aspect)
 
     def __getitem__(self, index: int) -> Samples:
-        """Return one sample, without the batch dimension."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return Samples(*(column[0] for column in self.take(np.array([index % len(self)]))))
@@ -124,17 +113,13 @@ class Packed(Shards):
 def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
     """Open packed images in a directory, or below a URL in a store such as `s3://bucket/tiny`.
 
-    `Stream(pixels.packed(place), batch=256)` then gives `Samples` in `batch.split(net)`. Raises OutlastError if there is no such
-    part, if the images are not decoded, or if a label is out of range.
+    `Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. Raises OutlastError for unusable data.
     """
     return Packed(place, part)
 
 
 def agreed(run: Session, *datasets: Packed) -> None:
-    """Raise OutlastError on all ranks if machines have packed different images. A collective; call it before `run.resume`.
-
-    Packing differs if sources or decoding libraries do; an index would then select different images on different machines.
-    """
+    """Raise OutlastError on all ranks if machines have packed different images. A collective; call it before `run.resume`."""
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
         raise OutlastError(
@@ -194,13 +179,12 @@ def folder(
 ) -> Folder:
     """Open a directory of images to decode at every read: `Stream(pixels.folder(root, size=256), batch=256, workers=8)`.
 
-    The directory, or a single directory inside it, contains `train/CLASS/...` and `val/CLASS/...` (as ImageNet does), the layout
-    of tiny-imagenet-200, or `CLASS/...`, where a hash of the names assigns the fraction `val` to val. `size` stretches every
-    image to size x size, while `aspect` keeps its original proportions; without `size`, all images must have the same shape.
-    `pack` gives the same images in the same order, so a run may switch from one to the other.
-
-    With `skip_bad`, an image that cannot be decoded is replaced by the next one, on every rank and in every epoch alike. Raises
-    OutlastError if there are no images or no classes, or if train and val have different classes.
+    The directory, or a single directory inside it, has `train/CLASS/...` and `val/CLASS/...` (as ImageNet has), the layout of
+    tiny-imagenet-200, or `CLASS/...`, where a hash of the names assigns the fraction `val` to val. `size` stretches images to
+    size x size, while `aspect` keeps their proportions; without `size`, all images must have the same shape. `pack` gives the
+    same images in the same order, so a run may switch to it. With `skip_bad`, the next image replaces one that cannot be decoded,
+    on every rank and in every epoch alike. Raises OutlastError if there are no images, or if train and val have different
+    classes.
     """
     return Folder(root, part, size, val, skip_bad)
 
@@ -208,16 +192,14 @@ def folder(
 # ---- random numbers
 
 
-_GAMMA = -0x61C8864680B583EB
-"""The increment of splitmix64, 0x9E3779B97F4A7C15, as a signed number."""
+_GAMMA = -0x61C8864680B583EB  # splitmix64's increment, 0x9E3779B97F4A7C15, as a signed number
 
 
 def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "") -> Tensor:
     """Return `count` random numbers in [0, 1) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
 
     They depend only on (seed, epoch, index, purpose) and are equal on every device. The generator is splitmix64 (Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter. Another `purpose`,
-    such as `"mixup"`, gives independent numbers.
+    Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter.
     """
     digest = hashlib.shake_256(f"outlast pixels 1 {seed} {epoch} {purpose}".encode()).digest(8)
     key = int.from_bytes(digest, "little", signed=True)
@@ -239,7 +221,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch's kernels to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -279,11 +260,8 @@ def boxes(
     return torch.stack((left, top, width, height), 1)
 
 
-def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
-    """Return the central squares of images for `crop_resize`: float64 (b, 4). `aspect` is their width / height, (b,).
-
-    The side is `share` times the image's shorter side; the default is that of Resize(256) followed by CenterCrop(224).
-    """
+def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:  # as with Resize(256) and CenterCrop(224)
+    """Return central squares of images for `crop_resize`: float64 (b, 4). Their side is `share` of the images' shorter side."""
     aspect = aspect.double()
     shorter = aspect.clamp(max=1)  # in heights of the image
     width, height = share * shorter / aspect, share * shorter
@@ -325,8 +303,8 @@ def _each(do: Callable[[int], None], count: int, size: int) -> None:
     """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch uses.
 
     Torch itself would divide each image among its threads and wait for the slowest, thousands of times a second; on a shared
-    machine, each wait lasts until that thread gets a core. Small images stay in the calling thread, because Python takes most of
-    their time.
+    machine, each wait lasts until that thread gets a core. Small images stay in this thread, because Python takes most of their
+    time.
     """
     threads = torch.get_num_threads()
     with _one_thread():
@@ -374,7 +352,7 @@ def flip(x: Tensor, chosen: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
-    """Shift each image by up to `pad` pixels in both directions and fill the gap with black. `u` is from `draws`, (b, 2)."""
+    """Shift each image by up to `pad` pixels in both directions, and fill the gap with black. `u` is from `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
     by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), from -pad to pad
@@ -391,10 +369,7 @@ def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
 
 @torch.no_grad()
 def cutout(x: Tensor, u: Tensor, size: int, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
-    """Paint a square of size x size pixels over each image, at a random centre, clipped at edges. `u` is from `draws`, (b, 2).
-
-    DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout", 2017.
-    """
+    """Paint a size x size square at a random centre over each image (DeVries and Taylor, 2017). `u` is from `draws`, (b, 2)."""
     rows, columns = _plane(x)
 
     def inside(dimension: int, u: Tensor) -> Tensor:  # (b, n)

@@ -5,7 +5,7 @@
     python -m outlast.recipes.smoke
 
 Exits with a message and code 78, because a restart would not help, if the loss falls by less than 30 %, if the ranks end with
-different weights, or if the world's size is not --world. After an interruption or a kill, it continues from its newest checkpoint.
+different weights, or if the world's size is not --world. After an interruption or a kill, it resumes from its newest checkpoint.
 """
 
 # mypy: allow-untyped-calls

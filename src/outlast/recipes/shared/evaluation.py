@@ -14,11 +14,7 @@ from outlast.storage import checkpoints
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
-    """Return the directory of the checkpoint `name` in `output`, or of the newest valid checkpoint if there is no name.
-
-    `name` is `best` or a step; `outlast evaluate` passes it on from --best or --step. Raises NotFound if the checkpoint is
-    missing or damaged.
-    """
+    """Return the path of the checkpoint `name` (best or a step), or of the newest valid one. Raises NotFound if there is none."""
     directory = output / contract.CHECKPOINTS
     run = checkpoints.owner(directory)
     usable = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]

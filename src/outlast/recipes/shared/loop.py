@@ -90,8 +90,7 @@ def measure(r: Recipe, step: int) -> None:
 class Recipe:
     """The part of a training run that differs between recipes. A subclass sets `net`, `optimizer` and `stream`."""
 
-    net: nn.Module
-    """The model, wrapped for training on all ranks; see `parallel`."""
+    net: nn.Module  # the model, wrapped for training on all ranks by `parallel`
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
@@ -222,7 +221,7 @@ class Log:
             self._file = ""
 
     def clock(self) -> None:
-        """Restart the clock, and discard the time since the last call of `speed`, which was not all spent on training."""
+        """Restart the clock, without counting the time since the last call of `speed` as training."""
         self._since, self.done = time.monotonic(), 0
 
     def speed(self) -> float:
@@ -234,11 +233,7 @@ class Log:
 
 
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
-    """Return the learning rate of a step, counted from 0.
-
-    It rises linearly for `warmup` steps, and then falls along a cosine to `lowest` at `steps`, or stays constant if `falls` is
-    False.
-    """
+    """Return a step's learning rate: a linear warm-up, then a cosine to `lowest` at `steps`, or a constant unless `falls`."""
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if not falls:

@@ -20,10 +20,8 @@ from outlast.data.dataset_directory import unwritable
 from outlast.data.prepare import images, source_files, work_units
 from outlast.worker.prepare import data_cache_eviction
 
-_FEW = 32 << 20
-"""Maximum total size in bytes of files that a single process decodes; starting several takes 2 s (measured)."""
-_REPORT_S = 5.0
-"""Interval between log lines about packing; arbitrary."""
+_FEW = 32 << 20  # up to this total size of files in bytes, one process decodes: starting several takes 2 s (measured)
+_REPORT_S = 5.0  # interval between log lines; arbitrary
 
 
 def pack(
@@ -35,11 +33,9 @@ def pack(
     The result equals that of `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`.
     `to` is a directory that machines may share; by default it is in this machine's cache ($OUTLAST_CACHE), and a new one whenever
     the files change. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the work and
-    the others wait; if it is killed, the next call continues. `processes` is the number of decoding processes, by default one per
-    core if memory allows.
-
-    Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad`, such images are left out and
-    counted, and the first few are named.
+    the others wait; if it is killed, the next call continues. By default, `processes` is one per core if memory allows. Raises
+    OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and names the first
+    few.
     """
     if "://" in os.fspath(source) or (Path(source) / shard_format.MANIFEST).exists():
         return os.fspath(source)

@@ -24,10 +24,7 @@ from outlast.training import Session
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. If it raises OutlastError, print the message and exit with code 78.
-
-    Under `outlast run` the error is raised, because `worker.launch.training_process` keeps its message for `outlast status`.
-    """
+    """Run a recipe. If it raises OutlastError, print its message and exit with code 78, unless `outlast run` reports it."""
     if contract.EVALUATE in sys.argv:  # so that `outlast evaluate NAME | head` ends silently, as other programs do
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
@@ -40,10 +37,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """Set the environment variables of the output and of the best checkpoints to keep (`2 min val_loss`), unless a job sets them.
-
-    Rank 0 prints a warning if the job's values contradict the given ones.
-    """
+    """Set the variables of the output and of the best checkpoints to keep (`2 min val_loss`), unless a job has set them."""
     warnings = []
     if (
         directory
@@ -147,10 +141,7 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file, by name. Raises OutlastError.
-
-    The weights may be below the key `state_dict`, as in many scripts' checkpoints, and have DDP's prefix `module.`.
-    """
+    """Return a file's weights by name, without DDP's prefix; they may be below the key `state_dict`. Raises OutlastError."""
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}

@@ -39,8 +39,7 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
     """Return a dataclass field with its default, its help (unit and reason), and its smallest and largest valid values.
 
-    `group` is the heading of the help section that begins with this field. `first` marks the only field that an argument without
-    a flag sets.
+    `group` is the heading of the help section that begins here. An argument without a flag sets the field that is `first`.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
