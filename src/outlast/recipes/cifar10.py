@@ -9,8 +9,8 @@
     python -m outlast.recipes.cifar10 --evaluate --model-file cifar10.pth data/cifar10
     python -m outlast.recipes.classify cifar10.pth cat.png holiday/
 
-The output is the job's, or without a job --output-dir (default: out). Training writes checkpoints/, metrics.jsonl and
-parameters.json there, and at the end model.pt and final.json; --evaluate writes evaluation.json.
+Training writes checkpoints/, metrics.jsonl and parameters.json, and at the end model.pt and final.json, to the job's output
+directory, or to --output-dir (default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -135,7 +135,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Move BatchNorm's running statistics towards the step's by a tenth. `share` is this rank's share of images. A collective."""
+    """Update BatchNorm's running statistics with momentum 0.1. `share` is the rank's share of the step's images. A collective."""
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
     if dist.get_world_size() > 1:

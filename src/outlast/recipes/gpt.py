@@ -9,9 +9,9 @@
     torchrun --nproc-per-node 4 -m outlast.recipes.gpt --config conf.yaml --output_dir out
     python -m outlast.recipes.gpt --output_dir out --sample --prompt "def __init__(self"
 
-Settings have the same names as in nanoGPT. The output is the job's, or without a job --output_dir (default: out). Training writes
-checkpoints/, metrics.jsonl and log.txt there, and at the end model.pt, ckpt.pt for nanoGPT's sample.py, and final.json;
---evaluate writes evaluation.json.
+Settings have the same names as in nanoGPT. Training writes checkpoints/, metrics.jsonl and log.txt, and at the end model.pt,
+ckpt.pt for nanoGPT's sample.py, and final.json, to the job's output directory, or to --output_dir (default: out) if there is no
+job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls

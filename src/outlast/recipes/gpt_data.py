@@ -88,7 +88,7 @@ def record(config: Config, digest: str = "") -> Record:
 
 
 def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
-    """Raise OutlastError if the tokenizers of model and data are known, by their digests, and differ."""
+    """Raise OutlastError if the digests of the model's and the data's tokenizers are both known and differ."""
     if of_model and of_data and of_model != of_data:
         raise OutlastError(
             f"{name} was trained with tokenizer {of_model}, and the data were made by {of_data}: the same numbers mean other "

@@ -205,11 +205,10 @@ class MoE(nn.Module):
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
     """Return the experts' imbalance, a scalar that is 0 if all are used equally.
 
-    `probabilities`, (n, e), are the router's for each token, and `counts`, (e,), each expert's assignments. The value is a
-    function of u, the usage with one extra assignment for each expert, so that no usage is 0. The gradient is that of the mean
-    probability, which even an expert without tokens has. The `kind` entropy_regularization is 1 - H(u) / log e, variance_penalty
-    the mean of (e u - 1)^2 (the squared coefficient of variation, Shazeer et al., 2017), and diversity_regularization KL(uniform
-    || u).
+    `probabilities`, (n, e), are the router's, and `counts`, (e,), each expert's assignments. The value is a function of u, the
+    usage with one extra assignment for each expert, so that no usage is 0. The gradient is that of the mean probability, which
+    even an expert without tokens has. Of the kinds, entropy_regularization is 1 - H(u) / log e, variance_penalty is the mean of
+    (e u - 1)^2 (the squared coefficient of variation, Shazeer et al., 2017), and diversity_regularization is KL(uniform || u).
     """
     e = len(counts)
     mean = probabilities.mean(0)  # (e,)
@@ -333,8 +332,7 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, and few enough to fit in memory or
-cache."""
+"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, but few enough for memory or cache."""
 
 
 @torch.inference_mode()
@@ -364,7 +362,7 @@ def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Convert weights of nanoGPT or Hugging Face's GPT-2 for a model of `config`. Raises OutlastError for another model's."""
+    """Convert weights of nanoGPT or Hugging Face's GPT-2 for a model of `config`. Raises OutlastError if they do not fit."""
     renamed = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
     masks = (".attn.bias", ".attn.masked_bias")
     renamed = {name: tensor for name, tensor in renamed.items() if name != "lm_head.weight" and not name.endswith(masks)}
@@ -397,7 +395,7 @@ class Pretrained:
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
     """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Raises OutlastError.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded. `block` shortens the context, in tokens.
+    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded. `block` is a shorter context, in tokens.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():

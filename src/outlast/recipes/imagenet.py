@@ -9,9 +9,9 @@
     python -m outlast.recipes.imagenet --synthetic -a resnet50 -b 64 --microbatch 64       # how fast a step is
 
 The defaults follow the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017), but with a
-cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. The
-output is the job's, or without a job --output_dir (default: out). Training writes checkpoints/ and metrics.jsonl there, and at
-the end model.pt and final.json; --evaluate writes evaluation.json.
+cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Training
+writes checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
+(default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls

@@ -22,7 +22,7 @@ from outlast.training import Session
 if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
-PACKED_AT_ONCE = 16 * 2**30  # bytes of decoded images that are packed by default, in minutes: 13 times tiny-imagenet
+PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by default, which takes minutes; 13 times tiny-imagenet
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:

@@ -115,7 +115,7 @@ class ResNet(nn.Module):
 class Statistics:
     """Updates BatchNorm's running statistics once per step from the global batch, so that they are the same in any world.
 
-    `nn.BatchNorm2d` updates them after every micro-batch, and DDP then keeps those of rank 0. Here all micro-batches of a step
+    `nn.BatchNorm2d` updates them in every forward pass, and DDP then keeps those of rank 0. Here all micro-batches of a step
     start from the same statistics, and their results are averaged. With a single micro-batch, this equals torch's update.
     """
 
@@ -128,7 +128,7 @@ class Statistics:
         self._mean: list[Tensor] = []
 
     def begin(self) -> None:
-        """Keep the current statistics, from which all micro-batches of a step start. Call this before the first."""
+        """Keep the current statistics, from which all micro-batches of a step start. Call this before a step."""
         self._start = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
         torch._foreach_add_(self._batches, 1)

@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 4 -m outlast.recipes.llm --config conf.yaml --data data --output out
 
 A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}; the
-loss excludes prompts. The output is the job's, or without a job --output (default: out). Training writes checkpoints/ and
-metrics.jsonl there; model/, one directory per epoch (epoch-1/ ...) and with --merge merged/, in Hugging Face's format; best.json,
-which names the best epoch; and at the end final.json. --evaluate writes evaluation.json.
+loss excludes prompts. Training writes to the job's output directory, or to --output (default: out) if there is no job:
+checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end final.json; and in Hugging Face's format epoch-1/,
+epoch-2/ and so on, model/, and with --merge merged/. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls

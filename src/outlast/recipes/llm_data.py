@@ -152,7 +152,7 @@ class Row(NamedTuple):
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
-    places: Tensor  # (n,) int64: indices among b * t positions, which predict a learned token
+    places: Tensor  # (n,) int64: which of the b * t positions predict a learned token
     targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
     """For attention, groups of samples of similar length: token positions (samples, longest), and which of these are real."""
@@ -193,7 +193,7 @@ def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Return `Row.groups`, by powers of two of the lengths, so that less than half is padding, and `Row.order`."""
+    """Return `Row.groups` and `Row.order`. A group's lengths are within a power of two, so that less than half is padding."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []

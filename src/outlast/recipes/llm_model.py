@@ -1,4 +1,4 @@
-"""Loads, trains and writes the causal language models of Hugging Face, in full or with LoRA, for `llm`.
+"""Loads causal language models of Hugging Face for `llm`, adds LoRA to them, computes their loss, and writes them.
 
 This is the only recipe module that imports peft. `load` reads a model from a directory, `Tuned` computes the loss of a row of
 samples, and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
@@ -50,8 +50,8 @@ _SAMPLED = 64  # values of each weight in a base model's fingerprint; arbitrary
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple[Path, str]:
     """Return a model's directory, and its name for an adapter's config: a path, or a name at Hugging Face.
 
-    If `local` is empty, `name` is a directory, a model below $OUTLAST_MODELS (also by its last part), or a model in Hugging
-    Face's cache, to which it is downloaded unless `offline`. Raises OutlastError if there is none.
+    The directory is `local`, if given. Otherwise, `name` is a directory, a model below $OUTLAST_MODELS (also by its last part),
+    or a model in Hugging Face's cache, to which it is downloaded unless `offline`. Raises OutlastError if there is none.
     """
     places = [Path(local or name).expanduser()]
     if not local and (shelf := os.environ.get(contract.Env.MODELS)):
@@ -139,7 +139,7 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a base model's names, shapes and some values, the same for float32 and bfloat16."""
+    """Return a digest of a base model's names, shapes and some values, which is the same for float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -267,7 +267,7 @@ class Tuned(nn.Module):
     def check(self) -> str:
         """Test the model on two short samples. Sets `whole`, and returns a message if the model cannot pack samples.
 
-        If this module's attention and the model's own have different results, the model's own is used.
+        If this module's attention and the model's own give different results, the model's own is used.
         """
         training = self.training
         self.eval()

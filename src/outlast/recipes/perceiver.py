@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 8 -m outlast.recipes.perceiver --dataset kinetics --dataset-dir data/kinetics --batch 64
     outlast data prepare video data/kinetics --to data/clips             # decoded once; then --data data/clips
 
-A directory of Kinetics has train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels. The output is the job's,
-or without a job --output_dir (default: out). Training writes checkpoints/ and metrics.jsonl there, and at the end model.pt and
-final.json; --evaluate writes evaluation.json.
+A directory of Kinetics has train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels (--labels). Training writes
+checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
+(default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls

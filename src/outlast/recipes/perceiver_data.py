@@ -191,7 +191,7 @@ PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Make the directory `synthetic` with small videos of moving squares, unless it exists. Other processes wait."""
+    """Make the directory `synthetic` of small videos with moving squares, unless it exists. Other processes wait meanwhile."""
     to = above / "synthetic"
     above.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(above / ".synthetic.lock", wait=True):

@@ -18,7 +18,7 @@ from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
-NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # of sums over clips, (7,)
+NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # the sums over clips, in order
 _CHUNK = 8192  # points to decode at a time; arbitrary
 
 

@@ -436,7 +436,7 @@ _NAMES = (
     (r"\.layernorm\.", ".norm."),
     (r"\.mlp\.dense(\d)\.", r".fc\1."),
 )
-_UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")  # applied with probability 0
+_UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")  # masks, applied with probability 0
 
 
 def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:

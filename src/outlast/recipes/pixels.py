@@ -10,8 +10,8 @@
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
-any restart. Images stay bytes up to `normalised`, for a quarter of float32's memory traffic. Augmentations take a batch as (b, H,
-W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
+any restart. Images stay bytes up to `normalised`, with a quarter of float32's memory traffic. Augmentations take a batch as (b,
+H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls
@@ -183,8 +183,7 @@ def folder(
     tiny-imagenet-200, or `CLASS/...`, where a hash of the names assigns the fraction `val` to val. `size` stretches images to
     size x size, while `aspect` keeps their proportions; without `size`, all images must have the same shape. `pack` gives the
     same images in the same order, so a run may switch to it. With `skip_bad`, the next image replaces one that cannot be decoded,
-    on every rank and in every epoch alike. Raises OutlastError if there are no images, or if train and val have different
-    classes.
+    on every rank and in every epoch alike. Raises OutlastError if there are no images, or if train and val differ in classes.
     """
     return Folder(root, part, size, val, skip_bad)
 

@@ -60,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         x, y = (tensor.to(run.device) for tensor in made_up(s))  # (n, f), (n,)
         model = nn.Sequential(nn.Linear(s.features, 256), nn.ReLU(), nn.Linear(256, s.classes)).to(run.device)
-        first = mean_loss(model, x, y)  # measured before resuming, so of the untrained weights in every generation
+        first = mean_loss(model, x, y)  # before resuming, so always the loss of the untrained weights
         net = run.ddp(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr)
         stream = Stream((x, y), batch=s.batch, seed=s.seed, epochs=s.epochs)

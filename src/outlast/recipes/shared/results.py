@@ -37,7 +37,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """Set the variables of the output and of the best checkpoints to keep (`2 min val_loss`), unless a job has set them."""
+    """Set the environment variables for the output and the best checkpoints (`2 min val_loss`), unless a job has set them."""
     warnings = []
     if (
         directory
@@ -66,7 +66,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Yield True on rank 0, which writes files in the context, and raise its OutlastError on all ranks. A collective."""
+    """Yield True on rank 0, which then writes files, and raise rank 0's OutlastError on all ranks. A collective."""
     problem = ""
     try:
         with run.alive():

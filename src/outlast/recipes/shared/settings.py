@@ -90,7 +90,7 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """Return the values in the arguments, which are those of a file's line if `file` is True. Raises OutlastError."""
+        """Return the values in the arguments, which come from a line of a file if `file` is True. Raises OutlastError."""
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
