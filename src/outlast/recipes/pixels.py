@@ -10,8 +10,8 @@
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
-any restart. Images stay bytes up to `normalised`, with a quarter of float32's memory traffic. Augmentations take a batch as (b,
-H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
+any restart. Images stay bytes up to `normalised`, with a quarter of the memory traffic of float32. Augmentations take a batch as
+(b, H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls

@@ -233,7 +233,7 @@ class Log:
 
 
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
-    """Return a step's learning rate: a linear warm-up, then a cosine to `lowest` at `steps`, or a constant unless `falls`."""
+    """Return a step's learning rate: a linear warm-up, then constant or, if `falls` is True, a cosine to `lowest`."""
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if not falls:
