@@ -1,4 +1,4 @@
-"""Lists the recipes: `python -m outlast.recipes`."""
+"""Lists the recipes, for `python -m outlast.recipes`."""
 
 from __future__ import annotations
 
@@ -7,19 +7,19 @@ from pathlib import Path
 
 
 def programs() -> list[str]:
-    """Return the names of the recipe modules that run as scripts, which have a `__main__` block."""
+    """Return the names of the modules here that run as scripts."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     return [file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")]
 
 
 def summary(name: str) -> str:
-    """Return the first line of a recipe's docstring, without importing the recipe, because importing torch takes seconds."""
+    """Return the first line of a recipe's docstring. The recipe is not imported, because importing torch takes seconds."""
     source = Path(__file__).with_name(f"{name}.py").read_text(encoding="utf-8")
     return (ast.get_docstring(ast.parse(source)) or "").partition("\n")[0].removesuffix(" Copy it and change it.")
 
 
 def main() -> None:
-    """Print the list of recipes. Ignores arguments."""
+    """Print the list of recipes, whatever the arguments."""
     print("Whole training programs, one readable file each:\n")
     for name in programs():
         print(f"  {name:10}  {summary(name)}")

@@ -1,4 +1,4 @@
-"""CIFAR-10 with a network of six convolutions, 3,229,770 parameters, in one file. Copy it and change it.
+"""Trains a network of six convolutions, with 3,229,770 parameters, on CIFAR-10. Copy it and change it.
 
     outlast data get digits                        # real images of the same form, from scikit-learn; or: data get cifar10
     outlast run examples/digits.yaml               # two workers on this machine
@@ -9,8 +9,8 @@
     python -m outlast.recipes.cifar10 --evaluate --model-file cifar10.pth data/cifar10
     python -m outlast.recipes.classify cifar10.pth cat.png holiday/
 
-Writes to the job's output, --output-dir without a job (default: out): checkpoints/, metrics.jsonl and parameters.json; at the end
-model.pt and final.json; with --evaluate, evaluation.json.
+Training writes checkpoints/, metrics.jsonl and parameters.json, and at the end model.pt and final.json, to the job's output
+directory, or to --output-dir (default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -47,12 +47,12 @@ ALIASES = {
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""Flags that this recipe names differently from the workshop's script; all others have the same name."""
+"""The flags of the workshop's script that have another name here, or none for the reason given. All others have the same name."""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
 }  # fmt: skip
-"""Values for `--setting workshop`: the defaults in the EKS workshop's script."""
+"""Defaults of the EKS workshop's script, for `--setting workshop`."""
 
 
 @dataclass(frozen=True)
@@ -91,11 +91,11 @@ class Settings:
 
 
 def network(group: int = 16) -> nn.Sequential:
-    """Return the network from pixels (b, 3, 32, 32), which are from 0 to 1, to logits (b, 10). See `BatchNorm` for `group`."""
+    """Return the network from pixels between 0 and 1, (b, 3, 32, 32), to logits (b, 10). `group` is for `BatchNorm`."""
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
-        # The workshop's network applies ReLU before the pool, which gives the same numbers but works on four times as many.
+        # The workshop's network applies ReLU before the pool, which gives the same result from four times as many values.
         return [first, nn.ReLU(inplace=True), second, nn.MaxPool2d(2), nn.ReLU(inplace=True), BatchNorm(o, group)]
 
     layers: Any = nn.Sequential(
@@ -111,10 +111,7 @@ def network(group: int = 16) -> nn.Sequential:
 
 
 class BatchNorm(nn.BatchNorm2d):
-    """BatchNorm that normalizes `group` images at a time, so that its result does not depend on the number of images per rank.
-
-    In training the layer does not change its running statistics: `statistics` updates them with the values of all ranks.
-    """
+    """Normalizes `group` images at a time, for the same result in any world. `statistics` updates the running statistics."""
 
     def __init__(self, channels: int, group: int) -> None:
         super().__init__(channels)
@@ -138,10 +135,7 @@ class BatchNorm(nn.BatchNorm2d):
 
 @torch.no_grad()
 def statistics(model: nn.Module, share: float) -> None:
-    """Move BatchNorm's running statistics by a tenth towards the statistics of the current step. A collective.
-
-    `share` is this rank's share of the step's images.
-    """
+    """Update BatchNorm's running statistics with momentum 0.1. `share` is the rank's share of the step's images. A collective."""
     norms = [layer for layer in model.modules() if isinstance(layer, BatchNorm)]
     step = torch.cat([norm.batch_statistics for norm in norms], 1) * share  # (2, all channels)
     if dist.get_world_size() > 1:
@@ -157,11 +151,9 @@ def statistics(model: nn.Module, share: float) -> None:
 
 @torch.no_grad()
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
-    """Initialize filters to decorrelate pixels, with the principal components of patches of images `x` (bytes), scaled to
-    variance 1.
+    """Initialize the layer's filters to the main principal components of patches of images `x` (bytes), scaled to variance 1.
 
-    Half of the filters are the main components and the other half their negatives, as a ReLU follows. These filters are trained
-    like all other weights.
+    These filters decorrelate pixels. Half of them are the negatives of the other half, because a ReLU follows.
     """
     patches = F.unfold(x.double() / 255, 3).transpose(1, 2).reshape(-1, 27)  # (n * 900, 27)
     variances, components = torch.linalg.eigh(torch.cov(patches.T))  # (27,) from small to large, (27, 27)
@@ -235,7 +227,7 @@ class Training(loop.Recipe):
         return False
 
     def finish(self, step: int) -> None:
-        """Write the final weights on rank 0, each file either completely or not at all."""
+        """Write the final weights and final.json, each file all or nothing."""
         run, model = self.run, averaged(self.model, self.optimizer)
         for path in (run.output / "model.pt", *filter(None, [self.s.model_file and Path(self.s.model_file).absolute()])):
             self.log.line(f"saving model: {path}")
@@ -246,7 +238,7 @@ class Training(loop.Recipe):
 
 
 class Images(Stream):
-    """The order of images. A batch size given per rank is multiplied by the number of ranks at the start of the run."""
+    """A stream of images. A batch size given per rank is multiplied by the number of ranks when the run starts, and then kept."""
 
     def __init__(self, arrays: tuple[NDArray[np.uint8], NDArray[np.int64]], s: Settings, ranks: int) -> None:
         if s.batch and s.batch_size:
@@ -264,19 +256,15 @@ class Images(Stream):
 
 
 def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
-    """Return this rank's images (b, 3, 32, 32) as bytes, their labels (b,), and the rank's share.
-
-    The shares of all ranks sum to the number of ranks.
-    """
+    """Return this rank's images (b, 3, 32, 32) as bytes, labels (b,) and share. All shares add up to the number of ranks."""
     x, y = (torch.cat([data[i] for data, _ in batch.pieces]).to(where, non_blocking=True) for i in range(2))
     return x, y, sum(share for _, share in batch.pieces)
 
 
 def augmented(s: Settings, x: Tensor, batch: Batch) -> Tensor:
-    """Return images (b, 3, 32, 32) with random changes that depend only on (seed, epoch, index), not on the world."""
-    index = torch.zeros(
-        len(x), dtype=torch.int64
-    )  # a rank without images in a short last batch computes index 0 and discards the result
+    """Augment images (b, 3, 32, 32). The random changes depend only on (seed, epoch, index), not on the world."""
+    # In a short last batch, a rank without images augments another rank's image as index 0, and its share is 0.
+    index = torch.zeros(len(x), dtype=torch.int64)
     index[: len(batch.indices)] = torch.from_numpy(batch.indices)
     u = pixels.draws(s.seed, batch.epoch, index, 5).to(x.device)  # (b, 5)
     if s.flip:
@@ -299,13 +287,13 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def sgd(model: nn.Module, s: Settings) -> torch.optim.SGD:
-    """Return the optimizer, which is SGD."""
+    """Return the SGD optimizer."""
     nesterov, fused = bool(s.nesterov and s.momentum), next(model.parameters()).device.type != "xla"
     return torch.optim.SGD(model.parameters(), s.lr, s.momentum, weight_decay=s.weight_decay, nesterov=nesterov, fused=fused)
 
 
 AVERAGE = "average"
-"""The key for a weight's running average in the optimizer's state."""
+"""Key of a weight's running average in the optimizer's state."""
 
 
 @torch.no_grad()
@@ -357,7 +345,7 @@ def evaluate(s: Settings) -> None:
 
 
 def percent(right: NDArray[np.bool_]) -> float | None:
-    """Return the accuracy in percent, to one decimal place; None if there are no images."""
+    """Return the accuracy in percent, to one decimal place, or None if there are no images."""
     return round(100 * float(right.mean()), 1) if len(right) else None
 
 
@@ -367,10 +355,9 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
-    """Return a trained network and the name of its weights.
+    """Return a trained network and the name of its weights. Raises OutlastError if they are missing or another model's.
 
-    The weights come from `file`, or from the checkpoint `name` in `output`; by default, from model.pt in `output`, or else from
-    the newest checkpoint there. Raises OutlastError if the weights are missing, or are another model's.
+    The weights are those of `file` or of the checkpoint `name` in `output`, or else of model.pt or the newest checkpoint there.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")
@@ -386,13 +373,13 @@ def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential
 
 
 def load(model: nn.Module, path: Path) -> None:
-    """Load a weights file, which may come from the workshop's script. Raises OutlastError."""
+    """Load weights from a file, which the workshop's script may have written. Raises OutlastError for another model's weights."""
     weights = {name.removeprefix("network."): value for name, value in results.state_dict(path).items()}
     model.load_state_dict(results.fitted(weights, model, f"the weights in {path}"))
 
 
 def directory(s: Settings) -> Path:
-    """Return the image directory. Raises OutlastError."""
+    """Return the directory of the images. Raises OutlastError if none is given."""
     named = s.data or os.environ.get(contract.Env.DATA)
     if not named:
         raise OutlastError(f"no data: give --data DIR or set {contract.Env.DATA}; outlast data get digits --to DIR makes some")
@@ -406,7 +393,7 @@ def main(argv: Sequence[str] | None = None) -> None:
         evaluate(s)
     else:
         results.writable(s.model_file, "--model-file")
-        torch.backends.cudnn.deterministic = True  # a resumed run has the same bits, even on a GPU
+        torch.backends.cudnn.deterministic = True  # a resumed run gives the same bits, even on a GPU
         loop.train(Training, s, tf32=False)
 
 

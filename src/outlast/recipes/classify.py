@@ -1,12 +1,12 @@
-"""Classify your own images (PNG, JPEG and others, or folders of them) with a network trained by `outlast.recipes.cifar10`.
+"""Classifies your own images (PNG, JPEG and others, or folders of them) with a network trained by `outlast.recipes.cifar10`.
 
     python -m outlast.recipes.classify out cat.png holiday/           # a run's output: model.pt, or else its newest checkpoint
     python -m outlast.recipes.classify cifar10.pth cat.png            # a file of weights
     python -m outlast.recipes.classify out holiday/ -o json | jq -r 'select(.classes[0].name == "dog") | .image'
 
-Prints the most probable classes of each image, as JSON with one line per image. Images of any size are cropped to a square around
-their centre and resized to 32 x 32 pixels. Unreadable images are named on stderr, and the exit code is then 1. The names of the
-classes are taken from the data that the run was trained on; otherwise CIFAR-10's are used.
+Prints a line with the most probable classes of each image, which is cropped to a central square and resized to 32 x 32 pixels.
+The class names are those of the run's training data if they are known, and otherwise CIFAR-10's. If an image cannot be read, its
+name is printed to stderr and the exit code is 1.
 """
 
 # mypy: allow-untyped-calls
@@ -37,10 +37,7 @@ BATCH = 100
 
 
 def listed(names: Sequence[str]) -> Iterator[Path]:
-    """Yield the paths of images, including all images below a directory.
-
-    Raises OutlastError if a directory has no images or a path is missing.
-    """
+    """Yield the given files, and all images below the given directories. Raises OutlastError for a path without images."""
     for path in map(Path, names):
         if path.is_dir():
             below = sorted(each for each in path.rglob("*") if each.name.lower().endswith(images.SUFFIXES) and each.is_file())
@@ -54,7 +51,7 @@ def listed(names: Sequence[str]) -> Iterator[Path]:
 
 
 def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield images as bytes (3, 32, 32). Appends a message to `problems` for each unreadable image."""
+    """Yield each image's path and its bytes (3, 32, 32). Appends a message to `problems` for each unreadable image."""
     square = images.Settings(size=32)
     for path in paths:
         try:
@@ -68,7 +65,7 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
 
 
 def classes(weights: Path, given: Sequence[str] | None) -> list[str]:
-    """Return the class names: `given`, or else those in the run's training data, or else CIFAR-10's."""
+    """Return the class names: `given`, else the names that the run has recorded, else CIFAR-10's. Raises OutlastError."""
     if given:
         if len(given) != len(CLASSES):
             raise OutlastError(

@@ -1,4 +1,4 @@
-"""GPT-2 and mixtures of experts, in the style of nanoGPT, with training, evaluation and sampling. Copy it and change it.
+"""Trains, evaluates and samples GPT-2 and mixtures of experts, in the style of nanoGPT. Copy it and change it.
 
     outlast data get python-stdlib                                   # text; or any of yours
     outlast data prepare text data/python-stdlib --to data/python    # train.bin, val.bin, tokenizer.json; or nanoGPT's directory
@@ -9,8 +9,9 @@
     torchrun --nproc-per-node 4 -m outlast.recipes.gpt --config conf.yaml --output_dir out
     python -m outlast.recipes.gpt --output_dir out --sample --prompt "def __init__(self"
 
-Settings have the same names as in nanoGPT. Writes to the job's output, --output_dir without a job (default: out): checkpoints/,
-metrics.jsonl and log.txt; at the end model.pt, ckpt.pt for nanoGPT's sample.py, and final.json; with --evaluate, evaluation.json.
+Settings have the same names as in nanoGPT. Training writes checkpoints/, metrics.jsonl and log.txt, and at the end model.pt,
+ckpt.pt for nanoGPT's sample.py, and final.json, to the job's output directory, or to --output_dir (default: out) if there is no
+job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -48,7 +49,7 @@ ALIASES = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""Keys that this recipe names differently from nanoGPT's trainers, dense and with experts; all others have the same name."""
+"""The keys of nanoGPT's trainers, dense and with experts, that have another name here, or none for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -211,7 +212,7 @@ class Training(loop.Recipe):
         return bool(step % self.s.eval_interval == 0 or step == self.s.max_iters)
 
     def measure(self, step: int) -> float | None:
-        """Measure the mean losses on the fixed blocks of train and val. Also called before the first step."""
+        """Measure the losses on fixed blocks of train and val, also before the first step. Returns None if no save is due."""
         train, val = (self.mean(self.blocks[name]) for name in ("train", "val"))
         self.log.line(f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
         self.run.log(step, val_loss=val, train_eval_loss=train)
@@ -226,7 +227,7 @@ class Training(loop.Recipe):
 
     @torch.no_grad()
     def mean(self, blocks: Tensor) -> float:
-        """Return the mean loss over blocks (n, t + 1), divided among the ranks. All ranks make the same number of calls."""
+        """Return the mean loss over blocks (n, t + 1), divided among the ranks. FSDP needs equally many passes on every rank."""
         self.model.eval()
         run, parts = self.run, blocks.split(self.s.batch_size)
         total = torch.zeros((), device=run.device, dtype=torch.float64)
@@ -240,7 +241,7 @@ class Training(loop.Recipe):
         return float(sum(run.gather(total.item())) / len(blocks))
 
     def export(self, step: int, names: Sequence[str]) -> dict[str, Tensor]:
-        """Write nanoGPT's files, including the optimizer's state with --export-nanogpt. Returns the weights on rank 0."""
+        """Write the files for nanoGPT, with the optimizer's state if --export-nanogpt is set. Returns the weights on rank 0."""
         tensors = weights.whole(self.model, keep=self.run.rank == 0)
         about = {**dataclasses.asdict(self.s), "dataset": self.s.dataset or "data"}
         more: dict[str, Any] = {"iter_num": step, "config": about}
@@ -267,7 +268,7 @@ class Training(loop.Recipe):
 
 
 def place(s: Settings) -> str:
-    """Return the path or URL of the data. Raises OutlastError."""
+    """Return the path or URL of the data. Raises OutlastError if none is given."""
     if named := s.data or os.environ.get(contract.Env.DATA) or (f"data/{s.dataset}" if s.dataset else ""):
         return named
     raise OutlastError(
@@ -285,7 +286,7 @@ def shape(s: Settings, vocab_size: int) -> Config:
 
 
 def first(s: Settings, corpus: Corpus) -> tuple[GPT, Record]:
-    """Return the model and the record before the first step."""
+    """Return the initial model, and the record of a new run. Raises OutlastError if the model does not fit the data."""
     digest = corpus.tokenizer.digest if corpus.tokenizer else ""
     if s.init_from in ("scratch", "resume"):
         config = shape(s, corpus.vocab_size)
@@ -310,10 +311,7 @@ def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch
 
 
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state in the format of nanoGPT's AdamW. A collective.
-
-    Parameters are numbered, those with weight decay first.
-    """
+    """Return the optimizer's state as nanoGPT has it: parameters are numbered, those with weight decay first. A collective."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
     if not state:
@@ -329,7 +327,7 @@ def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
 
 
 def newest(s: Settings) -> Pretrained:
-    """Return the weights to measure or sample: --init_from, the newest valid checkpoint, or ckpt.pt, in that order."""
+    """Return the weights of --init_from, else of --checkpoint or the newest valid checkpoint, else of ckpt.pt."""
     output = results.output()
     if s.init_from not in ("scratch", "resume"):
         return gpt_model.pretrained(s.init_from)

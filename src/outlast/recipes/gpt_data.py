@@ -1,7 +1,4 @@
-"""Data for `outlast.recipes.gpt`: the corpus and its tokenizer.
-
-A corpus is the output of `outlast data prepare text`, or nanoGPT's directory (`train.bin`, `val.bin`, perhaps `meta.pkl`).
-"""
+"""Reads the corpus and the tokenizer of `outlast.recipes.gpt`, which `outlast data prepare text` or nanoGPT has prepared."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -48,7 +45,7 @@ class Corpus:
 
 
 def spread(part: Shards, count: int) -> Tensor:
-    """Return at most `count` blocks spread evenly over a part, (n, block + 1) int64. They are the same every time."""
+    """Return at most `count` blocks (n, block + 1), int64, spread evenly over a part. They are the same every time."""
     n = min(count, len(part))
     return cast(Tensor, part.take(np.arange(n) * len(part) // n))
 
@@ -85,13 +82,13 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """Return a run's record: sizes, tokenizer and best loss. A new record requires a measurement before the first step."""
+    """Return a new run's record: sizes, tokenizer and best loss. It requires a measurement before the first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 
 
 def same_tokenizer(of_model: str, of_data: str, name: str) -> None:
-    """Raise OutlastError if both digests are known and differ."""
+    """Raise OutlastError if the digests of the model's and the data's tokenizers are both known and differ."""
     if of_model and of_data and of_model != of_data:
         raise OutlastError(
             f"{name} was trained with tokenizer {of_model}, and the data were made by {of_data}: the same numbers mean other "

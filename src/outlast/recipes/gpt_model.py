@@ -1,8 +1,8 @@
-"""The model for `outlast.recipes.gpt`: GPT-2, dense or with a mixture of experts, and its checkpoints from nanoGPT and GPT-2.
+"""Defines the model of `outlast.recipes.gpt`, GPT-2 with or without a mixture of experts, and converts published weights.
 
-Module names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so that nanoGPT's weights differ only by a prefix. The mixture has
-no loop over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert
-without tokens has a gradient of zeros, not None, so that no rank waits for it.
+Module names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so nanoGPT's weights differ only by a prefix. The mixture has no loop
+over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert without
+tokens has a gradient of zeros instead of None, for which DDP would wait.
 """
 
 # mypy: allow-untyped-calls
@@ -25,17 +25,15 @@ from outlast.recipes.shared import results
 from outlast.recipes.shared.loop import Record
 from outlast.training.state import checkpoint, weights
 
-CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"
-"""Names of nanoGPT's checkpoint files in the output directory."""
+CHECKPOINT, CURRENT = "ckpt.pt", "current_ckpt.pt"  # nanoGPT's files in the output directory
 BALANCES = ("entropy_regularization", "variance_penalty", "diversity_regularization")
-SIZES = {
+SIZES = {  # layers, heads and width; all but tiny are GPT-2's
     "tiny": (4, 4, 128),
     "124M": (12, 12, 768),
     "350M": (24, 16, 1024),
     "774M": (36, 20, 1280),
     "1.5B": (48, 25, 1600),
 }
-"""Number of layers, number of heads, and width. All sizes but tiny are GPT-2's."""
 
 
 @dataclass(frozen=True)
@@ -45,19 +43,14 @@ class Config:
     n_layer: int = 12
     n_head: int = 12
     n_embd: int = 768
-    block_size: int = 1024
-    """Context length in tokens."""
+    block_size: int = 1024  # context length in tokens
     vocab_size: int = 50304
-    bias: bool = False
-    """True for biases in linear layers and norms; experts never have biases."""
+    bias: bool = False  # in linear layers and norms; experts have no biases
     dropout: float = 0.0
-    num_experts: int = 0
-    """Number of experts in a block, including static experts; 0 for a dense model."""
+    num_experts: int = 0  # experts per block, including static experts; 0 for a dense model
     num_experts_per_tok: int = 2
-    static_experts: int = 0
-    """Number of experts that every token passes through."""
-    expert_hidden: int = 0
-    """Number of hidden units in an expert; 0 means 4 n_embd, as in a dense block's MLP."""
+    static_experts: int = 0  # experts that every token passes through
+    expert_hidden: int = 0  # hidden units of an expert; 0 for 4 n_embd, as in a dense block
     moe_loss_type: str = BALANCES[0]
 
     def __post_init__(self) -> None:
@@ -90,14 +83,11 @@ class Config:
 
 
 class Losses(NamedTuple):
-    """The model's output for tokens with targets."""
+    """The model's losses for tokens with targets."""
 
-    main: Tensor
-    """Mean cross-entropy in nats, a scalar."""
-    aux: Tensor
-    """Imbalance of the experts (`balance`), averaged over blocks; 0 for a dense model."""
-    usage: Tensor
-    """Each routed expert's fraction of the assignments, (layers, experts), without gradient."""
+    main: Tensor  # mean cross-entropy in nats, a scalar
+    aux: Tensor  # imbalance of the experts (`balance`), averaged over blocks; 0 for a dense model
+    usage: Tensor  # each routed expert's fraction of the assignments, (layers, experts), without gradient
 
 
 class Attention(nn.Module):
@@ -131,7 +121,7 @@ class MLP(nn.Module):
 
 
 class Experts(nn.Module):
-    """MLPs of equal shape, each applied to its rows."""
+    """The routed experts, MLPs of equal shape, each of which is applied to its own rows."""
 
     def __init__(self, c: Config) -> None:
         super().__init__()
@@ -139,11 +129,11 @@ class Experts(nn.Module):
         self.c_proj = nn.Parameter(torch.empty(c.routed, c.hidden, c.n_embd))
 
     def forward(self, x: Tensor, counts: Tensor) -> Tensor:
-        """Apply each expert to its rows. `x`: (m, c), with expert 0's `counts[0]` rows first, then expert 1's, and so on."""
+        """Apply each expert to its rows of `x`, (m, c): first expert 0's `counts[0]` rows, then expert 1's, and so on."""
         dtype = _kind(x)
         x, fc, proj = x.to(dtype), self.c_fc.to(dtype), self.c_proj.to(dtype)
         if _grouped(x, fc):
-            if x.is_cuda:  # its kernel leaves the gradient of an expert without rows unwritten
+            if x.is_cuda:  # CUDA's kernel leaves the gradient of an expert without rows unwritten
                 some = (counts > 0)[:, None, None]
                 fc, proj = torch.where(some, fc, 0), torch.where(some, proj, 0)
             ends = counts.cumsum(0).to(torch.int32)
@@ -162,7 +152,7 @@ def _kind(x: Tensor) -> torch.dtype:
 
 
 def _grouped(x: Tensor, weight: Tensor) -> bool:
-    """Return whether torch can multiply groups of these matrices in one call: the row size must be a multiple of 16 bytes."""
+    """Return whether torch can multiply groups of these matrices in one call. Rows must be multiples of 16 bytes."""
     kinds = (torch.bfloat16,) if x.is_cuda or torch.compiler.is_compiling() else (torch.bfloat16, torch.float32)
     whole = all(size * x.itemsize % 16 == 0 for size in weight.shape[1:])
     return hasattr(F, "grouped_mm") and x.device.type in ("cpu", "cuda") and x.dtype in kinds and whole
@@ -215,12 +205,10 @@ class MoE(nn.Module):
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
     """Return the experts' imbalance, a scalar that is 0 if all are used equally.
 
-    `probabilities`: (n, e), each token's router probabilities for all experts; `counts`: (e,), each expert's number of
-    assignments. The value is a function of u, the actual usage with one extra assignment for each expert, so that no usage is 0.
-    The gradient is that of the mean probability, which even an expert without tokens has.
-
-    entropy_regularization: 1 - H(u) / log e. variance_penalty: mean of (e u - 1)^2, the squared coefficient of variation
-    (Shazeer et al., 2017). diversity_regularization: KL(uniform || u).
+    `probabilities`, (n, e), are the router's, and `counts`, (e,), each expert's assignments. The value is a function of u, the
+    usage with one extra assignment for each expert, so that no usage is 0. The gradient is that of the mean probability, which
+    even an expert without tokens has. Of the kinds, entropy_regularization is 1 - H(u) / log e, variance_penalty is the mean of
+    (e u - 1)^2 (the squared coefficient of variation, Shazeer et al., 2017), and diversity_regularization is KL(uniform || u).
     """
     e = len(counts)
     mean = probabilities.mean(0)  # (e,)
@@ -266,10 +254,7 @@ class GPT(nn.Module):
                 nn.init.normal_(parameter, std=0.02 / math.sqrt(2 * c.n_layer) if residual else 0.02)
 
     def forward(self, tokens: Tensor, targets: Tensor | None = None) -> Losses | Tensor:
-        """Return the losses with targets; without targets, return the logits (b, vocabulary) after the last token.
-
-        `tokens`, `targets`: (b, t) int64.
-        """
+        """Return the losses for targets (b, t), or without targets the logits (b, v) after the last token. `tokens`: (b, t)."""
         x = self.wte(tokens) + self.wpe.weight[: tokens.shape[1]]  # (b, t, c)
         x = F.dropout(x, self.config.dropout if self.training else 0.0)
         aux, usage = [], []
@@ -287,10 +272,7 @@ class GPT(nn.Module):
         return Losses(main, torch.stack(aux).mean(), torch.stack(usage))
 
     def flops_per_token(self, length: int) -> float:
-        """Return a training step's FLOPs per token for a context of `length` tokens.
-
-        The result is 6 per weight that the token uses, plus attention (PaLM, appendix B).
-        """
+        """Return a training step's FLOPs per token: 6 per weight in use, plus attention to `length` tokens (PaLM, appendix B)."""
         c = self.config
         used = sum(p.numel() for p in self.parameters()) - self.wpe.weight.numel()
         if c.num_experts:
@@ -301,8 +283,8 @@ class GPT(nn.Module):
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
-    If gradients are enabled, they are computed in the forward pass, a few rows of logits at a time, which stay in the cache. All
-    logits (n, v) would be by far the largest tensor of a step, and would be written and read several times.
+    The forward pass also computes the gradients, with a few rows of logits at a time, which stay in the cache. All logits (n, v)
+    would be by far the largest tensor of a step, and would be written and read several times.
     """
     if not torch.is_grad_enabled():
         return F.cross_entropy(F.linear(x, weight), targets)
@@ -350,15 +332,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Number of logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, but few enough to fit."""
+"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, but few enough for memory or cache."""
 
 
 @torch.inference_mode()
 def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
-    """Append `new` tokens to `tokens` (b, t), and return (b, t + new).
-
-    The seed determines the result. Temperature 0 selects the most likely tokens.
-    """
+    """Append `new` tokens to `tokens`, (b, t). The seed determines them; temperature 0 selects the most likely ones."""
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(new):
@@ -378,16 +357,12 @@ def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: in
 
 
 def exported(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Rename weights to nanoGPT's names."""
+    """Return the weights under nanoGPT's names."""
     return {f"transformer.{name}": tensor for name, tensor in weights.items()} | {"lm_head.weight": weights["wte.weight"]}
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Rename weights from nanoGPT or Hugging Face's GPT-2 to this module's names, and cut the position embeddings to
-    `config.block_size`.
-
-    Raises OutlastError for another model's weights.
-    """
+    """Convert weights of nanoGPT or Hugging Face's GPT-2 for a model of `config`. Raises OutlastError if they do not fit."""
     renamed = {name.removeprefix("_orig_mod.").removeprefix("transformer."): tensor for name, tensor in weights.items()}
     masks = (".attn.bias", ".attn.masked_bias")
     renamed = {name: tensor for name, tensor in renamed.items() if name != "lm_head.weight" and not name.endswith(masks)}
@@ -408,8 +383,7 @@ class Pretrained:
     name: str
     config: Config
     weights: Mapping[str, Tensor]
-    digest: str
-    """Digest of the model's tokenizer; empty if unknown."""
+    digest: str  # of the model's tokenizer; empty if unknown
 
     def model(self) -> GPT:
         """Return the model, on the CPU."""
@@ -419,10 +393,9 @@ class Pretrained:
 
 
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
-    """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Downloads nothing.
+    """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Raises OutlastError.
 
-    `block` is the length in tokens to which the context is cut. A path that does not exist is looked up below $OUTLAST_MODELS.
-    Raises OutlastError.
+    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded. `block` is a shorter context, in tokens.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():
@@ -467,10 +440,7 @@ def _hugging_face(path: Path) -> tuple[dict[str, Any], Mapping[str, Tensor], str
 
 
 def write_nanogpt(path: Path, tensors: Mapping[str, Tensor], record: Record, more: Mapping[str, Any]) -> None:
-    """Write a checkpoint for nanoGPT's `sample.py`, with `more` entries (iter_num, config, optimizer). Raises OutlastError.
-
-    A dense model has only nanoGPT's arguments; a model with experts has additional arguments, which only this recipe reads.
-    """
+    """Write a checkpoint for nanoGPT's `sample.py`, with `more` entries (iter_num, config, optimizer). Raises OutlastError."""
     shape = dict(record.config)
     if not shape["num_experts"]:
         of_experts = ("num_experts", "num_experts_per_tok", "static_experts", "expert_hidden", "moe_loss_type")

@@ -1,4 +1,4 @@
-"""ResNet-18 to -152 on ImageNet, tiny-imagenet or any directory of images, with training and evaluation. Copy it and change it.
+"""Trains and evaluates ResNet-18 to -152 on ImageNet, tiny-imagenet or any directory of images. Copy it and change it.
 
     outlast data get tiny-imagenet-200                               # or any DIR with train/CLASS/ and val/CLASS/
     outlast run examples/imagenet.yaml                               # two workers on this machine, made-up images
@@ -9,9 +9,9 @@
     python -m outlast.recipes.imagenet --synthetic -a resnet50 -b 64 --microbatch 64       # how fast a step is
 
 The defaults follow the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017), but with a
-cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Writes to
-the job's output, --output_dir without a job (default: out): checkpoints/, metrics.jsonl; at the end model.pt and final.json; with
---evaluate, evaluation.json.
+cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Training
+writes checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
+(default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -53,7 +53,7 @@ ALIASES = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""Flags that this recipe names differently from torchelastic's main.py, in both versions; all others have the same name."""
+"""The flags of torchelastic's main.py, in both versions, that have another name here, or none for the reason given."""
 
 
 @dataclass(frozen=True)
@@ -130,8 +130,7 @@ class Training(loop.Recipe):
         self.stream = Stream(
             data.train, batch=s.batch_size, microbatch=s.piece, seed=s.seed, epochs=s.epochs, workers=workers(s, data.train)
         )
-        self.ema = copy.deepcopy(self.model) if s.ema_decay else None
-        """Running average of the weights; None without `ema_decay`."""
+        self.ema = copy.deepcopy(self.model) if s.ema_decay else None  # running average of the weights
         self.statistics = Statistics(self.model)
         self.dtype = device.dtype(s.dtype, run.device, run.gather)
         self.used = {"dtype": str(self.dtype).removeprefix("torch.")}
@@ -164,7 +163,7 @@ class Training(loop.Recipe):
         self.statistics.begin()
         for piece, share in batch.split(self.net):
             x, y = self.data.batch(piece, batch.epoch, self.dtype)  # (b, 3, s, s), (b,)
-            if self.net.training != (len(x) > 1):  # an epoch may end with a single image, which needs the running statistics
+            if self.net.training != (len(x) > 1):  # an epoch may end with one image, which needs the running statistics
                 self.net.train(len(x) > 1)
             with where.autocast(self.dtype):
                 logits = self.net(x)  # (b, classes)
@@ -180,10 +179,7 @@ class Training(loop.Recipe):
         where.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step every `print_freq` iterations.
-
-        `data_idx` is the number of the epoch's earlier images, over all ranks.
-        """
+        """Log a step every `print_freq` iterations. `data_idx` is the number of the epoch's earlier images, over all ranks."""
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
         log.done += batch.size
@@ -223,7 +219,7 @@ class Training(loop.Recipe):
         return acc1
 
     def remember(self) -> None:
-        """Collect the names of images that any rank has skipped."""
+        """Add the names of the images that any rank has skipped to the record."""
         if self.s.skip_bad:
             self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.bad_names()))})
 
@@ -236,10 +232,7 @@ class Training(loop.Recipe):
 
 
 def rate(s: Settings, step: int, per_epoch: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then a cosine to 0, or a tenth at each milestone.
-
-    The learning rate is proportional to the global batch size, not to the number of ranks.
-    """
+    """Return a step's learning rate: a linear warm-up, then a cosine to 0, or a drop to a tenth at each milestone."""
     epochs = min(5.0, s.epochs / 5) if s.warmup_epochs is None else s.warmup_epochs
     highest, warm = s.lr * s.batch_size / 256, round(epochs * per_epoch)
     if s.schedule == "step" and step >= warm:
@@ -248,7 +241,7 @@ def rate(s: Settings, step: int, per_epoch: int) -> float:
 
 
 def position(batch: Any, stream: Stream) -> int:
-    """Return the number of earlier steps, converted to the current batch size."""
+    """Return how many steps of the current batch size precede a batch."""
     return int(batch.epoch * stream.steps_per_epoch + batch.start // stream.batch)
 
 
@@ -263,7 +256,7 @@ def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def first(s: Settings, data: Images, log: Log) -> tuple[ResNet, Record]:
-    """Return the model and the record before the first step."""
+    """Return the initial model, and the record of a new run. Raises OutlastError if there are too few outputs."""
     needed = len(data.classes)
     classes = needed if s.num_classes is None else s.num_classes
     if classes < needed:
@@ -293,7 +286,7 @@ def workers(s: Settings, part: Any) -> int:
 
 
 def values(sums: Tensor) -> dict[str, float]:
-    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent. `sums` is the result of `measured`."""
+    """Return the mean loss, acc@1 and, with at least five classes, acc@5 in percent, from the sums of `measured`."""
     (loss, top5), (images, right) = sums[:2].tolist(), sums[2:].view(2, -1)
     n = images.sum().item()
     means = {"val_loss": loss / n, "acc1": 100 * right.sum().item() / n}
@@ -301,21 +294,20 @@ def values(sums: Tensor) -> dict[str, float]:
 
 
 def shown(means: Mapping[str, float]) -> str:
-    """Return a measurement as text."""
+    """Return the accuracies as text."""
     return f"Acc@1 {means['acc1']:.3f}" + (f" Acc@5 {means['acc5']:.3f}" if "acc5" in means else "")
 
 
 def validation(s: Settings, data: Images) -> Stream:
-    """Return a stream of all validation images in order; one rank computes each image."""
+    """Return a stream of all validation images in order, each of which one rank reads."""
     return Stream(data.val, batch=s.batch_size, microbatch=s.piece, shuffle=False, workers=workers(s, data.val))
 
 
 @torch.no_grad()
 def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[Any], where: torch.device) -> Tensor:
-    """Return sums over this rank's validation images: loss and top-5 hits, then the number of images and of top-1 hits per
-    class.
+    """Return sums over this rank's validation images: loss, top-5 hits, images by class, and top-1 hits by class.
 
-    The result is (2 + 2 classes,) float64 on the CPU; adding the results of all ranks gives the total. The model is not changed.
+    The result is (2 + 2 classes,), float64 on the CPU. The results of all ranks add up to the total.
     """
     classes = len(data.classes)
     loss, top5 = torch.zeros((), dtype=torch.float64, device=where), torch.zeros((), dtype=torch.int64, device=where)
@@ -340,7 +332,7 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
 
 
 def evaluate(s: Settings) -> None:
-    """Measure acc@1 and acc@5 on all validation images, and by class. Prints a table and writes evaluation.json."""
+    """Measure acc@1 and acc@5 on all validation images, and by class. Prints the worst classes and writes evaluation.json."""
     where, data = device.computing(), imagenet_data.opened(s)
     name, model, names = newest(s, data, results.output())
     if list(names) != list(data.classes):
@@ -366,7 +358,7 @@ def evaluate(s: Settings) -> None:
 
 
 def newest(s: Settings, data: Images, output: Path) -> tuple[str, ResNet, Sequence[str]]:
-    """Return the weights to measure: --weights, --checkpoint, or the newest valid checkpoint, in that order."""
+    """Return the name, model and classes of --weights, else of --checkpoint, else of the newest valid checkpoint."""
     if s.weights:
         model = ResNet(s.arch, s.num_classes or len(data.classes))
         if omitted := imagenet_model.load(model, Path(s.weights)):

@@ -1,4 +1,4 @@
-"""Images for `outlast.recipes.imagenet`: files, packed shards, or synthetic images on the device."""
+"""Provides `outlast.recipes.imagenet` with images from files or packed shards, or with synthetic images."""
 
 # mypy: allow-untyped-calls
 from __future__ import annotations
@@ -22,8 +22,7 @@ from outlast.training import Session
 if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
-PACKED_AT_ONCE = 16 * 2**30
-"""Maximum total size in bytes of decoded images packed by default: 20 times tiny-imagenet, which takes minutes."""
+PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by default, which takes minutes; 13 times tiny-imagenet
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
@@ -41,7 +40,7 @@ def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
 
 
 def directory(s: Settings) -> str:
-    """Return the path or URL of the images. A directory named `train` stands for its parent, as in scripts without validation."""
+    """Return the path or URL of the images. A directory `train` beside `val` stands for its parent. Raises OutlastError."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(
@@ -63,8 +62,7 @@ class Pictures:
         self._s, self.place = s, place
         self.train: Any
         self.val: Any
-        self.classes: list[str]
-        """Class names, by label."""
+        self.classes: list[str]  # names, by label
         if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
             self.train, self.val = (pixels.packed(place, part) for part in ("train", "val"))
         else:
@@ -74,8 +72,7 @@ class Pictures:
                 packed = pixels.pack(place, size=size, skip_bad=s.skip_bad)
                 self.train, self.val = (pixels.packed(packed, part) for part in ("train", "val"))
         self.packed = isinstance(self.train, pixels.Packed)
-        self.bad = int(self.train.bad) if self.packed else 0
-        """Number of undecodable images that packing skipped."""
+        self.bad = int(self.train.bad) if self.packed else 0  # undecodable images that packing has left out
         self.classes = list(self.train.classes) or [str(label) for label in range(s.num_classes or 0)]
         if not self.classes:
             raise OutlastError(f"{place} does not say which classes there are; give their number with --num-classes")
@@ -85,7 +82,7 @@ class Pictures:
         return (len(self.train) + len(self.val)) * 3 * side * side
 
     def bad_names(self) -> list[str]:
-        """Return the names of the images that this rank has been unable to decode; always empty for packed images."""
+        """Return the names of the images that this rank could not decode; packed images have none."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
@@ -101,7 +98,7 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label beyond the classes. For data with class names, `pixels` has already checked."""
+        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(
@@ -136,7 +133,7 @@ class Synthetic:
         return []
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return noise (b, 3, s, s), the same in each micro-batch, and labels that can be memorized."""
+        """Return noise (b, 3, s, s), the same in every micro-batch, and labels (b,) that the model can memorize."""
         if not len(self._pool):
             draw = torch.Generator().manual_seed(self._s.seed)
             pool = torch.randn(self._s.piece, 3, self._s.image_size, self._s.image_size, generator=draw)

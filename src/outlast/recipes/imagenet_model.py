@@ -1,7 +1,7 @@
 """ResNet with 18 to 152 layers, for `outlast.recipes.imagenet` (He et al., "Deep residual learning for image recognition", 2015).
 
-A bottleneck's 3x3 convolution has the stride, as is now common (ResNet "v1.5"). Weights have torchvision's names, so
-published weights can be loaded.
+A bottleneck's 3x3 convolution has the stride, as is now common (ResNet "v1.5"). Weights have torchvision's names, so published
+weights can be loaded.
 """
 
 # mypy: allow-untyped-calls
@@ -15,20 +15,18 @@ from torch import Tensor, nn
 
 from outlast.recipes.shared import results
 
-WIDTH = 64
-"""Number of channels in the first stage; each later stage doubles it."""
-LAYERS = {
+WIDTH = 64  # channels in the first stage; each later stage has twice as many
+LAYERS = {  # blocks in each of the four stages; networks with 50 or more layers have bottlenecks
     "resnet18": (2, 2, 2, 2),
     "resnet34": (3, 4, 6, 3),
     "resnet50": (3, 4, 6, 3),
     "resnet101": (3, 4, 23, 3),
     "resnet152": (3, 8, 36, 3),
 }
-"""Number of blocks in each of the four stages. Networks with 50 or more layers have bottlenecks."""
 
 
 class BasicBlock(nn.Module):
-    """Two 3x3 convolutions beside a shortcut: (b, i, h, w) -> (b, o, h / stride, w / stride)."""
+    """Two 3x3 convolutions beside a shortcut: (b, i, h, w) -> (b, width, h / stride, w / stride)."""
 
     expansion = 1
 
@@ -71,22 +69,19 @@ class Bottleneck(nn.Module):
 
 
 def shortcut(i: int, o: int, stride: int) -> nn.Sequential | None:
-    """Return the projection of a block's input to its output's shape; None if the shapes are equal."""
+    """Return the projection of a block's input to its output's shape, or None if the shapes are equal."""
     if stride == 1 and i == o:
         return None
     return nn.Sequential(nn.Conv2d(i, o, 1, stride, bias=False), nn.BatchNorm2d(o))
 
 
 def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count: int, stride: int) -> nn.Sequential:
-    """Return a stage of blocks with the same resolution. The first block has the stride."""
+    """Return a stage of `count` blocks, of which the first has the stride."""
     return nn.Sequential(block(i, width, stride), *(block(width * block.expansion, width) for _ in range(count - 1)))
 
 
 class ResNet(nn.Module):
-    """A network from images (b, 3, h, w) to logits (b, classes).
-
-    With `zero_gamma`, every residual block initially equals its shortcut (Goyal et al., 2017).
-    """
+    """A network from images (b, 3, h, w) to logits (b, classes). With `zero_gamma`, blocks begin as shortcuts (Goyal et al.)."""
 
     def __init__(self, arch: str, classes: int, *, zero_gamma: bool = False) -> None:
         super().__init__()
@@ -118,11 +113,10 @@ class ResNet(nn.Module):
 
 
 class Statistics:
-    """BatchNorm's running statistics as a function of the global batch, in any world.
+    """Updates BatchNorm's running statistics once per step from the global batch, so that they are the same in any world.
 
-    `nn.BatchNorm2d` updates the statistics in every forward pass from the current micro-batch, and DDP then keeps rank 0's
-    values. Here all micro-batches of a step start from the same values, and their results are averaged. The statistics change
-    once per step, by the mean over the global batch. For a single micro-batch this equals torch's update.
+    `nn.BatchNorm2d` updates them in every forward pass, and DDP then keeps those of rank 0. Here all micro-batches of a step
+    start from the same statistics, and their results are averaged. With a single micro-batch, this equals torch's update.
     """
 
     def __init__(self, model: nn.Module) -> None:
@@ -134,22 +128,19 @@ class Statistics:
         self._mean: list[Tensor] = []
 
     def begin(self) -> None:
-        """Prepare for a step's micro-batches. Call before the first."""
+        """Keep the current statistics, from which all micro-batches of a step start. Call this before a step."""
         self._start = [each.clone() for each in self._running]
         self._mean = [torch.zeros_like(each) for each in self._running]
         torch._foreach_add_(self._batches, 1)
         self._counts = [each.clone() for each in self._batches]
 
     def add(self, share: float) -> None:
-        """Add a micro-batch's statistics. Call after each micro-batch.
-
-        `share` is the micro-batch's share of the global batch. The shares of all ranks sum to the number of ranks.
-        """
+        """Add a micro-batch's statistics, weighted by its `share` from `Batch.split`. Call this after each micro-batch."""
         torch._foreach_add_(self._mean, self._running, alpha=share)
         torch._foreach_copy_(self._running, self._start)
 
     def end(self, ranks: int) -> None:
-        """Set the statistics to the mean over all ranks. Call after the last micro-batch. A collective."""
+        """Set the statistics to the mean over all ranks. Call this after the last micro-batch. A collective."""
         if ranks > 1:
             flat = torch.cat(self._mean)
             dist.all_reduce(flat)
@@ -159,7 +150,7 @@ class Statistics:
 
 
 def load(model: ResNet, file: Path) -> str:
-    """Load published weights, from torchvision or from this recipe. Returns a description of omitted weights, or "".
+    """Load weights of torchvision or of this recipe. Returns a description of the omitted weights, or "".
 
     The last layer is omitted if the file has a different number of classes. Raises OutlastError for another model's weights.
     """

@@ -7,10 +7,10 @@
         --data data/train.jsonl --output out --lora --bf16
     torchrun --nproc-per-node 4 -m outlast.recipes.llm --config conf.yaml --data data --output out
 
-A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...};
-prompts are not learned. Writes to the job's output, --output without a job (default: out): checkpoints/, metrics.jsonl, epoch-1/,
-epoch-2/ ..., best.json with the name of the best epoch, model/ (all in the format of Hugging Face), with --merge merged/, and
-final.json; with --evaluate, evaluation.json.
+A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}; the
+loss excludes prompts. Training writes to the job's output directory, or to --output (default: out) if there is no job:
+checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end final.json; and in Hugging Face's format epoch-1/,
+epoch-2/ and so on, model/, and with --merge merged/. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -50,9 +50,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""Name of the file that records which epoch's directory has the lowest validation loss."""
+"""Name of the file with the epoch of the lowest validation loss, and its directory."""
 ALIASES = {"output": "output_dir"}
-"""Flags that this recipe names differently from train_framework.py; all others have the same name."""
+"""The flags of train_framework.py that have another name here. All others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Training(loop.Recipe):
         if s.parallel == "fsdp":
             return loop.parallel("fsdp", self.run, tuned, _llm_model().layers(tuned.base))
         frozen = [name for name, each in tuned.named_parameters() if not each.requires_grad]
-        frozen += [name for name, _ in tuned.named_buffers()]  # these need no broadcast: every rank has read them
+        frozen += [name for name, _ in tuned.named_buffers()]  # no broadcast is needed, because every rank has read them
         DistributedDataParallel._set_params_and_buffers_to_ignore_for_model(tuned, frozen)
         return loop.parallel("ddp", self.run, tuned)
 
@@ -154,7 +154,7 @@ class Training(loop.Recipe):
             log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
     def batches(self) -> Iterator[Batch]:
-        """Return this rank's batches. The ranks are explicit, because FSDP shards over all of them."""
+        """Return this rank's batches. Rank and world size are explicit, because FSDP shards over all ranks."""
         return self.stream.batches(self.run.rank, self.run.world_size)
 
     def rate(self, step: int, batch: Batch | None = None) -> float:
@@ -206,10 +206,7 @@ class Training(loop.Recipe):
         return super().due(step, batch)
 
     def measure(self, step: int) -> float:
-        """Write and measure the weights of a complete epoch; if training ends within an epoch, only measure them.
-
-        Returns NaN if there is no validation data.
-        """
+        """Measure the weights, after writing those of a complete epoch. Returns NaN if there is no validation data."""
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
         directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
@@ -223,14 +220,14 @@ class Training(loop.Recipe):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds for which the run has trained, including the time before restarts."""
+        """Seconds that the run has trained, including its earlier starts."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """Return the validation loss (NaN if there is no data), and record the best loss and its directory. A collective."""
+        """Return the validation loss, or NaN if there is no data, and record it if it is the best. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -246,7 +243,7 @@ class Training(loop.Recipe):
         return loss
 
     def mean(self, samples: Samples) -> float:
-        """Return the mean loss over all samples' learned tokens; one rank computes each sample. A collective."""
+        """Return the mean loss over the learned tokens of all samples, which are divided among the ranks. A collective."""
         run = self.run
         begin, end = share_of(len(samples), run.world_size, run.rank)
         rows = validation(self.parts, samples, range(begin, end), self.s)
@@ -267,7 +264,7 @@ class Training(loop.Recipe):
         return float(sum(each for each, _ in sums) / sum(count for _, count in sums))
 
     def write(self, name: str) -> dict[str, Tensor]:
-        """Write a directory in Hugging Face's format. Returns the trained tensors on rank 0. A collective."""
+        """Write the model to a directory in Hugging Face's format. Returns the trained tensors on rank 0. A collective."""
         llm_model, run, parts = _llm_model(), self.run, self.parts
         tensors: dict[str, Tensor] = llm_model.whole(self.tuned.model, keep=run.rank == 0)
         with results.by_rank_0(run) as writes:
@@ -308,7 +305,7 @@ def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then linear decay to 0 at the last of all `steps`."""
+    """Return a step's learning rate, which rises linearly during the warm-up and then falls linearly to 0 after all `steps`."""
     warmup = math.ceil(s.warmup * steps)
     if step < warmup:
         return s.lr * (step + 1) / warmup
@@ -317,22 +314,20 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 @dataclass
 class Parts:
-    """Model, tokenizer and data."""
+    """The model, the tokenizer and the data."""
 
     tuned: Tuned
     tokenizer: Any
     train: Samples
     val: Samples | None
-    directory: Path
-    """The base model's directory."""
+    directory: Path  # of the base model
     record: Record
     bfloat16: bool
     packing: bool
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load model, tokenizer and data. One process per machine tokenizes; all ranks raise its errors. A collective if
-        `run` is given."""
+        """Load all parts. One process per machine tokenizes, and all ranks raise its errors. A collective if `run` is given."""
         started = time.monotonic()
         llm_model = _llm_model()
         directory, name = llm_model.place(s.model, s.model_local_dir, offline=s.local_files_only)
@@ -365,25 +360,25 @@ class Parts:
         return cls(tuned, words, train, val, directory, record, low, s.packing and not obstacle)
 
     def training(self) -> nn.Module:
-        """The trainable parameters, for checkpoints."""
+        """Return the trainable parameters, for checkpoints."""
         return weights.trained(self.tuned.model)
 
     def rows(self, pieces: Sequence[Sequence[llm_data.Sample]], size: int) -> list[Row]:
-        """Return the forward passes for the given micro-batches; packed passes have at most `size` tokens."""
+        """Return the rows of the given micro-batches. Packed rows have at most `size` tokens."""
         if self.packing:
             return llm_data.packed([sample for piece in pieces for sample in piece], size)
         return [llm_data.padded(piece) for piece in pieces]
 
 
 def _llm_model() -> Any:
-    """Import and return the module `llm_model`. It imports transformers, which takes seconds and would delay --help."""
+    """Import the module `llm_model` late: it imports transformers, which takes seconds and would delay --help."""
     from outlast.recipes import llm_model
 
     return llm_model
 
 
 def data(s: Settings, tokenizer: Path, vocabulary: int, run: Session | None) -> tuple[Samples, Samples | None]:
-    """Return the samples for training and validation. Raises OutlastError; on all ranks if a line is invalid."""
+    """Return the samples for training and validation. If a line is invalid, OutlastError is raised on all ranks."""
     named = s.data or os.environ.get(contract.Env.DATA, "")
     if not named:
         raise OutlastError(f"no data: give --data train.jsonl, or set {contract.Env.DATA}; --help shows what a line looks like")
@@ -424,7 +419,7 @@ def bfloat16(s: Settings, where: torch.device, run: Session | None) -> bool:
 
 
 def validation(parts: Parts, samples: Samples, numbers: range, s: Settings) -> list[Row]:
-    """Return the forward passes for the validation samples `numbers`."""
+    """Return the rows of the validation samples at the indices `numbers`."""
     pieces = [[samples[i] for i in numbers[at : at + s.batch]] for at in range(0, len(numbers), s.batch)]
     return parts.rows(pieces, s.batch * s.seq_len)
 
@@ -460,7 +455,7 @@ def evaluate(s: Settings) -> None:
 
 
 def logged(s: Settings, rank: int) -> None:
-    """Configure the log to print lines from rank 0 only."""
+    """Configure the log, which prints lines from rank 0 only."""
     log.handlers = [logging.StreamHandler(sys.stdout)]
     log.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     log.propagate = False

@@ -1,4 +1,4 @@
-"""Data for `llm`: records tokenized once per machine, and micro-batches without padding.
+"""Tokenizes the records of `llm` once per machine, and packs them into micro-batches without padding.
 
 The code of `outlast data prepare jsonl` tokenizes `.jsonl` files into this machine's cache before training, so an invalid line is
 reported before the first step. A prepared directory is read directly.
@@ -27,10 +27,8 @@ from outlast.data.prepare import chat, jsonl, source_files, work_units
 from outlast.training import Shards
 from outlast.worker.prepare import data_cache_eviction
 
-NONE = "none"
-"""Value of `--val` that disables validation."""
-Sample = tuple[Tensor, Tensor]
-"""Tokens and labels, int32 of shape (t,)."""
+NONE = "none"  # as --val, turns validation off
+Sample = tuple[Tensor, Tensor]  # tokens and labels, int32 (t,); labels of -100 are not learned
 
 
 class Source(NamedTuple):
@@ -41,10 +39,9 @@ class Source(NamedTuple):
 
 
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
-    """Return the sources for training and validation, and a message if validation has no source. Raises OutlastError.
+    """Return the sources for training and validation, and a message if there is none for validation. Raises OutlastError.
 
-    `data` is a .jsonl file, a directory with train.jsonl, or a prepared directory. `val` is a validation file; empty means the
-    file beside the data.
+    `data` is a .jsonl file, a directory with train.jsonl, or a prepared directory. An empty `val` means the file beside the data.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -75,10 +72,9 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 
 
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
-    """Return the directory with a source's tokens. With `make`, one process per machine writes the directory if it is missing.
+    """Return the directory of a source's tokens. With `make`, one process per machine writes it if it is missing.
 
-    Raises OutlastError, naming file, line and reason, for a line that is not a record; with `skip_bad`, such lines are reported
-    instead.
+    Raises OutlastError with file, line and reason for a line that is not a record; `skip_bad` reports such lines instead.
     """
     if source.path.is_dir():
         return source.path
@@ -103,10 +99,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """Samples of a source with at least one token to learn, cut to `limit` tokens. Tokens with the label -100 are not learned.
-
-    The first token is never learned: nothing predicts it.
-    """
+    """A source's samples, truncated to `limit` tokens. Samples without a token to learn beyond the first are left out."""
 
     def __init__(self, directory: Path, part: str, limit: int, vocabulary: int) -> None:
         self._shards = Shards(directory, part)
@@ -129,10 +122,8 @@ class Samples(Dataset[Sample]):
             )
         every = np.concatenate(lengths)
         self._indices = np.flatnonzero(np.concatenate(learned))
-        self.cut = int((every > limit).sum())
-        """Number of truncated samples."""
-        self.without = len(every) - len(self._indices)
-        """Number of samples that have no token to learn."""
+        self.cut = int((every > limit).sum())  # truncated samples
+        self.without = len(every) - len(self._indices)  # samples without a token to learn
         if not len(self._indices):
             raise OutlastError(
                 f"none of the {len(every)} samples of {directory} has a token to learn within {limit} tokens; raise --seq-len, "
@@ -140,7 +131,6 @@ class Samples(Dataset[Sample]):
             )
         self.tokens = int(np.minimum(every, limit)[self._indices].sum())
         self.digest = hashlib.sha256(f"{self._shards.fingerprint} {limit}".encode()).hexdigest()[:16]
-        """Digest of the samples and the limit."""
 
     def __len__(self) -> int:
         return len(self._indices)
@@ -158,22 +148,20 @@ def _learned(labels: NDArray[np.int32], offsets: NDArray[np.int64], limit: int) 
 
 
 class Row(NamedTuple):
-    """Input for one forward pass. Samples are packed into one row, or each sample has its own row, padded at the end."""
+    """Input for one forward pass: either samples packed into one row, or one row per sample, padded at the end."""
 
     tokens: Tensor  # (b, t) int64
     positions: Tensor  # (b, t) int64, from 0 in every sample
-    places: Tensor  # (n,) int64: positions, of b * t, that predict a learned token
+    places: Tensor  # (n,) int64: which of the b * t positions predict a learned token
     targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
-    """Groups of samples of about the same length, for attention: positions of their tokens (samples, longest), and indices of
-    the real tokens."""
+    """For attention, groups of samples of similar length: token positions (samples, longest), and which of these are real."""
     order: Tensor  # (t,) int64: each row token's index among the tokens of all groups
-    real: int
-    """Number of tokens, not counting padding."""
+    real: int  # tokens, not counting padding
 
 
 def packed(samples: Sequence[Sample], size: int) -> list[Row]:
-    """Pack samples, in order, into rows of at most `size` tokens; a longer sample gets its own row."""
+    """Pack samples, in order, into rows of at most `size` tokens. A longer sample gets its own row."""
     rows: list[list[Sample]] = []
     left = 0
     for sample in samples:
@@ -198,14 +186,14 @@ def _row(samples: Sequence[Sample]) -> Row:
 
 
 def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
-    """Return `Row.places` and `Row.targets`. `labels`: (b, t); nothing is learned at the beginning of a row."""
+    """Return `Row.places` and `Row.targets` for `labels`, (b, t), whose first column is not learned."""
     following = labels.flatten().roll(-1).long()
     places = (following != chat.NOT_LEARNED).nonzero().flatten()
     return places, following[places]
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Group samples by powers of two of their lengths, so less than half is padding. Returns `Row.groups` and `Row.order`."""
+    """Return `Row.groups` and `Row.order`. A group's lengths are within a power of two, so that less than half is padding."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []
@@ -221,10 +209,7 @@ def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tu
 
 
 def padded(samples: Sequence[Sample]) -> Row:
-    """Return one row per sample, padded to the longest sample.
-
-    Padding is at the end and not learned, so causal attention needs no mask.
-    """
+    """Return one row per sample, padded at the end, so that causal attention needs no mask."""
     tokens = pad_sequence([tokens for tokens, _ in samples], batch_first=True).long()
     labels = pad_sequence([labels for _, labels in samples], batch_first=True, padding_value=chat.NOT_LEARNED)
     labels[:, 0] = chat.NOT_LEARNED  # nothing predicts the first token

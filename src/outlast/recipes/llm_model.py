@@ -1,4 +1,4 @@
-"""The model of `llm`: a Hugging Face causal language model, trained in full or with LoRA, and its loss.
+"""Loads causal language models of Hugging Face for `llm`, adds LoRA to them, computes their loss, and writes them.
 
 This is the only recipe module that imports peft. `load` reads a model from a directory, `Tuned` computes the loss of a row of
 samples, and `write` saves a directory for `AutoModelForCausalLM` or `PeftModel`.
@@ -40,10 +40,8 @@ with importing("fine-tuning", "llm"):
     from transformers.integrations.sdpa_attention import sdpa_attention_forward
     from transformers.utils.import_utils import is_flash_attn_2_available
 
-PACKED = "outlast"
-"""Name under which transformers registers this module's attention."""
-_SAMPLED = 64
-"""Number of values of each weight in a base model's fingerprint; arbitrary."""
+PACKED = "outlast"  # the name of this module's attention in transformers
+_SAMPLED = 64  # values of each weight in a base model's fingerprint; arbitrary
 
 
 # Loading
@@ -52,8 +50,8 @@ _SAMPLED = 64
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple[Path, str]:
     """Return a model's directory, and its name for an adapter's config: a path, or a name at Hugging Face.
 
-    The order of precedence: `local`; `name` as a directory; `name`, or its last part, below $OUTLAST_MODELS; Hugging Face's
-    cache, with a download unless `offline`. Raises OutlastError.
+    The directory is `local`, if given. Otherwise, `name` is a directory, a model below $OUTLAST_MODELS (also by its last part),
+    or a model in Hugging Face's cache, to which it is downloaded unless `offline`. Raises OutlastError if there is none.
     """
     places = [Path(local or name).expanduser()]
     if not local and (shelf := os.environ.get(contract.Env.MODELS)):
@@ -80,10 +78,7 @@ def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple
 
 
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
-    """Load the model in a directory to the CPU, with weights of type `dtype`. Raises OutlastError.
-
-    `where` is the device that will run the model.
-    """
+    """Load a directory's model to the CPU, with attention for the device `where`. Raises OutlastError."""
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
     _register()
@@ -106,14 +101,13 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """Return the attention implementation: flash attention if usable, else PACKED; None lets transformers choose."""
+    """Return the attention to use: flash attention if available, else PACKED. With None, transformers chooses."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
     special = any(getattr(config.get_text_config(), name, None) for name in ("attn_logit_softcapping", "attention_chunk_size"))
-    return (
-        PACKED if getattr(kind, "_supports_attention_backend", False) and not special else None
-    )  # other models build their own masks
+    # Other models build their own masks.
+    return PACKED if getattr(kind, "_supports_attention_backend", False) and not special else None
 
 
 def needs_gpu(model: Any) -> bool:
@@ -123,7 +117,6 @@ def needs_gpu(model: Any) -> bool:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Silence progress bars and warnings."""
     transformers.utils.logging.disable_progress_bar()
     logger = logging.getLogger("transformers")
     level = logger.level
@@ -137,8 +130,7 @@ def _quiet() -> Iterator[None]:
 
 
 def recompute(model: Any) -> None:
-    """Make the model recompute activations in the backward pass instead of keeping them. Raises OutlastError if it does not
-    support this."""
+    """Switch on gradient checkpointing. Raises OutlastError if the model does not support it."""
     try:
         with _quiet():
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -147,7 +139,7 @@ def recompute(model: Any) -> None:
 
 
 def fingerprint(model: nn.Module) -> str:
-    """Return a digest of a base model's names, shapes and some values; it is equal for weights in float32 and bfloat16."""
+    """Return a digest of a base model's names, shapes and some values, which is the same for float32 and bfloat16."""
     digest = hashlib.sha256()
     for name, weight in sorted(model.named_parameters()):
         flat = weight.detach().reshape(-1)
@@ -157,10 +149,7 @@ def fingerprint(model: nn.Module) -> str:
 
 
 def adapted(model: Any, targets: Sequence[str], **options: Any) -> Any:
-    """Add small trained matrices to the target modules of a model, and freeze all other weights. Raises OutlastError.
-
-    This is LoRA (Hu et al., 2021, https://arxiv.org/abs/2106.09685); `options` are options for `peft.LoraConfig`.
-    """
+    """Add LoRA (https://arxiv.org/abs/2106.09685) to the modules `targets`, and freeze the other weights. Raises OutlastError."""
     linear = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     names = {name for name, _ in model.named_modules()}
     missing = [each for each in targets if not any(name == each or name.endswith(f".{each}") for name in names)]
@@ -195,8 +184,8 @@ def _attended(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sample of a row, from (b, heads, t, d) to (b, t, heads, d).
 
-    Keys and values may have fewer heads. Samples of about the same length are computed together, so the cost grows with the sum
-    of the squared lengths, not with the square of their sum.
+    Keys and values may have fewer heads. Samples of similar length are computed together, so the cost grows with the sum of the
+    squared lengths, not with the square of their sum.
     """
     groups, order = options.pop("packing", None) or ((), None)
     window = options.pop("sliding_window", None)
@@ -229,16 +218,15 @@ def _attended(
 class Tuned(nn.Module):
     """A causal language model that returns a row's loss, summed over its learned tokens.
 
-    Logits are computed only for these tokens, a few rows at a time. If the model's head is more than a matrix product, the model
-    computes all logits itself (`whole`).
+    Logits are computed only for these tokens, a few at a time, unless `check` has found that the model's logits are not simply
+    the output of its head, and has set `whole`.
     """
 
     def __init__(self, model: Any, *, low: bool) -> None:
         super().__init__()
         self.model = model
         self.whole = False
-        self.low = low
-        """True to compute matrix products in bfloat16, with float32 master weights."""
+        self.low = low  # compute matrix products in bfloat16; trained weights are float32
 
     @property
     def base(self) -> Any:
@@ -279,7 +267,7 @@ class Tuned(nn.Module):
     def check(self) -> str:
         """Test the model on two short samples. Sets `whole`, and returns a message if the model cannot pack samples.
 
-        If this module's attention gives different results from the model's own, the latter is restored.
+        If this module's attention and the model's own give different results, the model's own is used.
         """
         training = self.training
         self.eval()
@@ -306,12 +294,11 @@ class Tuned(nn.Module):
 
 
 def _packing(row: Row) -> dict[str, Any]:
-    """Return the options of this module's attention for a row."""
     return {"packing": (row.groups, row.order)} if row.groups else {}
 
 
 def _alike(one: Tensor, other: Tensor, error: float) -> bool:
-    """Return whether logits (n, v) agree within a relative error in each row, apart from a constant per row."""
+    """Return whether logits (n, v) agree in each row within a relative error, apart from a constant."""
     a, b = (each.float() - each.float().mean(-1, keepdim=True) for each in (one, other))
     return bool(((a - b).norm(dim=-1) <= error * b.norm(dim=-1)).all())
 
@@ -320,7 +307,7 @@ def _alike(one: Tensor, other: Tensor, error: float) -> bool:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the trainable parameters, gathered from shards to the CPU. Without `keep`, the result is empty. A collective."""
+    """Return the trainable parameters, gathered from shards to the CPU, or nothing without `keep`. A collective."""
     gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -332,7 +319,7 @@ def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 
 def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write a directory in Hugging Face's format, all or nothing: an adapter or weights of type `dtype`, and the tokenizer."""
+    """Write an adapter, or weights of type `dtype`, and the tokenizer in Hugging Face's format, all or nothing."""
     partial = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
     try:
@@ -364,7 +351,7 @@ def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Ten
 
 
 def merge(base: Path, adapter: Path, directory: Path, tokenizer: Any) -> None:
-    """Merge an adapter into its base model, in float32, and write the weights in the base's data type."""
+    """Merge an adapter into its base model, in float32, and write the weights in the base model's data type."""
     with _quiet():
         model = transformers.AutoModelForCausalLM.from_pretrained(str(base), local_files_only=True, dtype=torch.float32)
         merged = peft.PeftModel.from_pretrained(model, str(adapter)).merge_and_unload()
@@ -377,7 +364,7 @@ def stored(directory: Path) -> torch.dtype:
 
 
 def layers(model: Any) -> Sequence[nn.Module]:
-    """Return the decoder layers, which FSDP gathers one at a time. Raises OutlastError."""
+    """Return the decoder layers, which FSDP gathers one at a time. Raises OutlastError if the model has no list of them."""
     layers: Any = getattr(model.get_decoder(), "layers", None) or getattr(model.get_decoder(), "h", None)
     if layers is None:
         raise OutlastError(f"{type(model).__name__} has no list of decoder layers; use --parallel ddp")

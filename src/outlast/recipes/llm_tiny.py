@@ -1,9 +1,9 @@
-"""Writes a tiny model and questions for fine-tuning it, which is all that `llm` needs, without a download.
+"""Writes a tiny model and questions to fine-tune it on, so that `llm` needs no download.
 
     python -m outlast.recipes.llm_tiny data/llm
 
-Writes DIR/model, a Llama with random weights and a tokenizer trained on these questions, in Hugging Face's format; and
-DIR/train.jsonl and DIR/val.jsonl, questions about functions of Python's standard library, answered by their documentation.
+DIR/model is a Llama with random weights, and a tokenizer trained on the questions, in Hugging Face's format. DIR/train.jsonl and
+DIR/val.jsonl are questions about functions of Python's standard library, answered by their docstrings.
 """
 
 # mypy: allow-untyped-calls
@@ -25,11 +25,10 @@ from outlast.data.prepare import chat, source_files, tokenizer
 from outlast.recipes.shared import results, settings
 from outlast.recipes.shared.settings import flag
 
-MODULES = (
+MODULES = (  # chosen because their docstrings consist of sentences
     "argparse", "ast", "calendar", "configparser", "datetime", "difflib", "fractions", "inspect", "json", "logging", "os",
     "pathlib", "random", "shutil", "statistics", "string", "textwrap", "tokenize",
 )  # fmt: skip
-"""Modules that the questions are about; their documentation consists of sentences."""
 QUESTION = "What does {name}({arguments}) of {module} do?"
 
 

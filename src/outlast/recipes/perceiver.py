@@ -1,4 +1,4 @@
-"""Perceiver IO: encodes video, sound and a label as 784 latents, and decodes them. Copy it and change it.
+"""Trains Perceiver IO, which encodes video, sound and a label as 784 latents, and decodes them. Copy it and change it.
 
     outlast run examples/perceiver.yaml                                  # two workers on this machine, on videos made here
     outlast evaluate perceiver                                           # reconstruction losses, PSNR and accuracy
@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 8 -m outlast.recipes.perceiver --dataset kinetics --dataset-dir data/kinetics --batch 64
     outlast data prepare video data/kinetics --to data/clips             # decoded once; then --data data/clips
 
-Kinetics: directories train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels. Writes to the job's output,
---output_dir without a job (default: out): checkpoints/, metrics.jsonl; at the end model.pt and final.json; with --evaluate,
-evaluation.json.
+A directory of Kinetics has train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels (--labels). Training writes
+checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
+(default: out) if there is no job. --evaluate writes evaluation.json there.
 """
 
 # mypy: allow-untyped-calls
@@ -52,7 +52,7 @@ ALIASES = {
     "config_file_path": "config",
     "drop_last": "a short last step counts as what it is, and nothing is dropped",
 }
-"""Flags that this recipe names differently from train_trn.py; all others have the same name."""
+"""The flags of train_trn.py that have another name here, or none for the reason given. All others have the same name."""
 
 
 @dataclass(frozen=True)
@@ -168,7 +168,7 @@ class Training(loop.Recipe):
         s, where = self.s, self.run.device
         points = queried(self.model.config, s, step)
         points = Points(*(each.to(where, non_blocking=True) for each in points))
-        extras = []  # each micro-batch's weights and hidden labels
+        extras = []  # weights and hidden labels of each micro-batch
         indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # for a rank without clips
         for data, _ in batch.pieces:
             n = len(data["label"])
@@ -224,7 +224,7 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Measure the losses on the validation clips; one rank computes each clip. The points are always the same."""
+        """Measure the losses on the validation clips, divided among the ranks, always at the same points."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
@@ -245,7 +245,7 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Collect the names of the clips that had a problem on any rank."""
+        """Add the names of the clips that had a problem on any rank to the record."""
         self.remarks.add(self.run.gather(self.remarks.names))
         self.record.remarks = self.remarks.names
 
@@ -270,10 +270,7 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Return the weights for a batch's clips, on the CPU: (b,), 0 for bad clips, else 1.
-
-    Without skip_bad, a bad clip raises OutlastError.
-    """
+    """Return the clips' weights, (b,): 0 if bad, else 1. Records remarks. Without skip_bad, a bad clip raises OutlastError."""
     dataset = d.train if part == "train" else d.val
     weight = torch.ones(len(data["label"]))
     if isinstance(dataset, Clips):
@@ -288,10 +285,7 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 
 
 class Speed:
-    """A moving average of clips per second, over the last ten log lines.
-
-    A process's first line does not count, because it includes compilation.
-    """
+    """Averages clips per second over ten log lines. A process's first line is left out, because it includes compilation."""
 
     def __init__(self) -> None:
         self._windows: collections.deque[float] = collections.deque(maxlen=10)
@@ -299,7 +293,7 @@ class Speed:
 
     @property
     def mean(self) -> float | None:
-        """Mean number of clips per second; None before the second line."""
+        """Mean number of clips per second, or None before the second line."""
         return sum(self._windows) / len(self._windows) if self._windows else None
 
     def add(self, speed: float) -> float:
@@ -311,16 +305,15 @@ class Speed:
 
 
 def record(config: Config, digest: str) -> Record:
-    """Return a run's record before its first step."""
+    """Return a new run's record."""
     fixed = {"data": "other clips", "config": "another model"}
-    shape = {
-        name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"
-    }  # dropout may change between starts
+    # Dropout may change between starts.
+    shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
     return Record(fixed, config=shape, data=digest, remarks={})
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """Return the learning rate of a step: linear warm-up, then constant or a cosine down to 0."""
+    """Return a step's learning rate, which after a linear warm-up is constant or falls to 0 along a cosine."""
     return loop.rate(s.lr, step, steps, s.warmup_steps, falls=s.lr_schedule == "cosine")
 
 
@@ -341,7 +334,7 @@ def hidden(s: Settings, step: int, indices: Any) -> Tensor:
 
 
 def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
-    """Return the untrained model, and the data. Raises OutlastError if they do not match or there is no validation data."""
+    """Return the initial model, and the data. Raises OutlastError if they do not match or there is no validation data."""
     config, weights = shape(s)
     with run.alive():
         data = place(s, config, run.output)
@@ -369,7 +362,7 @@ def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
 
 
 def place(s: Settings, config: Config, output: Path) -> Data:
-    """Open the data. Synthetic data are generated first."""
+    """Open the data, after generating them if they are synthetic."""
     named = s.data or os.environ.get(contract.Env.DATA) or os.environ.get("DATASET_DIR", "")
     if s.dataset == "synthetic" or not (s.dataset or named):
         named = str(perceiver_data.synthetic(Path(named) if named else output))
@@ -383,7 +376,7 @@ def place(s: Settings, config: Config, output: Path) -> Data:
 
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
-    """Measure reconstruction losses, PSNR and accuracy on the validation clips, at all of their points."""
+    """Measure reconstruction losses, PSNR and accuracy on the validation clips. With --reconstruct, also writes a clip."""
     output, where = results.output(), device.computing()
     path = evaluation.checkpoint(output, s.checkpoint)
     config = Config(**Record.read(path).config)
@@ -424,7 +417,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Set missing settings from MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError for invalid numbers."""
+    """Take missing settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError."""
     variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):
         if text := os.environ.get(name, ""):

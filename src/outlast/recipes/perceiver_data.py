@@ -1,8 +1,8 @@
-"""Clips for `outlast.recipes.perceiver`: videos decoded on demand, prepared shards, and synthetic videos.
+"""Provides `outlast.recipes.perceiver` with clips from videos, prepared shards or synthetic videos.
 
 A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
-labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its
-video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
+labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its video.
+`outlast data prepare video` writes shards, which are read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -32,32 +32,28 @@ from outlast.recipes.perceiver_model import Config, config_of
 from outlast.recipes.shared import results
 from outlast.training import Shards
 
-MOMENTS = 10_000
-"""Number of possible starting points of a clip in a video; arbitrary."""
-SMALL = {TRAIN: 1000, VAL: 100}
-"""Number of clips in each part of kinetics-small."""
+MOMENTS = 10_000  # possible starts of a clip in a video; arbitrary
+SMALL = {TRAIN: 1000, VAL: 100}  # clips of kinetics-small
 
 
 @dataclasses.dataclass(frozen=True)
 class Clips:
-    """A map-style dataset: one part of the data, decoded when it is read.
+    """One part of the data as a map-style dataset, which decodes clips when they are read.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks: `problem` is a message if the
-    clip cannot be read; `silent` and `short` report that sound or frames were missing and have been filled in.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks. `problem` is a message if the
+    clip cannot be read; `silent` and `short` report that missing sound or frames have been filled in.
     """
 
     root: Path
-    items: Sequence[tuple[str, int]]
-    """File and label of each clip."""
+    items: Sequence[tuple[str, int]]  # file and label of each clip
     settings: video.Settings
-    moving: bool
-    """True for clips that begin at random times in their videos."""
+    moving: bool  # clips begin at random times in their videos
 
     def __len__(self) -> int:
         return len(self.items)
 
     def name(self, index: int) -> str:
-        """Return a clip's file."""
+        """Return the path of a clip's file below `root`."""
         return self.items[index][0]
 
     def __getitem__(self, index: int) -> dict[str, Any]:
@@ -90,16 +86,14 @@ class Data:
     place: str
     train: Clips | Shards
     val: Clips | Shards | None
-    classes: Sequence[str]
-    """Class names, in the order of their labels."""
-    digest: str
-    """Digest of the files and their labels, or of the shards."""
+    classes: Sequence[str]  # names, in the order of their labels
+    digest: str  # of the files and their labels, or of the shards
 
 
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
-    """Open the data at a place: a directory of videos, or a directory or URL of shards. Raises OutlastError.
+    """Open a directory of videos, or a directory or URL of shards. Raises OutlastError for unusable data.
 
-    `labels` is the path of a list of labels, and `share` the fraction of the videos in val unless a directory is named val.
+    `labels` is the path of a list of labels. `share` is the fraction of the videos in val, unless a directory is named val.
     """
     if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)
@@ -157,7 +151,7 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
 
 
 class Remarks:
-    """Names of the clips with a problem, by kind of problem."""
+    """The names of the clips with a problem, by kind of problem."""
 
     KINDS: Mapping[str, str] = {
         "bad": "cannot be read and is left out",
@@ -167,7 +161,6 @@ class Remarks:
 
     def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
         self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
-        """Sorted names of clips, by kind."""
 
     def note(self, kind: str, name: str) -> str:
         """Record a clip. Returns a message for the first three clips of each kind, otherwise ""."""
@@ -177,7 +170,7 @@ class Remarks:
         return f"{name} {self.KINDS[kind]}" if len(self.names[kind]) <= 3 else ""
 
     def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Merge the names recorded on other ranks."""
+        """Merge names, such as those from other ranks."""
         for kind, names in self.names.items():
             self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
@@ -188,21 +181,17 @@ class Remarks:
 
 # Synthetic videos
 
-CLASSES: Mapping[str, tuple[int, int, int]] = {
+CLASSES: Mapping[str, tuple[int, int, int]] = {  # direction (x, y) in which the square moves, and pitch in hertz
     "down": (0, 1, 330),
     "left": (-1, 0, 440),
     "right": (1, 0, 660),
     "up": (0, -1, 880),
 }
-"""The synthetic videos' classes: the direction (x, y) in which the square moves, and the pitch in hertz."""
 PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Make the directory `synthetic` with small real videos, unless it exists. One process writes it while the others wait.
-
-    A bright square moves over a dark background; the class determines its direction and the pitch.
-    """
+    """Make the directory `synthetic` of small videos with moving squares, unless it exists. Other processes wait meanwhile."""
     to = above / "synthetic"
     above.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(above / ".synthetic.lock", wait=True):
@@ -268,10 +257,9 @@ def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> No
 
 
 def pretrained(named: str, given: Mapping[str, Any]) -> tuple[Config, Mapping[str, Tensor]]:
-    """Read sizes and weights in a directory of Hugging Face's Perceiver. Raises OutlastError. Downloads nothing.
+    """Read sizes and weights from a directory of Hugging Face's Perceiver. Raises OutlastError if the sizes `given` differ.
 
-    `given` has the requested sizes, which must equal the sizes in the directory. A path that does not exist is looked up below
-    $OUTLAST_MODELS.
+    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded.
     """
     path = results.place(named)
     try:

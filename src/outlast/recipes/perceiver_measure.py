@@ -18,14 +18,12 @@ from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
-NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")
-"""Names of the sums over clips, in their order in a (7,) float64 tensor."""
-_CHUNK = 8192
-"""Maximum number of points that are decoded at a time; arbitrary."""
+NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # the sums over clips, in order
+_CHUNK = 8192  # points to decode at a time; arbitrary
 
 
 def means(sums: Tensor, s: Any) -> dict[str, float]:
-    """Return means, given the sums: the loss, its parts, PSNR in dB (for pixels from 0 to 1), and accuracies from 0 to 1."""
+    """Return means from the sums: the loss, its parts, PSNR in dB for pixels from 0 to 1, and accuracies from 0 to 1."""
     clips = float(sums[0])
     if not clips:
         raise OutlastError("no validation clip can be read; see the sentences above")
@@ -49,7 +47,7 @@ def read(dataset: Clips | Shards, begin: int, end: int, size: int, workers: int)
 
 
 def measured(model: Perceiver, data: Mapping[str, Any], weight: Tensor, points: Points, kind: torch.dtype) -> Tensor:
-    """Return sums over a batch, in the order of `NAMES`, on the CPU. The label is hidden from the model."""
+    """Return sums over the clips with weight 1, in the order of `NAMES`, on the CPU. Labels are hidden from the model."""
     where = model.latents.device
     keep = weight.bool()
     if not keep.any():

@@ -1,5 +1,4 @@
-"""Perceiver IO for clips of video, sound and a label: encodes 16 frames, 0.64 s of sound and a class as 784 latents, and decodes
-them.
+"""Defines Perceiver IO for clips, which encodes 16 frames, 0.64 s of sound and a label as 784 latents, and decodes them.
 
 Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
 4.3, with the sizes of deepmind/multimodal-perceiver. With that model's weights, the outputs equal those of Hugging Face's
@@ -23,10 +22,8 @@ from torch import Tensor, nn
 from outlast.base.errors import OutlastError
 from outlast.recipes.shared import results
 
-AUDIO, IMAGE, LABEL = "audio", "image", "label"
-"""Modalities, in the order in which inputs and queries are concatenated."""
-EPSILON = 1e-5
-"""Epsilon for layer norms."""
+AUDIO, IMAGE, LABEL = "audio", "image", "label"  # modalities, in the order in which inputs and queries are concatenated
+EPSILON = 1e-5  # of layer norms
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,32 +31,23 @@ class Config:
     """A model's sizes; the defaults are those of deepmind/multimodal-perceiver."""
 
     frames: int = 16
-    image_size: int = 224
-    """A frame's side in pixels."""
-    audio_per_frame: int = 1920
-    """Number of sound samples per frame."""
+    image_size: int = 224  # a frame's side in pixels
+    audio_per_frame: int = 1920  # sound samples per frame
     classes: int = 700
     num_latents: int = 784
     d_latents: int = 512
-    num_blocks: int = 1
-    """Number of times that all self-attention layers are applied, with the same weights."""
+    num_blocks: int = 1  # times that all self-attention layers are applied, with the same weights
     num_self_attends: int = 8
     num_heads: int = 8
     num_cross_heads: int = 1
-    widening: int = 1
-    """Number of hidden units in an MLP, as a multiple of its width."""
-    d_output: int = 512
-    """Width of the decoder's output, before the last three layers."""
-    patch: int = 4
-    """A patch's side in pixels."""
+    widening: int = 1  # hidden units of an MLP, as a multiple of its width
+    d_output: int = 512  # width of the decoder's output, before the last three layers
+    patch: int = 4  # a patch's side in pixels
     samples_per_patch: int = 16
-    image_bands: int = 32
+    image_bands: int = 32  # frequencies of the position encodings, per dimension
     audio_bands: int = 192
-    """Number of frequencies in the position encodings, per dimension."""
-    label_channels: int = 1024
-    """Width of the label's query."""
-    dropout: float = 0.1
-    """Probability of dropping an attention weight in training."""
+    label_channels: int = 1024  # width of the label's query
+    dropout: float = 0.1  # probability of dropping an attention weight in training
 
     @property
     def samples(self) -> int:
@@ -114,17 +102,15 @@ class Config:
 
 
 _TINY = {"num_latents": 32, "d_latents": 64, "num_self_attends": 2, "num_heads": 4, "d_output": 64, "label_channels": 64}
-SIZES: dict[str, dict[str, int]] = {
+SIZES: dict[str, dict[str, int]] = {  # by the value of --size; base is the paper's
     "tiny": _TINY | {"frames": 4, "image_size": 32, "samples_per_patch": 64, "image_bands": 8, "audio_bands": 32},
     "small": {"image_size": 64, "num_latents": 128, "d_latents": 256, "num_self_attends": 4, "d_output": 256},
     "base": {},
 }
-"""Model sizes by the value of `--size`. `base` is the size in the paper."""
 
 
 class Attention(nn.Module):
-    """Attention from queries (width `d_q`) to inputs (width `d_kv`) or to the queries themselves, over `d_kv` channels. Outputs
-    have width `d_q`."""
+    """Attention over `d_kv` channels, from queries of width `d_q` to inputs of width `d_kv`, or to the queries themselves."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
         super().__init__()
@@ -136,7 +122,7 @@ class Attention(nn.Module):
 
     @property
     def dropout(self) -> float:
-        """Dropout probability in the current mode, training or evaluation."""
+        """Dropout probability, which is 0 in evaluation."""
         return self.p if self.training else 0.0
 
     def split(self, x: Tensor) -> Tensor:  # (b, n, c)
@@ -144,8 +130,7 @@ class Attention(nn.Module):
         return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """Return the outputs (b, n, d_q). `x`: (b, n, d_q), or (1, n, d_q) for queries shared by the batch; `inputs`: (b, m,
-        d_kv)."""
+        """Return the outputs (b, n, d_q). `x` is (b, n, d_q), or (1, n, d_q) for all clips; `inputs` is (b, m, d_kv)."""
         x = self.norm_q(x)
         kv = x if inputs is None or self.norm_kv is None else self.norm_kv(inputs)
         q, k, v = (self.split(each) for each in (self.query(x), self.key(kv), self.value(kv)))
@@ -157,8 +142,8 @@ class Attention(nn.Module):
         """Compute `forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
 
         The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, W is applied to the
-        queries instead of to all inputs. The channels that are constant within a modality, most of which are padding, become one
-        channel per modality: 408 channels instead of 704 with the paper's sizes. Values, too, are summed before W is applied.
+        queries instead of to all inputs. The channels that are constant within a modality, mostly padding, become one channel per
+        modality: 408 channels instead of 704 with the paper's sizes. Values, too, are summed before W is applied.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -187,8 +172,8 @@ class Attention(nn.Module):
 def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
     """Return the attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
 
-    In training on a CPU, this computes three products in the type of autocast. There, torch's own attention computes in float32
-    with dropout, and has a slower backward pass without dropout.
+    Training on a CPU uses plain products in the type of autocast: there, torch's own attention computes in float32 with dropout,
+    and has a slower backward pass without dropout.
     """
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
@@ -196,8 +181,7 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
     dropped = round(dropout * 2**16)
     if not dropped:
         return weights @ v
-    # Draw 16 random bits for each weight: torch draws a number for each weight, one after another, which takes longer than the
-    # products.
+    # Draw 16 random bits per weight: torch would draw the numbers one after another, which takes longer than the products.
     bits = torch.empty(-(-weights.numel() // 4), dtype=torch.int64).random_(-(2**63), None).view(torch.int16)
     mask = torch.empty_like(weights, requires_grad=False)
     torch.ge(bits[: weights.numel()], dropped - 2**15, out=mask.view(-1))
@@ -211,8 +195,7 @@ class Inputs(NamedTuple):
     """(b, m, k): first the `varying` channels, a one-hot vector of the three modalities, and the negative mean, all divided by
     the standard deviation of all d_model channels; then a one, and zeros up to a multiple of 8."""
     varying: int
-    constant: Tensor
-    """(b or 1, 3, d_model - varying): the other channels of each modality."""
+    constant: Tensor  # (b or 1, 3, d_model - varying): the other channels of each modality
 
 
 def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int) -> Tensor:
@@ -242,21 +225,16 @@ class Layer(nn.Module):
 class Points(NamedTuple):
     """The points to decode in every clip of a batch."""
 
-    image: Tensor
-    """(p,) int64: indices of pixels, frame by frame and row by row."""
-    audio: Tensor
-    """(q,) int64: indices of sound patches."""
+    image: Tensor  # (p,) int64: indices of pixels, frame by frame and row by row
+    audio: Tensor  # (q,) int64: indices of sound patches
 
 
 class Decoded(NamedTuple):
     """A batch's reconstruction at the points."""
 
-    image: Tensor
-    """(b, p, 3), from 0 to 1."""
-    audio: Tensor
-    """(b, q, samples_per_patch), from -1 to 1."""
-    label: Tensor
-    """(b, classes) logits."""
+    image: Tensor  # (b, p, 3), from 0 to 1
+    audio: Tensor  # (b, q, samples_per_patch), from -1 to 1
+    label: Tensor  # (b, classes) logits
 
 
 class Perceiver(nn.Module):
@@ -270,8 +248,7 @@ class Perceiver(nn.Module):
         self.padding = nn.ParameterDict(
             {name: nn.Parameter(torch.empty(1, c.d_model - width)) for name, width in c.channels.items()}
         )
-        self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))
-        """The input that replaces a hidden label."""
+        self.hidden_label = nn.Parameter(torch.empty(1, c.d_model))  # the input in place of a hidden label
         self.encoder = Layer(c.d_latents, c.d_model, c.num_cross_heads, c, cross=True)
         self.self_attends = nn.ModuleList(
             Layer(c.d_latents, c.d_latents, c.num_heads, c, cross=False) for _ in range(c.num_self_attends)
@@ -298,10 +275,9 @@ class Perceiver(nn.Module):
         return self.decode(self.encode(video, audio, label, hidden), points)
 
     def encode(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents (b, num_latents, d_latents) of clips.
+        """Return the latents (b, num_latents, d_latents) of clips. `hidden`: (b,) bool, which of the labels (b,) to hide.
 
-        `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1;
-        `label`: (b,) int64; `hidden`: (b,) bool, which labels to hide from the model.
+        `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1.
         """
         inputs = self._inputs(pixels(video), sound(audio), label, hidden)
         x = self.encoder(self.latents, inputs)  # (b, n, c)
@@ -362,7 +338,7 @@ class Perceiver(nn.Module):
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """Return all inputs' position encodings, (m, channels), computed once. As buffers, DDP would broadcast them."""
+        """Return all inputs' position encodings, (m, channels), computed once. DDP would broadcast them if they were buffers."""
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch
@@ -377,17 +353,14 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """Return AdamW, fused on CPUs and GPUs. All parameters decay.
-
-        On XLA the step count is a tensor; otherwise every step would be compiled again.
-        """
+        """Return AdamW, fused on CPUs and GPUs. On XLA its step count is a tensor, so that steps are not compiled again."""
         on = next(self.parameters()).device.type
         kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
 
 
 def pixels(video: Tensor) -> Tensor:
-    """Scale bytes from the range 0 to 255 to the range 0 to 1. Floating-point values are returned unchanged."""
+    """Scale bytes to the range 0 to 1. Floating-point values are returned unchanged."""
     return video if video.is_floating_point() else video.float() / 255
 
 
@@ -404,10 +377,10 @@ def patches(video: Tensor, size: int) -> Tensor:
 
 
 def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
-    """Return the position encodings of n places: (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
+    """Return the position encodings of n places, (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
 
-    An encoding consists of the coordinates, then sin(pi f x) for all frequencies and dimensions, then the cosines. The
-    frequencies of a dimension are evenly spaced from 1 to half its resolution (section B.1 of the paper).
+    An encoding has the coordinates, then sin(pi f x) for all dimensions and frequencies f, then the cosines. A dimension's
+    frequencies are evenly spaced from 1 to half its resolution (section B.1 of the paper).
     """
     place = torch.stack(at, -1)  # (n, d)
     f = torch.stack([torch.linspace(1.0, size / 2, bands, device=place.device) for size in resolution])  # (d, bands)
@@ -419,14 +392,11 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """Scalars: sums over the clips with weight 1 in a micro-batch, divided by the number of clips in the micro-batch."""
+    """A micro-batch's losses: sums over its clips with weight 1, divided by the number of all its clips."""
 
-    image: Tensor
-    """Mean absolute difference of pixel values from 0 to 1."""
-    audio: Tensor
-    """Mean absolute difference of sound samples from -1 to 1."""
-    label: Tensor
-    """Cross-entropy in nats."""
+    image: Tensor  # mean absolute difference of pixels from 0 to 1
+    audio: Tensor  # mean absolute difference of sound samples from -1 to 1
+    label: Tensor  # cross-entropy in nats
 
 
 def targets(video: Tensor, audio: Tensor, points: Points, config: Config) -> tuple[Tensor, Tensor]:
@@ -466,8 +436,7 @@ _NAMES = (
     (r"\.layernorm\.", ".norm."),
     (r"\.mlp\.dense(\d)\.", r".fc\1."),
 )
-_UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")
-"""Masks, which the published model applies with probability 0."""
+_UNUSED = re.compile(r"^perceiver\.input_preprocessor\.mask\.(audio|image)$")  # masks, applied with probability 0
 
 
 def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Config:
@@ -501,10 +470,7 @@ def config_of(published: Mapping[str, Any], dropout: float | None = None) -> Con
 
 
 def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]:
-    """Rename weights from Hugging Face's PerceiverForMultimodalAutoencoding, or of this recipe, to this module's names.
-
-    Raises OutlastError for another model's weights.
-    """
+    """Rename weights of Hugging Face's model or this recipe to this module's names. Raises OutlastError for other weights."""
     renamed = {}
     for name, tensor in weights.items():
         if _UNUSED.match(name):

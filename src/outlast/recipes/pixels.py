@@ -10,8 +10,8 @@
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
-any restart. Images stay bytes, channels last, up to `normalised`, which needs a quarter of the memory traffic of float32. Every
-function takes a batch as (b, H, W, 3) or (b, 3, H, W), leaves it unchanged, and returns a new batch of the same layout.
+any restart. Images stay bytes up to `normalised`, with a quarter of the memory traffic of float32. Augmentations take a batch as
+(b, H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls
@@ -40,45 +40,35 @@ from outlast.recipes.shared.packing import pack as pack  # re-exported beside it
 from outlast.training import Shards
 from outlast.training.session import Session
 
-MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)
-"""Mean and standard deviation of ImageNet's pixels, scaled to the range 0 to 1, by channel: red, green, blue."""
-_TRIES = 10
-"""Maximum number of attempts to find a random box that fits an image, as in torchvision's RandomResizedCrop."""
-CROP = 2 * _TRIES + 2
-"""Number of random numbers that `boxes` needs per image."""
-_CHUNK = 1 << 18
-"""Number of values that `normalised` computes at a time on a CPU, few enough to fit in the cache."""
-_SMALL = 1 << 16
-"""Number of values in an image above which several threads are faster. Arbitrary: between 64 x 64 and 224 x 224."""
-_MUCH = 1 << 22
-"""Number of values in a batch above which threads are faster despite their start-up of about 0.1 ms. Arbitrary."""
+MEAN, STD = (0.485, 0.456, 0.406), (0.229, 0.224, 0.225)  # of ImageNet's red, green and blue, for pixels from 0 to 1
+_TRIES = 10  # random boxes drawn per image; the first that fits is used, as in torchvision's RandomResizedCrop
+CROP = 2 * _TRIES + 2  # random numbers that `boxes` needs per image
+_CHUNK = 1 << 18  # values that `normalised` computes at a time on a CPU, few enough to fit in the cache
+_SMALL = 1 << 16  # fewer values per image are computed in a single thread; arbitrary, between 64 x 64 and 224 x 224 images
+_MUCH = 1 << 22  # fewer values per batch, too, because starting threads takes about 0.1 ms; arbitrary
 
 
 class Samples(NamedTuple):
-    """A batch of images, or one image of a `Folder` as arrays without the first dimension."""
+    """A batch of images, or a single image without the batch dimension."""
 
-    x: Any
-    """Pixels, uint8 (b, H, W, 3)."""
-    y: Any
-    """Labels, int64 (b,)."""
-    index: Any
-    """Indices in the dataset, int64 (b,), for `draws`."""
-    aspect: Any
-    """Each image's width / height in its file, float32 (b,), for `boxes` and `centre`."""
+    x: Any  # pixels, uint8 (b, H, W, 3)
+    y: Any  # labels, int64 (b,)
+    index: Any  # indices in the dataset, int64 (b,), for `draws`
+    aspect: Any  # width / height of each image's file, float32 (b,), for `boxes` and `centre`
 
 
 # ---- reading
 
 
 class Packed(Shards):
-    """Prepared images for a `Stream`, which yields them as `Samples`. `packed` opens them."""
+    """A dataset of packed images, for a `Stream` of `Samples`. Open it with `packed`."""
 
     def __init__(self, place: str | os.PathLike[str], part: str = "train") -> None:
         super().__init__(place, part)
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
         """Class names, in the order of their labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
-        """Number of damaged images that both parts leave out."""
+        """Number of damaged images that were left out of both parts."""
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
@@ -93,7 +83,7 @@ class Packed(Shards):
         return super()._samples(shard)
 
     def _labels(self, y: NDArray[np.int64]) -> None:
-        """Raise OutlastError for a label beyond the classes."""
+        """Raise OutlastError for a label out of range."""
         if not len(y):
             return
         lowest, highest = int(y.min()), int(y.max())
@@ -105,7 +95,7 @@ class Packed(Shards):
             )
 
     def take(self, indices: NDArray[np.int64]) -> Samples:
-        """Return the samples at `indices`: (b, H, W, 3), (b,), (b,), (b,)."""
+        """Return the samples at `indices`."""
         columns = super().take(indices)
         x, y = columns["image"], columns["label"]
         self._labels(y.numpy())
@@ -115,28 +105,21 @@ class Packed(Shards):
         return Samples(x, y, torch.from_numpy(indices.astype(np.int64)), aspect)
 
     def __getitem__(self, index: int) -> Samples:
-        """Return one sample, without the batch dimension."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         return Samples(*(column[0] for column in self.take(np.array([index % len(self)]))))
 
 
 def packed(place: str | os.PathLike[str], part: str = "train") -> Packed:
-    """Open the images of a prepared place for a `Stream`. The place is a directory, or a URL in a store such as
-    `s3://bucket/tiny`.
+    """Open packed images in a directory, or below a URL in a store such as `s3://bucket/tiny`.
 
-    `stream = Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. `.classes` are the names of the
-    labels, and `len(...)` is the number of images. Raises OutlastError if the place has no such part, no decoded images, or a
-    label beyond its classes.
+    `Stream(pixels.packed(place), batch=256)` gives `Samples` in `batch.split(net)`. Raises OutlastError for unusable data.
     """
     return Packed(place, part)
 
 
 def agreed(run: Session, *datasets: Packed) -> None:
-    """Raise OutlastError, on every rank, if machines have packed different images. A collective; call it before `run.resume`.
-
-    This happens if sources or decoding libraries differ. The same index would then select different images on different machines.
-    """
+    """Raise OutlastError on all ranks if machines have packed different images. A collective; call it before `run.resume`."""
     prints = run.gather([dataset.fingerprint for dataset in datasets])
     if others := [rank for rank, each in enumerate(prints) if each != prints[0]]:
         raise OutlastError(
@@ -146,7 +129,7 @@ def agreed(run: Session, *datasets: Packed) -> None:
 
 
 class Folder(Dataset[Samples]):
-    """Images that are decoded each time they are read. `folder` opens them."""
+    """A dataset of images that are decoded at every read. Open it with `folder`."""
 
     def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
         images.pillow()
@@ -155,7 +138,7 @@ class Folder(Dataset[Samples]):
         if not self.items:
             raise OutlastError(f"{root} has no images in {part}; give more, or a larger share of val")
         self._settings = images.Settings(size, skip_damaged=skip_bad, stretch=size is not None)
-        self._damaged = torch.zeros(len(self.items), dtype=torch.bool).share_memory_()  # shared with the reading processes
+        self._damaged = torch.zeros(len(self.items), dtype=torch.bool).share_memory_()  # shared with the Stream's workers
         try:
             self._shape = images.shape_of(self.root, items, self._settings)
         except source_files.BadSource as error:
@@ -163,14 +146,14 @@ class Folder(Dataset[Samples]):
 
     @property
     def bad(self) -> list[str]:
-        """Names of the damaged images that this process and the `workers` of its Streams have read, with `skip_bad`."""
+        """Names of the damaged images that this process and the `workers` of its Streams have skipped."""
         return [self.items[i].file for i in self._damaged.nonzero()[:, 0].tolist()]
 
     def __len__(self) -> int:
         return len(self.items)
 
     def __getitem__(self, index: int) -> Samples:
-        """Return an image, uint8 (H, W, 3), with label, index and aspect. Raises OutlastError if it cannot be decoded."""
+        """Return one image, uint8 (H, W, 3). Raises OutlastError if it cannot be decoded and `skip_bad` is not set."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"image {index} of {len(self)}")
         index %= len(self)
@@ -194,17 +177,13 @@ class Folder(Dataset[Samples]):
 def folder(
     root: str | os.PathLike[str], part: str = "train", *, size: int | None = None, val: float = 0.1, skip_bad: bool = False
 ) -> Folder:
-    """Open a directory's images, to decode them at each read: `Stream(pixels.folder(root, size=256), batch=256,
-    workers=8)`.
+    """Open a directory of images to decode at every read: `Stream(pixels.folder(root, size=256), batch=256, workers=8)`.
 
-    Layouts: `train/CLASS/...` with `val/CLASS/...` (ImageNet, torchvision's ImageFolder), tiny-imagenet-200 with its flat val,
-    and `CLASS/...`, where a hash of the names selects the fraction `val`. Each layout may be inside a single nested directory.
-    `size` stretches every image to size x size (`aspect` has the original proportions); without `size` all images must have the
-    same shape. `pack` gives the same images, order and pixels, so a run may switch between the two.
-
-    With `skip_bad`, the next decodable image replaces one that cannot be decoded, the same on every rank and in every epoch.
-    Each rank prints the names of its bad images. Raises OutlastError if there are no images or no classes, or if the classes
-    of train and val differ.
+    The directory, or a single directory inside it, has `train/CLASS/...` and `val/CLASS/...` (as ImageNet has), the layout of
+    tiny-imagenet-200, or `CLASS/...`, where a hash of the names assigns the fraction `val` to val. `size` stretches images to
+    size x size, while `aspect` keeps their proportions; without `size`, all images must have the same shape. `pack` gives the
+    same images in the same order, so a run may switch to it. With `skip_bad`, the next image replaces one that cannot be decoded,
+    on every rank and in every epoch alike. Raises OutlastError if there are no images, or if train and val differ in classes.
     """
     return Folder(root, part, size, val, skip_bad)
 
@@ -212,16 +191,14 @@ def folder(
 # ---- random numbers
 
 
-_GAMMA = -0x61C8864680B583EB
-"""Increment of splitmix64, 0x9E3779B97F4A7C15, as a signed number."""
+_GAMMA = -0x61C8864680B583EB  # splitmix64's increment, 0x9E3779B97F4A7C15, as a signed number
 
 
 def draws(seed: int, epoch: int, indices: Tensor, count: int, purpose: str = "") -> Tensor:
     """Return `count` random numbers in [0, 1) per sample: float32 (b, count), on the device of `indices`, int64 (b,).
 
-    The numbers are a function of (seed, epoch, index, purpose) only, and equal on every device: splitmix64 (Steele, Lea and
-    Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter. A different `purpose`
-    (such as `"mixup"`) gives independent numbers.
+    They depend only on (seed, epoch, index, purpose) and are equal on every device. The generator is splitmix64 (Steele, Lea and
+    Flood, "Fast splittable pseudorandom number generators", 2014), with the sample's index as its counter.
     """
     digest = hashlib.shake_256(f"outlast pixels 1 {seed} {epoch} {purpose}".encode()).digest(8)
     key = int.from_bytes(digest, "little", signed=True)
@@ -243,7 +220,6 @@ def _mixed(x: Tensor) -> Tensor:
 
 @contextlib.contextmanager
 def _one_thread() -> Iterator[None]:
-    """Limit torch's kernels to one thread."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -261,17 +237,17 @@ def boxes(
 ) -> Tensor:
     """Return random boxes for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
 
-    `u`: `draws` of shape (b, CROP); `aspect`: width / height of the images, (b,). A box's fraction of the image's area is in the
-    range `scale`, and its width / height, in pixels of the file, is in the range `ratio`. The distribution is the same as in
+    `u` is a result of `draws`, (b, CROP), and `aspect` each image's width / height, (b,). A box covers a fraction of the image's
+    area in the range `scale`, and its width / height in the file's pixels is in the range `ratio`. The distribution is that of
     torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
     area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)
     low, high = np.log(ratio[0]), np.log(ratio[1])
-    shape = torch.exp(low + (high - low) * u[:, 1 : 2 * _TRIES : 2]) / aspect[:, None]  # width / height in shares of the image
+    shape = torch.exp(low + (high - low) * u[:, 1 : 2 * _TRIES : 2]) / aspect[:, None]  # width / height in fractions of the image
     width, height = (area * shape).sqrt(), (area / shape).sqrt()
     fits = (width <= 1) & (height <= 1)
-    # As torchvision's last resort: as much of the centre as `ratio` allows.
+    # Otherwise, as in torchvision, use as much of the centre as `ratio` allows.
     fallback_width = (ratio[1] / aspect).clamp(max=1)
     fallback_height = (aspect / ratio[0]).clamp(max=1)
     first = fits.to(torch.uint8).argmax(1, keepdim=True)
@@ -283,11 +259,8 @@ def boxes(
     return torch.stack((left, top, width, height), 1)
 
 
-def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
-    """Return the central squares of images for `crop_resize`: float64 (b, 4). `aspect`: width / height, (b,).
-
-    The side of the square is `share` times the image's shorter side: 224 / 256, as in Resize(256) followed by CenterCrop(224).
-    """
+def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:  # as with Resize(256) and CenterCrop(224)
+    """Return central squares of images for `crop_resize`: float64 (b, 4). Their side is `share` of the images' shorter side."""
     aspect = aspect.double()
     shorter = aspect.clamp(max=1)  # in heights of the image
     width, height = share * shorter / aspect, share * shorter
@@ -296,11 +269,11 @@ def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:
 
 @torch.no_grad()
 def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
-    """Crop a box of each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
+    """Crop a box from each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
 
-    `boxes` is the result of `boxes` or `centre`; edges are rounded to whole pixels. The `mirrored` images, bool (b,), are
-    flipped as by `flip`, without another pass. On a CPU each image is processed by torch's kernel for bytes; on other devices two
-    matrix products process all images at once. The results differ by at most 1 of 255.
+    `boxes` is a result of `boxes` or `centre`; edges are rounded to whole pixels. The images chosen by `mirrored`, bool (b,), are
+    also flipped left to right. A CPU runs torch's kernel for bytes on each image; other devices compute two matrix products for
+    all images at once. The results differ by at most 1 of 255.
     """
     rows, columns = _plane(x)
     n = torch.tensor([x.shape[columns], x.shape[rows]] * 2, device=boxes.device, dtype=torch.float64)
@@ -326,11 +299,11 @@ def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = N
 
 
 def _each(do: Callable[[int], None], count: int, size: int) -> None:
-    """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch has.
+    """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch uses.
 
-    Torch itself would divide each image among its threads and wait for the slowest thread, thousands of times a second. On a
-    shared machine each wait lasts until that thread gets a core. The calling thread processes small images, because most of their
-    time is spent in Python.
+    Torch itself would divide each image among its threads and wait for the slowest, thousands of times a second; on a shared
+    machine, each wait lasts until that thread gets a core. Small images stay in this thread, because Python takes most of their
+    time.
     """
     threads = torch.get_num_threads()
     with _one_thread():
@@ -357,7 +330,7 @@ def _products(x: Tensor, start: Tensor, extent: Tensor, size: int, mirrored: Ten
 
 
 def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
-    """Return the weights of `count` input pixels for `size` output pixels, (b, size, count): Pillow's bilinear filter."""
+    """Return the weights of Pillow's bilinear filter, from `count` input pixels to `size` output pixels: (b, size, count)."""
     scale = extent / size  # (b,)
     middle = start[:, None] + (torch.arange(size, device=start.device) + 0.5) * scale[:, None]  # (b, size)
     pixel = torch.arange(count, device=start.device) + 0.5
@@ -378,7 +351,7 @@ def flip(x: Tensor, chosen: Tensor) -> Tensor:
 
 @torch.no_grad()
 def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
-    """Translate each image by up to `pad` pixels, and fill the space with black. `u`: `draws`, (b, 2)."""
+    """Shift each image by up to `pad` pixels in both directions, and fill the gap with black. `u` is from `draws`, (b, 2)."""
     rows, columns = _plane(x)
     b, height, width = len(x), x.shape[rows], x.shape[columns]
     by = (u * (2 * pad + 1)).long().clamp(max=2 * pad) - pad  # (b, 2), from -pad to pad
@@ -395,10 +368,7 @@ def shift(x: Tensor, u: Tensor, pad: int = 4) -> Tensor:
 
 @torch.no_grad()
 def cutout(x: Tensor, u: Tensor, size: int, fill: Sequence[int] = (0, 0, 0)) -> Tensor:
-    """Paint a square of size x size pixels over each image, at a random centre, clipped at the edges. `u`: `draws`, (b, 2).
-
-    DeVries and Taylor, "Improved regularization of convolutional neural networks with cutout", 2017.
-    """
+    """Paint a size x size square at a random centre over each image (DeVries and Taylor, 2017). `u` is from `draws`, (b, 2)."""
     rows, columns = _plane(x)
 
     def inside(dimension: int, u: Tensor) -> Tensor:  # (b, n)
@@ -422,7 +392,7 @@ def normalised(
     dtype: torch.dtype = torch.float32,
     memory_format: torch.memory_format = torch.channels_last,
 ) -> Tensor:
-    """Convert bytes to network inputs: (x / 255 - mean) / std, computed in float32, as `dtype` of shape (b, 3, H, W)."""
+    """Convert bytes to network inputs, (x / 255 - mean) / std: computed in float32, returned as `dtype` of shape (b, 3, H, W)."""
     rows, _ = _plane(x)
     x = (x if rows == 1 else x.permute(0, 2, 3, 1)).contiguous()  # (b, H, W, 3)
     b, height, width, _ = x.shape
@@ -441,7 +411,7 @@ def normalised(
 
 
 def _plane(x: Tensor) -> tuple[int, int]:
-    """Return the dimensions of rows and columns in a batch. Raises OutlastError if `x` is not a batch of colour images."""
+    """Return a batch's dimensions of rows and columns. Raises OutlastError if `x` is not a batch of colour images."""
     if x.dim() == 4 and x.dtype == torch.uint8 and 3 in (x.shape[1], x.shape[3]):
         return (1, 2) if x.shape[3] == 3 else (2, 3)
     raise OutlastError(

@@ -1,12 +1,11 @@
-"""Smoke test of a cluster: a small network learns synthetic data within a second, and the exit code reports the result.
+"""Tests a cluster: a small network learns synthetic data within a second, and the exit code reports the result.
 
     outlast run examples/smoke.yaml
     torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
     python -m outlast.recipes.smoke
 
-Exits with code 78 and a message if the loss falls by less than 30 %, if the ranks end with different weights, or if the world has
-a different size than --world: a restart would not help. Uses nccl on GPUs and gloo on CPUs. After an interruption or a kill, the
-test continues from its newest checkpoint.
+Exits with a message and code 78, because a restart would not help, if the loss falls by less than 30 %, if the ranks end with
+different weights, or if the world's size is not --world. After an interruption or a kill, it resumes from its newest checkpoint.
 """
 
 # mypy: allow-untyped-calls
@@ -41,7 +40,7 @@ class Settings:
 
 
 def made_up(s: Settings) -> tuple[Tensor, Tensor]:
-    """Return samples (n, f) and their classes (n,). The class is the random direction that best matches the sample."""
+    """Return random samples (n, f) and their classes (n,). A sample's class is the random direction that matches it best."""
     generator = torch.Generator().manual_seed(s.seed)
     x = torch.randn(s.samples, s.features, generator=generator)  # (n, f)
     directions = torch.randn(s.features, s.classes, generator=generator)  # (f, c)
@@ -61,7 +60,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
         x, y = (tensor.to(run.device) for tensor in made_up(s))  # (n, f), (n,)
         model = nn.Sequential(nn.Linear(s.features, 256), nn.ReLU(), nn.Linear(256, s.classes)).to(run.device)
-        first = mean_loss(model, x, y)  # before resuming, so for the untrained weights in every generation
+        first = mean_loss(model, x, y)  # before resuming, so always the loss of the untrained weights
         net = run.ddp(model)
         optimizer = torch.optim.AdamW(model.parameters(), lr=s.lr)
         stream = Stream((x, y), batch=s.batch, seed=s.seed, epochs=s.epochs)
@@ -105,10 +104,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
-    """Return messages about failed checks.
-
-    `first` and `last` are the losses before and after training, and `hashes` the checksums of the weights, by rank.
-    """
+    """Return a message for each failed check of the losses before and after training, and of the weights' checksums by rank."""
     messages = []
     fell = 1 - last / first
     if not fell >= 0.3:  # also for NaN
@@ -120,7 +116,7 @@ def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the mean loss over all samples. Every rank computes the loss for all of them."""
+    """Return the mean loss over all samples, which every rank computes."""
     return F.cross_entropy(model(x), y).item()
 
 

@@ -1,1 +1,1 @@
-"""Parts shared by recipes: the training loop, settings, results, and packed images."""
+"""Parts shared by the recipes: training loop, settings, results, evaluation and packing of images."""

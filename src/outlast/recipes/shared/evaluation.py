@@ -1,4 +1,4 @@
-"""Evaluation of a trained model: which checkpoint is measured, and `evaluation.json`."""
+"""Selects the checkpoint that a recipe evaluates, and writes `evaluation.json`."""
 
 from __future__ import annotations
 
@@ -14,11 +14,7 @@ from outlast.storage import checkpoints
 
 
 def checkpoint(output: Path, name: str = "") -> Path:
-    """Return the directory of the checkpoint to evaluate: the newest valid checkpoint in `output`, or the checkpoint `name`.
-
-    A name is `best` or a step, which `outlast evaluate --best` or `--step` passes in `--checkpoint`. Raises NotFound if the
-    checkpoint is missing or damaged.
-    """
+    """Return the path of the checkpoint `name` (best or a step), or of the newest valid one. Raises NotFound if there is none."""
     directory = output / contract.CHECKPOINTS
     run = checkpoints.owner(directory)
     usable = [c for c in checkpoints.list_(directory) if not c.problem and run in ("", c.run)]
@@ -33,5 +29,5 @@ def checkpoint(output: Path, name: str = "") -> Path:
 
 
 def write(name: str, model: nn.Module, **values: Any) -> None:
-    """Write `evaluation.json`, with the measured weights' name and checksum, and the given values."""
+    """Write `evaluation.json` with the name and checksum of the measured weights, and with `values`."""
     results.write_json(results.output() / "evaluation.json", {"weights": name, "weights_sha256": results.sha256(model), **values})

@@ -1,6 +1,6 @@
-"""The training loop of all recipes, from the newest checkpoint to the last step, with a record, a log and learning rates.
+"""Runs the training loop that the recipes share, from the newest checkpoint to the last step.
 
-Read `train` first; a recipe is then a class with its model, its step and its measurement.
+Read `train` first. A recipe is a class with its model, its step and its measurement:
 
     class Mine(loop.Recipe):
         def __init__(self, s: Settings, run: Session) -> None:
@@ -43,8 +43,7 @@ from outlast.training.state import checkpoint
 
 
 def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True) -> None:
-    """Train from the newest checkpoint, or from the beginning, to the last step. Raises OutlastError at the end if the recipe has
-    set `problem`."""
+    """Train a recipe from its newest checkpoint to the last step. Raises OutlastError at the end if the recipe sets `problem`."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if getattr(s, "deterministic", False):
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -79,7 +78,7 @@ def train(recipe: Callable[[Any, Session], Recipe], s: Any, *, tf32: bool = True
 
 
 def measure(r: Recipe, step: int) -> None:
-    """Measure the model, and save it with its metric."""
+    """Measure the model, and save a checkpoint with the metric unless that is None."""
     metric = r.measure(step)
     r.log.clock()
     r.record.owed = False
@@ -89,30 +88,29 @@ def measure(r: Recipe, step: int) -> None:
 
 
 class Recipe:
-    """The parts of a training run. A recipe sets `net`, `optimizer` and `stream`."""
+    """The part of a training run that differs between recipes. A subclass sets `net`, `optimizer` and `stream`."""
 
-    net: nn.Module
-    """The model, wrapped for training on all ranks; see `parallel`."""
+    net: nn.Module  # the model, wrapped for training on all ranks by `parallel`
     optimizer: torch.optim.Optimizer
     stream: Stream
     unmeasured: float | None = math.nan
-    """Metric for a checkpoint without a measurement. NaN is never the best; None selects the logged metric."""
+    """Metric of checkpoints saved without a measurement. NaN is never the best; None stands for the logged metric."""
 
     problem = ""
-    """Error message; if a recipe sets it, the run fails after writing its results."""
+    """An error message, with which the run fails after writing its results; empty if there is none."""
 
     def __init__(self, s: Any, run: Session) -> None:
         self.s, self.run, self.log = s, run, Log(run)
         self.record = Record()
         self.used: dict[str, Any] = {}
-        """The actual values of settings that are `auto`."""
+        """Values to record beside the settings or instead of them, such as the data type chosen for `auto`."""
 
     def state(self) -> dict[str, Any]:
-        """Return the parts of a checkpoint. The record is first, because its errors best explain a mismatch."""
+        """Return what a checkpoint contains. The record is first, because its errors explain a mismatch best."""
         return {"record": self.record, "model": self.net, "optimizer": self.optimizer, "stream": self.stream}
 
     def begin(self, step: int) -> None:
-        """Log the model and data sizes, after resuming."""
+        """Prepare for the first step, after resuming; most recipes log the sizes of model and data."""
 
     def batches(self) -> Iterator[Batch]:
         """Return an iterator over this rank's batches for the remaining steps."""
@@ -135,10 +133,7 @@ class Recipe:
         return batch.ends_epoch or step == self.stream.total_steps
 
     def measure(self, step: int) -> float | None:
-        """Measure the model on all ranks and log the result.
-
-        Returns the metric to save with the model, or None to skip the save.
-        """
+        """Measure the model on all ranks. Returns the metric to save with the model, or None to skip the save."""
         raise NotImplementedError
 
     def remember(self) -> None:
@@ -152,8 +147,8 @@ class Recipe:
 class Record(types.SimpleNamespace):
     """A run's state besides its weights, in plain values that are equal on every rank.
 
-    The keys of `fixed` name the values that must not change between starts, and each maps to its wording in the error message.
-    A value is compared only if it is known for both starts.
+    The keys of `fixed` name the values that must not change between starts, and its values are phrases for the error message,
+    such as "other clips". A value is compared only if it is known at both starts.
     """
 
     def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
@@ -199,21 +194,21 @@ def _short(name: str, value: Any, other: Any) -> str:
 
 
 class Log:
-    """Rank 0's log, on the screen and in a file, with a clock that measures training time."""
+    """Rank 0's log, printed and also written to a file if one is given, and a clock that measures training time."""
 
     def __init__(self, run: Session, file: str = "") -> None:
         self._run, self._file = run, file
         self.done = 0
-        """Number of samples or tokens that all ranks have processed since the last line was printed."""
+        """Number of samples or tokens that all ranks have processed since the last call of `speed` or `clock`."""
         self._counted_s, self._since = 0.0, time.monotonic()
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds for which this process has trained, not counting measurements."""
+        """Seconds that this process has trained, not counting measurements."""
         return self._counted_s + time.monotonic() - self._since
 
     def line(self, text: str) -> None:
-        """Print a line on rank 0."""
+        """Print a line on rank 0, and append it to the log file."""
         if self._run.rank:
             return
         print(text, flush=True)
@@ -226,11 +221,11 @@ class Log:
             self._file = ""
 
     def clock(self) -> None:
-        """Restart the clock, because the time since the last line was not spent on training."""
+        """Restart the clock, without counting the time since the last call of `speed` as training."""
         self._since, self.done = time.monotonic(), 0
 
     def speed(self) -> float:
-        """Return the samples or tokens per second since the last line."""
+        """Return the samples or tokens per second since the last call of `speed` or `clock`."""
         now = time.monotonic()
         seconds, done = max(1e-9, now - self._since), self.done
         self._since, self.done, self._counted_s = now, 0, self._counted_s + seconds
@@ -238,11 +233,7 @@ class Log:
 
 
 def rate(highest: float, step: int, steps: int, warmup: int, *, lowest: float = 0.0, falls: bool = True) -> float:
-    """Return the learning rate of a step.
-
-    The rate rises linearly for `warmup` steps. Then it falls along a cosine, reaching `lowest` at `steps`, or stays constant if
-    `falls` is false.
-    """
+    """Return a step's learning rate: a linear warm-up, then constant or, if `falls` is True, a cosine to `lowest`."""
     if step < warmup:
         return highest * (step + 1) / (warmup + 1)
     if not falls:
@@ -268,7 +259,7 @@ def parallel(how: str, run: Session, model: nn.Module, layers: Sequence[nn.Modul
 
 
 def groups(model: nn.Module, decay: float, others: float = 0.0) -> list[dict[str, Any]]:
-    """Return parameter groups for an optimizer, with weight decay `decay` for matrices, and `others` for norms and biases."""
+    """Return an optimizer's parameter groups, with weight decay `decay` for matrices and `others` for norms and biases."""
     every = list(model.parameters())
     parts = (([p for p in every if p.dim() > 1], decay), ([p for p in every if p.dim() <= 1], others))
     return [{"params": some, "weight_decay": each} for some, each in parts if some]
@@ -281,7 +272,7 @@ def plain(norm: Any) -> Tensor:
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Within the context, keep the optimizer's hyper-parameters instead of loading those in the checkpoint."""
+    """Keep the optimizer's hyper-parameters while a checkpoint with other ones is loaded in the context."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):
@@ -289,10 +280,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def retain_freed_memory() -> None:
-    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of a small model's step.
-
-    mallopt(3): M_TRIM_THRESHOLD is -1, M_MMAP_THRESHOLD -3.
-    """
+    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of a small model's step."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
-        for parameter in (-1, -3):
+        for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (mallopt(3))
             mallopt(parameter, 1 << 30)

@@ -20,10 +20,8 @@ from outlast.data.dataset_directory import unwritable
 from outlast.data.prepare import images, source_files, work_units
 from outlast.worker.prepare import data_cache_eviction
 
-_FEW = 32 << 20
-"""Maximum total size in bytes of files that a single process decodes; starting several takes 2 s (measured)."""
-_REPORT_S = 5.0
-"""Interval between log lines about packing; arbitrary."""
+_FEW = 32 << 20  # up to this total size of files in bytes, one process decodes: starting several takes 2 s (measured)
+_REPORT_S = 5.0  # interval between log lines; arbitrary
 
 
 def pack(
@@ -32,14 +30,12 @@ def pack(
 ) -> str:  # fmt: skip
     """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned unchanged.
 
-    This is the same as `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`. `to` is a
-    directory that machines may share; the default is a directory in this machine's cache ($OUTLAST_CACHE), which is a new one
-    whenever the files change. Call this on every rank: one process does the work and logs it, and the others wait. If that
-    process is killed, the next call continues. `processes` is the number of decoding processes, by default one per core if memory
-    allows. Packing takes minutes: use `with run.alive():`.
-
-    Raises OutlastError as `folder` does, and for an image that cannot be decoded; with `skip_bad` such images are left out and
-    counted, and the first few are named.
+    The result equals that of `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`.
+    `to` is a directory that machines may share; by default it is in this machine's cache ($OUTLAST_CACHE), and a new one whenever
+    the files change. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the work and
+    the others wait; if it is killed, the next call continues. By default, `processes` is one per core if memory allows. Raises
+    OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and names the first
+    few.
     """
     if "://" in os.fspath(source) or (Path(source) / shard_format.MANIFEST).exists():
         return os.fspath(source)
@@ -86,22 +82,19 @@ def _say(line: str) -> None:
 
 
 def mistake(error: source_files.BadSource) -> OutlastError:
-    """Return the error for a problem with a recipe's source, naming the recipe's flags, not those of `outlast data prepare`."""
+    """Convert an error of `outlast data prepare` into one that names the recipe's flags."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the inner directory, each part's images, and the class names. Raises OutlastError as `laid_out` does."""
+    """Return the directory with the layout, each part's images, and the class names. Raises OutlastError as `laid_out` does."""
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """Return each part's images, and the class names.
-
-    Raises OutlastError if val is empty or a class is in only one part.
-    """
+    """Return each part's images, and the class names. Raises OutlastError if val is empty or a class is in only one part."""
     items, names = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
     if not {source_files.TRAIN, source_files.VAL} <= divided.keys():

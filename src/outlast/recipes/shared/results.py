@@ -1,4 +1,4 @@
-"""A recipe's files: results, written all or nothing, and pretrained weights to start from."""
+"""Runs a recipe's `main`, writes its results all or nothing, and reads pretrained weights."""
 
 from __future__ import annotations
 
@@ -24,11 +24,8 @@ from outlast.training import Session
 
 
 def run(main: Callable[[], None]) -> None:
-    """Run a recipe. After an error that the user can correct, such as missing data, print one sentence and exit with code 78.
-
-    Under `outlast run`, `launch.training_process` does so, and keeps the sentence for `outlast status`.
-    """
-    if contract.EVALUATE in sys.argv:  # `outlast evaluate NAME | head` ends this process silently, like other programs
+    """Run a recipe. If it raises OutlastError, print its message and exit with code 78, unless `outlast run` reports it."""
+    if contract.EVALUATE in sys.argv:  # so that `outlast evaluate NAME | head` ends silently, as other programs do
         signal.signal(signal.SIGPIPE, signal.SIG_DFL)
     try:
         main()
@@ -40,11 +37,7 @@ def run(main: Callable[[], None]) -> None:
 
 
 def into(directory: str, best: str = "") -> None:
-    """If there is no job, set the environment variables for the output directory and the best checkpoints to keep (`2 min
-    val_loss`).
-
-    A job's own values take precedence, also for its store; rank 0 prints a line if they differ.
-    """
+    """Set the environment variables for the output and the best checkpoints (`2 min val_loss`), unless a job has set them."""
     warnings = []
     if (
         directory
@@ -73,7 +66,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Let rank 0 write files: yields True on rank 0, and raises rank 0's OutlastError on all ranks. A collective."""
+    """Yield True on rank 0, which then writes files, and raise rank 0's OutlastError on all ranks. A collective."""
     problem = ""
     try:
         with run.alive():
@@ -85,7 +78,7 @@ def by_rank_0(run: Session) -> Iterator[bool]:
 
 
 def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
-    """Return a fingerprint of parameters and buffers; fingerprints are equal only if the models are equal bit for bit."""
+    """Return a checksum of all parameters and buffers, including their names, types and shapes."""
     digest = hashlib.sha256()
     tensors: Mapping[str, Tensor] = model.state_dict() if isinstance(model, nn.Module) else model
     for name, tensor in tensors.items():
@@ -119,13 +112,13 @@ def writable(file: str, name: str) -> None:
 
 
 def place(named: str) -> Path:
-    """Return the path `named`, or that path below $OUTLAST_MODELS."""
+    """Return the path `named` if it exists, else that path below $OUTLAST_MODELS."""
     path = Path(named).expanduser()
     return path if path.exists() else Path(os.environ.get(contract.Env.MODELS, "."), named)
 
 
 def read(path: Path) -> Any:
-    """Read a file from torch.save or safetensors, or a Hugging Face directory's weights, to the CPU. Runs no code from it."""
+    """Read weights to the CPU from a file of torch.save or safetensors, or a directory of Hugging Face. Runs no code from it."""
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -148,17 +141,14 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """Return the weights in a file, by name. Raises OutlastError.
-
-    The weights may be below the key `state_dict`, as in many scripts' checkpoints, and have DDP's prefix `module.`.
-    """
+    """Return a file's weights by name, without DDP's prefix; they may be below the key `state_dict`. Raises OutlastError."""
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}
 
 
 def fitted(weights: Mapping[str, Tensor], model: nn.Module, whose: str) -> dict[str, Tensor]:
-    """Return the weights in the order of a model's parameters. Raises OutlastError for another model's weights."""
+    """Return the weights in the order of the model's own. Raises OutlastError, naming them as `whose`, if they do not fit."""
     shapes = {name: tensor.shape for name, tensor in model.state_dict().items()}
     for name, shape in shapes.items():
         if name not in weights or weights[name].shape != shape:

@@ -1,4 +1,4 @@
-"""A recipe's settings: a single frozen dataclass defines the flags (argparse), the help, and the keys of configuration files.
+"""Parses a recipe's settings: one frozen dataclass defines its flags (argparse), its help, and the keys of its YAML files.
 
     @dataclass(frozen=True)
     class Settings:
@@ -11,8 +11,8 @@
 
     s = settings.parse(Settings, argv, __doc__, ALIASES)               # --config base.yaml large.yaml --epochs 8
 
-Underscores and dashes are equivalent. Flags override files, and later files override earlier ones. Files are read as text, so
-6e-4 is a number.
+Underscores and dashes are equivalent. Flags override files, and later files override earlier ones. Values in files are read like
+those of flags, so 6e-4 is a number.
 """
 
 from __future__ import annotations
@@ -37,10 +37,9 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """Return a field with a default, a purpose (unit and reason), and the smallest and largest valid values.
+    """Return a dataclass field with its default, its help (unit and reason), and its smallest and largest valid values.
 
-    `group` is the heading of the help section that begins with this field. `first` is True for the field that an argument
-    without a flag sets; there may be only one.
+    `group` is the heading of the help section that begins here. An argument without a flag sets the field that is `first`.
     """
     about = {"help": reason, "least": least, "most": most, "group": group, "first": first}
     return dataclasses.field(default=default, metadata=about)
@@ -53,9 +52,9 @@ def parse(
     aliases: Mapping[str, str] = MappingProxyType({}),
     presets: Mapping[str, Mapping[str, Any]] = MappingProxyType({}),
 ) -> T:
-    """Parse the settings on the command line and in the files that it names. Raises OutlastError for invalid settings.
+    """Parse the command line and the files that its --config names. Raises OutlastError for invalid settings.
 
-    `aliases` has other scripts' flags (see the module's docstring), and `presets` other defaults, by the value of `setting`.
+    `aliases` maps other scripts' flags as in the module's docstring. `presets` maps each value of `setting` to its defaults.
     """
     parser = _Parser(kind, about, aliases)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
@@ -86,15 +85,12 @@ class _Parser(argparse.ArgumentParser):
             reason = (field.metadata["help"] + default).replace("%", "%%")
             also = [_flag(field.name), *names.pop(field.name, ())]
             section.add_argument(*also, dest=field.name, help=reason, **_value(hints[field.name], field.metadata))
-        for flags in names.values():  # not needed here
+        for flags in names.values():  # these are accepted and ignored
             for each in flags:
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """Return the values in the arguments. Raises OutlastError.
-
-        `file` is True if the arguments come from a line of a file.
-        """
+        """Return the values in the arguments, which come from a line of a file if `file` is True. Raises OutlastError."""
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
