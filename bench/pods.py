@@ -139,8 +139,11 @@ def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namesp
         return account.Cost(None)
     time.sleep(options.every * (1 + rng.random()))
     step_s = account.pace(cluster.ended())
-    kept = cluster.leader_node() if scenario == "node frozen" and not options.leader else ""
-    victim = rng.choice([pod for pod in cluster.pods()[1:] if pod["spec"]["nodeName"] != kept])
+    pods = cluster.pods()
+    if scenario == "node frozen":
+        leads = cluster.leader_node()
+        pods = [pod for pod in pods if (pod["spec"]["nodeName"] == leads) == options.leader]
+    victim = pods[-1] if options.leader else rng.choice(pods[1:] or pods)
     name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
     fault = time.time()
     if scenario == "process killed":
@@ -173,7 +176,7 @@ def main() -> None:
     parser.add_argument("--limit", type=float, default=120.0, help="seconds until `never`")
     parser.add_argument("--freeze", default="", help="command that freezes a node: {node} is its name")
     parser.add_argument("--thaw", default="", help="command that thaws it")
-    parser.add_argument("--leader", action="store_true", help="the frozen node may be the one where the operator's leader is")
+    parser.add_argument("--leader", action="store_true", help="freeze the node where the operator's leader is, not another")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     image = os.environ.get("OUTLAST_TEST_IMAGE", "")
