@@ -13,8 +13,7 @@ wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` on `device`, with its final gradient buckets from the first step on. A
-    collective."""
+    """Wrap a model in DDP on `device`, with the final gradient buckets from the first step on. A collective."""
     net = DistributedDataParallel(model.to(device), device_ids=None if device.index is None else [device.index], **options)
     settle(net)
     return net
@@ -31,9 +30,9 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by running an empty backward pass.
+    """Give DDP its final gradient buckets before the first step, by running an empty backward pass. A collective.
 
-    Gradients and weights are unchanged. Does nothing if the module is not wrapped in DDP. A collective.
+    Weights are unchanged, and gradients are None afterwards. Does nothing if the module is not wrapped in DDP.
     """
     if not isinstance(net, DistributedDataParallel):
         return

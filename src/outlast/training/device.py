@@ -5,8 +5,8 @@
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
-An accelerator in `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; any other accelerator
-gets a subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no special case for it.
+Each accelerator in `outlast.job.accelerators` whose torch module differs from `torch.cuda` has a subclass of `Device`, named in
+`_SPECIAL`. The CPU is a device as well, so callers need no special case for it.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ from outlast.job import accelerators
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that training uses here, by name."""
     found = {"outlast": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 
@@ -60,7 +59,6 @@ class Device:
         return torch.device(self.type, index)
 
     def name(self) -> str:
-        """Return the model name of the current device."""
         return str(self._module.get_device_name())
 
     def peak_flops(self) -> float | None:
@@ -83,18 +81,18 @@ class Device:
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
 
-        Memory for a device other than the current one is not pinned: copies into pinned memory run in the background, and
-        `synchronize` waits only for the current device's copies.
+        Only for the current device: copies into pinned memory run in the background, and `synchronize` does not wait for other
+        devices.
         """
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return a number that is the same for tensors on this device that share memory."""
+        """Return a number that is the same for all tensors on this device that share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:
-        """Seed torch's random number generators: the CPU's and the current device's."""
+        """Seed torch's random number generators for the CPU and the current device."""
         torch.manual_seed(seed)
         self._module.manual_seed(seed)
 
@@ -233,10 +231,8 @@ class _Neuron(Device):
 
 
 class _Xla(Device):
-    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one device.
-
-    XLA's process group accepts only tensors on XLA devices; the session has a separate group for the CPU.
-    """
+    """Devices of torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one device. XLA's process
+    group accepts only tensors on XLA devices, so the session has a separate group for the CPU."""
 
     pins = False
 
@@ -285,13 +281,13 @@ class _Xla(Device):
 
 
 _SPECIAL: dict[str, type[Device]] = {"cuda": _Cuda, "neuron": _Neuron, "xla": _Xla}
-"""The classes for torch modules that differ from `torch.cuda`, by torch's device type."""
+"""Classes for torch modules that differ from `torch.cuda`, by torch's device type."""
 CPU = _Cpu()
 
 
 @functools.cache
 def _imported(package: str) -> bool:
-    """Import the package that adds a device to torch. Returns whether the package is installed."""
+    """Import the package that adds a device to torch. Returns False if the package is not installed."""
     try:
         return bool(package and importlib.import_module(package))
     except ModuleNotFoundError as error:
@@ -302,10 +298,8 @@ def _imported(package: str) -> bool:
 
 @functools.cache
 def _has_xla() -> bool:
-    """Return whether torch_xla has an accelerator or $PJRT_DEVICE requests its CPU.
-
-    The result is cached, since torch_xla sets the variable itself.
-    """
+    """Return whether torch_xla has an accelerator or $PJRT_DEVICE requests its CPU. Cached, since torch_xla sets $PJRT_DEVICE
+    itself."""
     forced = "PJRT_DEVICE" in os.environ
     return _imported("torch_xla") and (forced or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
 
@@ -320,7 +314,8 @@ def find() -> Device:
 
 
 def join(backend: str) -> bool:
-    """Join the process group that the environment describes, or a world of one. Returns False if a library has already joined."""
+    """Join the process group that the environment describes, or a world of one. Returns False if a library has already joined
+    one."""
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:
@@ -331,7 +326,7 @@ def join(backend: str) -> bool:
 
 
 def of(where: torch.device) -> Device:
-    """Return the device of tensors on `where`."""
+    """Return the `Device` of tensors on `where`."""
     row = accelerators.DEVICES.get(where.type)
     return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
 
@@ -339,8 +334,8 @@ def of(where: torch.device) -> Device:
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
     """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
 
-    Ranks on different hardware must use the same type. Pass `run.gather` in that case: `auto` is then bfloat16 only if that is
-    faster on all ranks. A collective if `gather` is given.
+    Ranks on different hardware must pass `run.gather`: `auto` is then bfloat16 only if that is faster on all ranks, and the call
+    is a collective.
     """
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
