@@ -1,6 +1,6 @@
-"""Copies tensors within this machine's memory, with several threads.
+"""Copies tensors within this machine's memory, with several threads, since one core cannot saturate the memory bandwidth.
 
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle in the meantime.
+Training waits for the copies, so the rank's other cores are idle in the meantime.
 """
 
 from __future__ import annotations
@@ -14,26 +14,25 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _PIECE = 16 << 20
-"""Minimum number of bytes that a thread copies at a time from larger tensors. Above 16 times the size at which copies bypass the
-caches (`launch.os_calls`), `memcpy` is even faster, because it copies four pages at once."""
+"""Minimum number of bytes that a thread copies at a time. Above 16 times the size at which copies bypass the caches
+(`launch.os_calls`), `memcpy` is even faster, because it copies four pages at once."""
 _LINE = 64
-"""Size of a cache line in bytes; pieces are aligned to it."""
+"""Size of a cache line, to which pieces are aligned."""
 _LARGE = 256 << 10
 """Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started. Arbitrary: starting a thread takes 0.1 ms, and one core copies this much
-in 2 ms."""
+"""Minimum number of bytes for which threads are started. Arbitrary: a thread starts in 0.1 ms, and one core needs 2 ms for this
+much."""
 _MOST = 4
-"""Maximum number of threads; more threads do not increase the bandwidth."""
+"""More threads do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
-    """Copy the second tensor of each pair into the first. Both must have the same shape.
+    """Copy the second tensor of each pair into the first, which must have the same shape.
 
-    With `background`, copies from an accelerator to pinned memory continue after the call; the accelerator's `synchronize` waits
-    for them.
+    With `background`, copies from an accelerator to pinned memory continue after the call, until the accelerator's `synchronize`.
     """
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []

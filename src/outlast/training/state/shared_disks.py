@@ -1,12 +1,11 @@
 """Disks: which ranks share a directory, and copying files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
-this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*: only the
+this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*, and only the
 leader commits, sweeps and receives.
 
-Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,
-broken) takes part to the end and only then reports the failure, so that no other disk waits for it. See
-docs/decisions/0010-workers-without-a-common-disk.md.
+With one disk, nothing is sent, and no further collective is called. A failing disk (full, broken) takes part to the end and only
+then reports the failure, because other disks would wait for it. See docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
 from __future__ import annotations
@@ -34,29 +33,28 @@ _ABANDONED_S = 3600.0
 
 @dataclass(frozen=True)
 class Part:
-    """A file on one disk, to be copied to all disks."""
+    """A file to be copied from one disk to all others."""
 
     name: str
     size: int
     crc32: int
     disk: int
-    """Index of the disk with the file."""
+    """Index of the disk that has the file."""
 
 
 @dataclass
 class Disks:
-    """A world's disks, in the order of their leaders; the first is rank 0's. Made by `find`."""
+    """A world's disks, in the order of their leaders; the first is rank 0's."""
 
     by_rank: Sequence[int]
     rank: int
     group: dist.ProcessGroup | None
-    """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
     """The leaders' group for the training thread; None if there is only one disk."""
     savers: dist.ProcessGroup | None = None
-    """The leaders' group for the saving thread; None if there is only one disk."""
+    """The same for the saving thread."""
     certain: bool = True
-    """True if all ranks could write; otherwise two of these disks may be the same."""
+    """False if a rank could not write, so two of these disks may be the same."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
@@ -66,7 +64,7 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Repeat the detection unless its result is certain. A collective unless certain. No save may be in progress."""
+        """Repeat the detection unless its result is certain; if so, a collective. No save may be in progress."""
         if self.certain:
             return
         makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
@@ -109,8 +107,8 @@ class Disks:
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
         """Fence earlier generations on every writable disk. Takes the next generation unless one is given. A collective.
 
-        `directory` has the checkpoints of this `output`. Returns the generation, and why this rank's output could not be fenced,
-        or an empty string. Raises OutlastError on rank 0 if a run without an agent cannot write there, and Superseded.
+        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises OutlastError on rank 0
+        if a run without an agent cannot write its output, and Superseded.
         """
         own, unwritten = generation, ""
         if own is None and self.several:
@@ -135,7 +133,7 @@ class Disks:
         return generation, unwritten
 
     def close(self) -> None:
-        """Release the groups; no collective may be in progress."""
+        """Release the groups. No collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
     # Collectives of several disks' leaders; `group` is `leaders` or `savers`
@@ -178,7 +176,7 @@ class Disks:
 
 
 class _End:
-    """One end of a copy: it reads the file at the source or writes it at a target. `close` reports errors."""
+    """One end of a copy, which reads the file at the source or writes it at a target. `close` reports errors."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -233,10 +231,9 @@ def _bytes(block: torch.Tensor) -> memoryview:
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
     """Return, for every rank, the first rank that left a mark in its directory. Ranks with the same maker share a directory.
 
-    Ranks whose directory cannot be written get a negative number, which differs between workers. A mark has a new name each time,
-    so a directory that was copied with its marks counts as another directory. The file system decides which rank is first. A
-    barrier ensures that all marks are complete before any is read, on network volumes, too. On a full disk, a mark's size encodes
-    its rank, which needs no space.
+    Ranks that cannot write get a negative number, which differs between workers. A mark has a new name each time, so a copy of a
+    directory counts as another directory. The file system decides which rank is first. After a barrier all marks are complete, on
+    network volumes, too. On a full disk, a mark's size encodes its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)
