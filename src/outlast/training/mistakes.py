@@ -1,7 +1,7 @@
 """Mistakes in training scripts, and their error messages.
 
-Each check inspects a script's arguments to a session. It raises OutlastError if the run would train on the wrong samples or save
-an incomplete state without any other error. `Session` checks as early as a mistake can be detected.
+Each check raises OutlastError if the run would train on the wrong samples or save an incomplete state without any other error.
+`Session` checks as early as a mistake can be detected.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Decorate a public method: arguments that do not fit its signature raise OutlastError, which quotes `example`."""
+    """Decorate a public method, so that wrong arguments raise OutlastError, which quotes `example`."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -83,7 +83,7 @@ def check_mapping(state: Any) -> None:
 
 
 def check_sharding(state: State) -> None:
-    """If several ranks share one copy of a model, make the state's streams raise OutlastError when they are read."""
+    """Make the state's streams raise OutlastError when they are read if several ranks share one copy of a model."""
     problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
         stream.not_shardable = problem
@@ -134,10 +134,10 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a warning if a resumed run has a new batch size, otherwise an empty string.
+    """Return a warning if a resumed run has a new batch size, otherwise an empty string. `made` has the `lengths` before the
+    resume.
 
-    `made` is the result of `lengths` before the resume. Raises OutlastError if a scheduler was saved with a number of steps that
-    the new batch size changes.
+    Raises OutlastError if a scheduler was saved with a number of steps that the new batch size changes.
     """
     warning = ""
     for stream in streams_of(state):
@@ -159,7 +159,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, before: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read was not saved. `before` is the result of `saves` before the capture."""
+    """Raise OutlastError if a stream that is being read was not saved. `before` has the `saves` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(
@@ -175,7 +175,7 @@ def saves() -> dict[Any, int]:
 
 
 def hint(error: BaseException, state: State) -> str:
-    """Return a hint about the mistake that probably caused the script's final error, or an empty string."""
+    """Return a hint about the script's probable mistake, given its final error, or an empty string."""
     message = str(error)
     if isinstance(error, ValueError | TypeError) and "unpack" in message:
         sample = next((stream.sample for stream in [*streams_of(state), *streams.being_read()] if stream.sample), "")

@@ -1,11 +1,10 @@
-"""Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
+"""Takes snapshots: at every k-th step boundary, each rank copies its state into memory that its agent owns.
 
-The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank
-0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated and whether it has
-memory for the next. So the next snapshot begins only when the last one is complete, and the last one is kept until the next is
-complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a
-problem, all ranks give their memory back, except the complete snapshot, and try again later. A snapshot is not a commit: it is
-lost with its workers.
+The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank 0 votes on whether it is time,
+and every rank on whether its part of the last snapshot is held and replicated and whether it has memory for the next. So the last
+snapshot is kept until the next one is complete. Training never waits for an agent: a thread requests memory, and boundaries
+without memory are skipped. If a rank has a problem, all ranks give their memory back, except the complete snapshot, and try again
+later. A snapshot is not a commit: it is lost with its workers.
 
 k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
 delay of steps while the agents compute checksums and send replicas.
@@ -44,36 +43,35 @@ from outlast.training.state.snapshot_capture import Capture, Content
 log = logging.getLogger("outlast")
 
 SHARE = 0.01
-"""Maximum share of the steps' time that snapshots may take."""
 _STEPS, _SNAPSHOTS = 31, 15
 """Number of recent steps and of recent snapshots whose medians are used."""
 _LESS = 0.75
-"""Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
+"""The interval is shortened only to at most this share of the current one, since smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before steps' delays count."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before the delay of steps counts."""
 _EVENT_S = 10.0
 _FEW = 256
 """Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
 _PAUSE_S = 600.0
-"""Seconds of pause after the first problem; each further problem doubles the pause."""
+"""Seconds of pause after the first problem. Each further problem doubles the pause."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
+    """Return the number of steps between snapshots, given the duration of a snapshot and of a step without one."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
 def steady(measured: int, current: int) -> int:
-    """Return the `measured` interval, or the `current` one if the measured one is shorter by no more than noise."""
+    """Return the `measured` interval, or the `current` one if the measured one is only insignificantly shorter."""
     return current if _LESS * current < measured <= current else measured
 
 
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the significant part of the delay that a snapshot causes to steps, in seconds.
+    """Return the delay of steps by a snapshot, in seconds, as far as it exceeds two standard errors of the medians.
 
-    This is the part beyond two standard errors of the medians. `delays` has, for each snapshot, the excess time of the steps
-    until it was complete, and `steps` the seconds of steps without snapshots. The variation of steps exceeds the cost of a small
-    snapshot: if half of it counted as cost, k would be ten times too large.
+    `delays` has the excess time of the steps until each snapshot was complete, and `steps` the durations of steps without
+    snapshots. Steps vary by more than the cost of a small snapshot. If half of that variation counted as cost, k would be ten
+    times too large.
     """
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
@@ -110,10 +108,7 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return this rank's snapshots. All ranks agree on the holders of replicas. A collective.
-
-    `directory` has the run's checkpoints, some of which are withdrawn if the run goes back.
-    """
+    """Return this rank's snapshots, and agree on the holders of replicas. A collective. `directory` has the run's checkpoints."""
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
@@ -146,32 +141,31 @@ class Snapshots:
         """Seconds of pause after the next problem, and the time of the next attempt."""
         self._problem = ""
         self._sizes: list[int] = []
-        """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
+        """Sizes in bytes of the last snapshot's parts; empty until the first one is prepared."""
         self._agent_thread: threading.Thread | None = None
         """The thread that requests memory from the agent or gives it back."""
         self._pending = self._missed = False
-        """Two flags: the last snapshot is not known to be complete, and our part of it had no memory."""
+        """Whether the last snapshot may be incomplete, and whether there was no memory for our part of it."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = self._turn = 0
-        """The steps of the last boundary and of the last snapshot, and the number of snapshots; 0 before the first."""
+        """The steps of the last boundary and the last snapshot, and the number of snapshots."""
         self._share = 0
-        """Index of this rank's share in the last snapshot."""
         self._passed, self._pass = 0, 1
-        """Number of snapshots that differ since the last comparison, and the number at which the next comparison is due."""
+        """Number of differing snapshots since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by the index of this rank's share. Together, the shares are all the
-        state that every rank has."""
+        """Step of the last snapshot without a difference, by share. Together, the shares are all the state that every rank
+        has."""
         self._resumed = 0
-        """The step that all ranks have resumed from, with the same bits."""
+        """The step from which all ranks resumed with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
-        """Ranks that differ, and the step of the first snapshot in which they did."""
+        """The ranks that differ, and the step of the first snapshot in which they did."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._delays_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """Seconds by which each snapshot has delayed the steps until it was complete."""
+        """Seconds by which each snapshot has delayed steps until it was complete."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
         """Last measured cost of a snapshot on this rank, in seconds."""
@@ -192,9 +186,9 @@ class Snapshots:
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on. Rank 0 adds `extra`.
+        """Take snapshots of `state` from now on, with rank 0's `extra`. The run resumed from `step`.
 
-        The run resumed from `step`. `complete` is the snapshot's (generation, step), or (0, 0) if the state was not a snapshot.
+        `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0).
         """
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
@@ -207,7 +201,7 @@ class Snapshots:
         self._give_back()
 
     def close(self) -> None:
-        """Give up memory and connection; the agent keeps the complete snapshot."""
+        """Release the memory and the connection. The agent keeps the complete snapshot."""
         for thread in (self._agent_thread, self._copying):
             if thread is not None:
                 thread.join()
@@ -219,7 +213,7 @@ class Snapshots:
             self._client.close()
 
     def votes(self) -> tuple[float, ...]:
-        """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
+        """Return this rank's votes at a boundary. `count` gets their sums over all ranks."""
         first = self._place.rank == 0
         if not self._enabled:
             return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), *(0.0,) * 4
@@ -230,7 +224,8 @@ class Snapshots:
         return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s, self._digest())))
 
     def _digest(self) -> float:
-        """Return the weighted digest of this rank's share in the last snapshot, once the agent holds it; NaN if it is unknown."""
+        """Return the weighted digest of this rank's share in the last snapshot; 0 if there is none to compare, NaN if it is
+        unknown."""
         if self._client is None or not self._pending or self._working or self._missed or not ddp.wrapped:
             return 0.0
         digest = self._client.digest("shared", self._taken)
@@ -258,10 +253,8 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Name the ranks whose copies of the common state differ in the last snapshot. A collective.
-
-        Differences persist, so comparisons become rare, and the same ranks are named only once.
-        """
+        """Report the ranks whose copies of the common state differ in the last snapshot. A collective. Differences persist, so
+        comparisons become rare, and the same ranks are reported only once."""
         self._passed += 1
         if self._passed < self._pass:
             return
@@ -284,7 +277,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor of this rank's share in the last snapshot; empty if the agent cannot provide them."""
+        """Return a checksum of each tensor in this rank's share of the last snapshot; empty if the agent has none."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:
@@ -307,7 +300,6 @@ class Snapshots:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give all memory back to the agent, which keeps the complete snapshot."""
         client, complete = self._client, self._complete
         if self._capture is not None and client is not None and self._sizes:
             self._capture.close()
@@ -315,7 +307,7 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Return whether the next snapshot has memory, assuming that the current one is complete. Requests missing memory."""
+        """Return whether there is memory for the next snapshot once the current one is complete. Requests missing memory."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
             return False
@@ -328,7 +320,7 @@ class Snapshots:
         return ready
 
     def _run(self, task: Callable[[], None]) -> None:
-        """Run a function that waits for the agent in a thread."""
+        """Run `task`, which waits for the agent, in a thread."""
 
         def run() -> None:
             try:
@@ -340,10 +332,7 @@ class Snapshots:
         self._agent_thread.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to do so.
-
-        While `_sizes` is empty, only determine the sizes and request memory.
-        """
+        """Take a snapshot after `step` if all ranks have agreed to. The first call only requests memory of the right sizes."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
@@ -384,7 +373,6 @@ class Snapshots:
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
-        """Return the seconds spent on copying since the last call."""
         spent, self._copied_s = self._copied_s, 0.0
         return spent
 
