@@ -28,7 +28,7 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between samples on a CPU and on a GPU, whose times vary less, and where reading them waits for the stream."""
+"""Seconds between two samples on a CPU and on a GPU, where reading the times waits for the stream."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 

@@ -11,9 +11,9 @@
             if leaving or run.due(step):
                 run.save(step)
 
-This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
-and resumed with the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step
-whether to save and whether to leave.
+This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). A run that is killed and resumed with
+the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step whether to save and
+whether to leave.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy", "_own")
 _LAST_SAVE_S = 10.0
-"""Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
+"""Seconds to wait for the save in progress if a process ends with an exception; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
@@ -78,9 +78,9 @@ def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> S
     not printed.
 
     With `keep_process`, a planned change of the world ends only the processes of workers that leave: `save` returns, and the next
-    batch comes in the next world. `rank`, `world_size` and `generation` then have new values. What `resume` was given is loaded
-    again, everything else stays as it is: nothing made before the loop may depend on rank or size. All ranks pass the same value.
-    If a process cannot go on in the next world, a warning says why, and each change replaces it as without `keep_process`.
+    batch comes in the next world. `rank`, `world_size` and `generation` then have new values. The state passed to `resume` is
+    loaded again, and everything else stays as it is, so nothing made before the loop may depend on rank or size. All ranks pass
+    the same value. If a process cannot go on in the next world, a warning says why, and each change replaces the process.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
@@ -93,8 +93,8 @@ def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, ba
     """Open the session of a process in which a library has already joined a process group and seeded the generators.
 
     The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is the same as for `open`. `batch` is the number of samples per step: a job's
-    later worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
+    metrics and results outside a job. `batch` is the number of samples per step: a job's later worlds only have sizes whose ranks
+    can share it equally. Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -111,7 +111,7 @@ class Session:
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
-    """Which world of this run this is, counting from 1. A new world forms each time the run starts or its set of workers changes,
+    """Number of this world in the run, counting from 1. A new world forms each time the run starts or its set of workers changes,
     but not after a crash in which the same workers restart their processes."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. If workers have separate disks, every disk has the checkpoints and
@@ -135,7 +135,7 @@ class Session:
         """Begin in the world that the environment describes."""
         env = os.environ
         self._joined = False
-        """Whether this session itself has joined the process group, and so leaves it at the end."""
+        """True if this session has joined the process group itself, and so leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
         self.data = Path(env[Env.DATA]) if Env.DATA in env else None
@@ -369,7 +369,7 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record on rank 0 that the search found a checkpoint `damaged`, or `copied` one to other disks."""
+        """Record on rank 0 that a checkpoint is `damaged` or was `copied` to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])

@@ -37,8 +37,8 @@ class Seeded(Dataset[Any]):
 class Batches(Dataset[Any]):
     """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`.
 
-    It reads and joins a whole micro-batch at once. `collate` continues with the random numbers of the last sample, so those of a
-    random collator are a function of the micro-batch, too; the default generators stay as they are.
+    It reads and joins a whole micro-batch at once. `collate` continues with the random numbers of the last sample, so a random
+    collator depends only on the micro-batch, too. The default generators stay as they are.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
@@ -56,7 +56,7 @@ class Batches(Dataset[Any]):
 
 
 def only(batches: list[Any]) -> Any:
-    """Return the single batch in the result of `Batches.__getitems__`."""
+    """Return the single batch that `Batches.__getitems__` returns in a list."""
     [batch] = batches
     return batch
 
@@ -74,7 +74,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: the same on every rank if only `seed` is given, otherwise as a function of (seed, rank, step)."""
+    """Seed all generators: alike on every rank if only `seed` is given, otherwise as a function of (seed, rank, step)."""
     if rank is not None:
         seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)
@@ -83,5 +83,4 @@ def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
 
 
 def _hashed(text: str) -> int:
-    """Hash text to a 64-bit seed."""
     return int.from_bytes(hashlib.shake_256(text.encode()).digest(8), "little")

@@ -1,12 +1,12 @@
-"""Shards in a store, for training: they are fetched into this machine's cache, and read from there.
+"""Fetches shards from a store into this machine's cache, for training.
 
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
-`prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait.
-A process that needs a shard at once fetches it, and may exceed the cache's limit. Threads fetch announced shards (`announce`) and
-protect them from removal until they have been read. A waiting process signals that it is alive, since an unreachable store is
-not a hang. No other module of training imports stores, and this one is imported only for data in a store.
+`prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait. A
+shard that is needed at once may exceed the cache's limit. Threads fetch announced shards (`announce`) and protect them from
+removal until they are read. A waiting process signals that it is alive, since an unreachable store is not a hang. No other module
+of training imports stores, and this one is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -50,17 +50,17 @@ _WARN_S, _WARN_AGAIN_S = 10.0, 60.0
 _STORE_S = 20.0
 """Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Number of attempts if a shard is damaged or the disk is full, and the pause between them in seconds. During the pause, other
-processes drop shards that they have read ahead."""
+"""Number of attempts if a shard is damaged or the disk is full, and seconds of pause between them, in which other processes may
+drop shards that they have read ahead."""
 _PAUSE_S = 5.0
 """Seconds between attempts to read ahead while the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
-"""Seconds to wait for unfinished downloads at the end of the process."""
+"""Seconds to wait for unfinished downloads at exit."""
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
 
 class Held:
-    """A lock that protects a shard from removal while the object is referenced."""
+    """Protects a shard from removal while this object is referenced."""
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -99,7 +99,7 @@ class Fetched:
         return Fetched, (self.name, self.keeps, self._patience_s)
 
     def begin(self) -> None:
-        """Reset to the initial state, at the start and in a forked process."""
+        """Reset everything but the arguments, at the start and in a forked process."""
         self._store: Store | None = None
         self._ahead_held: dict[str, Held] = {}
         """The announced shards in the cache, by sha256."""
@@ -108,9 +108,9 @@ class Fetched:
         self.announced = threading.Event()
         """Set, and then replaced, when shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
-        """The lock, and the number of threads that fetch ahead. A thread ends once no announced shard is left."""
+        """The number of threads that fetch ahead. Each ends once no announced shard is left."""
         self._failed: Exception | None = None
-        """An unexpected error in a thread that fetches ahead; the next reader of a shard raises it."""
+        """An unexpected error in a thread that fetches ahead. The next reader of a shard raises it."""
 
     def manifest(self) -> Manifest:
         """Return the store's manifest or, if the store is unreachable, the last manifest fetched."""
@@ -197,10 +197,8 @@ class Fetched:
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard; returns None if another process is fetching it.
-
-        Raises NoRoom if the cache is full and the shard is not needed `now`.
-        """
+        """Fetch a shard, or return None if another process is fetching it. Raises NoRoom if the cache is full, unless it is
+        needed `now`."""
         if self._failed is not None:
             raise self._failed
         with data_cache_eviction.claimed(self._cache, shard.sha256, shard.bytes, data_cache.things, os.environ) as (
@@ -255,10 +253,8 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while it returns None (another process fetches the object), or while the store is unreachable.
-
-        Raises OutlastError once `patience` has passed.
-        """
+        """Repeat `attempt` while it returns None (another process fetches the object), or while the store is unreachable. Raises
+        OutlastError after `patience` seconds without the store, or for a lasting problem."""
         begun, warn_at = time.monotonic(), time.monotonic() + _WARN_S
         pause, tries = _POLL_S, 0
         with deadlocks.watch().alive():
@@ -288,7 +284,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """Return a sentence about an error, and whether the error is transient."""
+        """Describe an error, and return whether it is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -308,7 +304,7 @@ def _digest(content: bytes) -> str:
 
 
 def _read_ahead(reference: weakref.ref[Fetched]) -> None:
-    """Fetch all announced shards, in a thread."""
+    """Fetch all announced shards. A thread runs this."""
     while not _leaving.is_set() and (place := reference()) is not None:
         announced = place.announced
         if (pause := place.fetch_ahead()) is None:
@@ -319,7 +315,7 @@ def _read_ahead(reference: weakref.ref[Fetched]) -> None:
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""Two flags: whether this process has used a store, and whether it was forked from a process that had."""
+"""Whether this process has used a store, and whether it was forked from a process that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
 

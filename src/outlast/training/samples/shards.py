@@ -3,8 +3,8 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shard_format` defines the format. Shards are mapped into memory: nothing is copied before a batch is made.
-`shard_fetching` downloads shards from a store, and is imported only for data in a store.
+Shards are mapped into memory, so nothing is copied before a batch is made. `shard_format` defines the format, and
+`shard_fetching` fetches shards from a store.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class Place(Protocol):
         """Return the path of a small file beside the shards. Raises OutlastError if the file does not exist."""
 
     def announce(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards to be read next, in this order. The first `now` shards are needed at once."""
+        """Announce the shards that are read next, in this order. The first `now` shards are needed at once."""
 
 
 class Directory:
@@ -182,11 +182,11 @@ class Shards:
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """Return the order of samples with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
+        """Return the order with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce the shards to be read from `position` on: by `windows`, over all shards if `shuffled` is set, or in
+        """Announce the shards to be read from `position` on, in the order of `windows`, over all shards if `shuffled`, or in
         sequence."""
         count = len(self._shards)
         if windows:
@@ -208,7 +208,8 @@ class Shards:
         self._place.announce([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are in the cache. The processes that read the samples cannot report waits."""
+        """Wait until the shards of these samples are in the cache, since the processes that read the samples cannot report
+        waits."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))
@@ -226,7 +227,6 @@ class Shards:
         return torch.from_numpy(out)
 
     def _open(self, number: int) -> Columns:
-        """Return the columns of a shard, mapped into memory."""
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
@@ -250,10 +250,8 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Join rows from several shards into a batch of `count` rows.
-
-    A part is (rows of the batch, columns of a shard, rows of the shard).
-    """
+    """Join rows of several shards into a batch of `count` rows. A part is (rows of the batch, columns of a shard, rows of the
+    shard)."""
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():

@@ -1,8 +1,7 @@
-"""A run's samples, in an order that does not depend on restarts or the world size.
+"""A run's samples, in an order that depends on neither restarts nor the world size.
 
-A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
-number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together read each sample of an
-epoch exactly once, however often the world changes.
+A stream cuts every epoch into global batches, whose samples are a function of (seed, epoch, position) alone. Every rank takes its
+share of each batch, so all ranks together read each sample of an epoch exactly once, however often the world changes.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -42,10 +41,7 @@ def _world() -> tuple[int, int]:
 
 
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the start and end of `rank`'s contiguous share of `count` items.
-
-    The sizes of shares differ by at most one, and larger shares come first.
-    """
+    """Return the start and end of `rank`'s contiguous share of `count` items. The first shares may have one item more."""
     small, larger = divmod(count, ranks)
     start = rank * small + min(rank, larger)
     return start, start + small + (rank < larger)
@@ -99,7 +95,7 @@ class Batch:
 
 @contextlib.contextmanager
 def _exchanging(net: Any, last: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass if this is the `last` micro-batch."""
+    """Exchange gradients in this backward pass only if this is the `last` micro-batch."""
     if not last and hasattr(net, "no_sync"):  # DDP
         with net.no_sync():
             yield
@@ -110,7 +106,6 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a nested structure with `change` applied to every tensor."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -192,9 +187,8 @@ class Stream:
         self._between: Callable[[], bool] | None = None
         """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
-        """Number of `state_dict` calls."""
         self.not_shardable = ""
-        """The reason why ranks of the process group must not have separate shares; empty if they may."""
+        """Why ranks of the process group must not have separate shares; empty if they may."""
         self.sample = ""
         """Description of the first micro-batch, such as `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
@@ -245,7 +239,6 @@ class Stream:
 
     @property
     def _next(self) -> tuple[int, int]:
-        """Epoch and position of the next batch."""
         return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,7 +277,7 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Adopt the order of shards in `state`: the run may have begun with a different default window. Raises OutlastError."""
+        """Adopt the order of shards in `state`, since the run may have begun with another default window. Raises OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
@@ -419,8 +412,7 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, which a thread reads at most `count` items ahead. The thread's exception is raised after the earlier
-    items."""
+    """Yield `items`, which a thread reads up to `count` ahead. Its exception is raised after the earlier items."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -468,7 +460,6 @@ class _Arrays:
     """A mapping, tuple or list of arrays, a single array, or Shards."""
 
     def take(self, indices: Indices) -> Any:
-        """Return the rows `indices` of every array, as tensors."""
         if isinstance(self.arrays, Shards):
             return self.arrays.take(indices)
         if isinstance(self.arrays, Mapping):
@@ -485,7 +476,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """Return the dataset as arrays (None if samples are read one by one) and its number of samples."""
+    """Return the dataset as arrays, or None if samples are read one by one, and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor
@@ -551,7 +542,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Record the start of a loop over a stream, or over another reader with the same attributes."""
+    """Record the start of a loop over a stream or a similar reader."""
     global _loops
     _loops += 1
     reader.reading += 1
@@ -564,7 +555,7 @@ def loops() -> int:
 
 
 def being_read() -> list[Any]:
-    """Return the streams and similar readers that this process is iterating over."""
+    """Return the streams and similar readers over which this process iterates."""
     return [stream for stream in _read_now if stream.reading]
 
 

@@ -73,7 +73,7 @@ class Layout:
     """A state's parts on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
-        """A worker has one `share` of the state that every rank has for each of its ranks."""
+        """`share` is the index of this rank's share of the replicated state, of which a worker has one per rank."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}

@@ -142,8 +142,11 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from the checkpoint at `path`. Tied tensors are returned separately. Raises FileNotFoundError if
-    the checkpoint has been removed, and OutlastError for an unknown name, which is needed if there are several modules."""
+    """Return a module's weights from the checkpoint at `path`, as separate tensors even if they are tied.
+
+    `name` may be empty if there is only one module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint
+    has been removed.
+    """
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
         name = name or (modules[0] if len(modules) == 1 else "")
