@@ -1,8 +1,8 @@
 """Writes checkpoints in a thread while training continues, commits them on rank 0, and tells every rank the outcome.
 
-At most one save is in progress, and a checkpoint exists for all ranks or for none. A failed save, e.g. on a full disk, leaves no
-files, and training continues. If workers have separate disks, every disk gets the whole checkpoint; it exists once rank 0's disk
-has it, and failures of other disks are reported.
+At most one save is in progress, and a checkpoint exists for all ranks or for none. A failed save leaves no files, and training
+continues. If workers have separate disks, every disk gets the whole checkpoint; failures of disks other than rank 0's are only
+reported.
 """
 
 from __future__ import annotations
@@ -41,8 +41,8 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """CPU memory for copies of a state. It is reused, since page faults are the expensive part of a copy. torch's DefaultStager
-    does the same, but fails on parameters in torch 2.11."""
+    """CPU memory for copies of a state, which is reused, since page faults are the expensive part of a copy. torch's
+    DefaultStager does the same, but fails on parameters in torch 2.11."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -104,9 +104,8 @@ class Written:
 class Saver:
     """Writes captured states as checkpoints, one at a time, in its own thread.
 
-    Every rank has a saver and calls `begin` for the same steps. A save that fails on any rank fails on all ranks. The thread
-    calls `report(kind, **fields)` with the outcome: `committed`, `save_failed` or `not_copied`. `copy` is this disk's copy of
-    `metrics.jsonl`.
+    Every rank has a saver and calls `begin` for the same steps. A save that fails on one rank fails on all. The thread calls
+    `report(kind, **fields)` with the outcome: `committed`, `save_failed` or `not_copied`.
     """
 
     def __init__(
@@ -131,7 +130,7 @@ class Saver:
         with contextlib.suppress(OSError):  # each save reports the error
             self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """True if a save has failed because this rank lost its connections to other ranks."""
+        """True if a save has failed because the ranks lost their connections."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
@@ -147,11 +146,11 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds until the save in progress ends, based on the last save; 0 if none is in progress."""
+        """Estimated seconds until the save in progress ends; 0 if none is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it, once the previous save has ended (`wait`). Only rank 0's `metric` counts. A
+        """Copy `flat` and start saving it. The previous save must have ended (`wait`). Only rank 0's `metric` counts. A
         collective."""
         if self._group is None:
             self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
@@ -164,7 +163,7 @@ class Saver:
         released.set()
 
     def connect_again(self) -> None:
-        """Drop broken connections, so that the next save opens new ones. No save may be in progress. A collective."""
+        """Let the next save open new connections. No save may be in progress. A collective."""
         self._group, self.broken = None, False
         self._disks.connect()
 
@@ -220,10 +219,9 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """Return a file elsewhere for this rank's part, and the error, if this disk accepts no files.
+        """Return a nameless file elsewhere for this rank's part, and the error, if this disk accepts no files.
 
-        Other disks need the part. Returns None on rank 0's disk, where the save fails instead. The file has no name, so it
-        vanishes with this process.
+        Other disks still need the part. On rank 0's disk the save fails instead, and the result is None.
         """
         if self._disks.here:
             try:
@@ -234,8 +232,8 @@ class Saver:
         return None
 
     def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
-        """Commit the checkpoint on every disk, rank 0's first. Never raises, since the other ranks wait for the outcome. A
-        collective of the leaders."""
+        """Commit the checkpoint on every disk, rank 0's first. Never raises, since other ranks wait. A collective of the
+        leaders."""
         disks, first = self._disks, self._rank == 0
         problem = next((written.problem for written in answers if written.problem), "")
         files = {name: file for written in answers for name, file in written.files.items()}
@@ -304,7 +302,6 @@ class Saver:
         return Outcome(new.step, True)
 
     def _news(self, answers: list[Written]) -> metrics.News | None:
-        """Return the lines of `metrics.jsonl` that other disks lack, or None if they cannot be read."""
         try:
             return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:

@@ -1,12 +1,9 @@
 """Saves and restores everything that a run needs to continue exactly.
 
-A *state* is the argument of `Session.resume`: modules, optimizers and other objects with `state_dict` and `load_state_dict`, by
-name. `capture` collects a rank's part of it, and `restore` loads a checkpoint. `background_save` writes checkpoints, and
-`outlast.storage.checkpoints` decides which checkpoint is valid.
-
-A checkpoint's keys are `<module>/<parameter or buffer>` and `<optimizer>/state/<parameter>/<name>` for tensors, and
-`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>` and `rng/<rank>` for pickled objects. Each rank writes a
-share of the replicated tensors. Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
+A *state* is the argument of `Session.resume`: objects with `state_dict` and `load_state_dict`, by name. A checkpoint's keys are
+`<module>/<parameter or buffer>` and `<optimizer>/state/<parameter>/<name>` for tensors, and `<optimizer>/rest`, `<module>/rest`,
+`<anything else>`, `<loader>/<rank>` and `rng/<rank>` for pickled objects. Each rank writes a share of the replicated tensors.
+Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
 
 Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
 few types from the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
@@ -82,7 +79,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 class Collected(NamedTuple):
-    """The tensors and objects of a state, by the ranks that save them. Tensors are not copied yet."""
+    """A state's tensors and objects, by the ranks that save them."""
 
     everybody: Flat
     """Tensors replicated on every rank, and distributed tensors."""
@@ -123,7 +120,7 @@ def collected(state: State, rank: int) -> Collected:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return a tensor's place in memory, which tells parameters from buffers in a state dict, or -1 for a distributed tensor."""
+    """Return a tensor's place in memory, which tells parameters from buffers, or -1 for a distributed tensor."""
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
@@ -133,14 +130,13 @@ def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 
 def _modules(state: State) -> torch.nn.Module:
-    """Return all modules of a state under one root, which gives every parameter a name."""
     return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
 
 
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer's tensors by parameter and name, and everything else (groups, and values such as None)."""
+    """Return an optimizer's tensors by parameter and name, and all its other values."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -151,11 +147,8 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without state an empty entry while the block runs.
-
-    Otherwise torch would take a step to initialize the state, which calls hooks, and is wrong for optimizers with a special first
-    step.
-    """
+    """Give an optimizer without state an empty entry in the block. Otherwise torch would take a step to initialize the state,
+    which calls hooks, and is wrong for optimizers with a special first step."""
     first = _parameters(optimizer)[0]
     if not optimizer.state:
         optimizer.state[first] = {}
@@ -193,7 +186,7 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """Pickle an object without the checks of `pickled`, which must have accepted a similar object before."""
+    """Pickle an object without the checks, which a similar object must have passed."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
@@ -212,7 +205,6 @@ def pickled(value: Any, name: str) -> bytes:
 
 
 _READ_BACK: set[str] = set()
-"""Names of the objects that this process has pickled and read back once."""
 _ALLOW = (
     "call torch.serialization.add_safe_globals([...]) with that class where the script begins, or keep tensors, arrays, "
     "numbers and text there"
@@ -316,7 +308,7 @@ def kept_generators() -> Iterator[dict[str, Any]]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Set this rank's generators. Also accepts numbers and arrays instead of bytes, as in early checkpoints."""
+    """Set this rank's generators. Also accepts numbers and arrays instead of bytes, as in old checkpoints."""
     version, words, gauss = states["python"]
     kind, keys, *drawn = states["numpy"]
     random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
@@ -347,7 +339,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
 
 
 def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """Return the targets into which `rank` reads a checkpoint to restore `state`: tensors, and b"" in place of objects."""
+    """Return what `rank` reads from a checkpoint to restore `state`: tensors to read into, and b"" for objects."""
     check(state)
     saved = metadata.state_dict_metadata
     targets: Flat = {}
@@ -375,7 +367,7 @@ def load(reader: StorageReader, source: str, state: State, targets: Flat) -> Non
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load a state's objects from the `loaded` targets. Returns whether these had the rank's random number generators."""
+    """Load a state's objects from the `loaded` targets. Returns whether the rank's random number generators were among them."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
@@ -412,7 +404,7 @@ def modules(path: Path) -> list[str]:
 
 
 def read(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return a module's parameters and buffers from the checkpoint at `path`, on the CPU. Needs no process group."""
+    """Return a module's parameters and buffers from a checkpoint, on the CPU. Needs no process group."""
     reader = _Reader(path)
     stored = _tensors(reader.read_metadata())
     targets: Flat = {

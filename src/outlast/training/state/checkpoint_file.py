@@ -1,12 +1,9 @@
 """Writes the file with one rank's part of a checkpoint, faster than torch.distributed.checkpoint's own writer.
 
-torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
-of 4 MiB are checksummed, and written while they are in the CPU's cache. Checksums, writes and the wait for the disk run without
-the GIL, so training continues. Unless a caller waits for the save, the writer uses a core for only an eighth of the time, which
-leaves memory bandwidth to training.
-
-A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
-around the data come from torch (`torch.serialization.skip_data`), and the data from the tensor's memory.
+Each byte is read once: blocks of 4 MiB are checksummed, and written while they are in the CPU's cache, without the GIL. Unless a
+caller waits for the save, the writer uses a core for only an eighth of the time, which leaves memory bandwidth to training. A
+tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): torch writes
+the bytes around the data (`torch.serialization.skip_data`).
 """
 
 from __future__ import annotations
@@ -35,7 +32,7 @@ _PAUSE = 7
 UNHURRIED = 1 + _PAUSE
 """Maximum factor by which pauses prolong a save."""
 _SMALL = 64 << 10
-"""Below this size in bytes, torch saves a tensor: the archive around the data costs more than the data."""
+"""Smaller tensors are saved by torch, since the archive around the data costs more than the data."""
 
 
 class Writer(FileSystemWriter):
@@ -137,10 +134,8 @@ class _Gap(io.RawIOBase):
 
 
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
-    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum in the latter.
-
-    Returns None if this version of torch writes an unknown format.
-    """
+    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum in the bytes
+    after it, or None if this version of torch writes an unknown format."""
     gap = _Gap()
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], gap))
@@ -149,7 +144,7 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Return the checksum's offsets in the bytes after the data: in the data descriptor and in the directory entry."""
+    """Return the checksum's offsets after the data: in the data descriptor and in the directory entry."""
     wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):

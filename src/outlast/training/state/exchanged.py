@@ -1,7 +1,7 @@
 """Fixed pickle names of the classes that ranks exchange, since the ranks of a world may run two versions of Outlast.
 
-A pickle names the module of each class, so moving a class would break the exchange. Each class below keeps its name of 2026-11.
-Its fields must stay, too, and a new field needs a default.
+A pickle names each class's module, so moving a class would break the exchange. Fields must stay, too, and a new field needs a
+default.
 """
 
 from __future__ import annotations

@@ -1,7 +1,4 @@
-"""Copies tensors within this machine's memory, with several threads, since one core cannot saturate the memory bandwidth.
-
-Training waits for the copies, so the rank's other cores are idle in the meantime.
-"""
+"""Copies tensors within this machine's memory, with several threads, since one core cannot saturate the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -15,14 +12,12 @@ import torch
 
 _PIECE = 16 << 20
 """Minimum number of bytes that a thread copies at a time. Above 16 times the size at which copies bypass the caches
-(`launch.os_calls`), `memcpy` is even faster, because it copies four pages at once."""
+(`launch.os_calls`), `memcpy` is even faster, since it copies four pages at once."""
 _LINE = 64
-"""Size of a cache line, to which pieces are aligned."""
 _LARGE = 256 << 10
-"""Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
+"""Our threads copy only larger tensors; torch copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started. Arbitrary: a thread starts in 0.1 ms, and one core needs 2 ms for this
-much."""
+"""Threads are started only for more bytes. Arbitrary: a thread starts in 0.1 ms, and one core copies this much in 2 ms."""
 _MOST = 4
 """More threads do not increase the bandwidth."""
 
@@ -32,7 +27,7 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
     """Copy the second tensor of each pair into the first, which must have the same shape.
 
-    With `background`, copies from an accelerator to pinned memory continue after the call, until the accelerator's `synchronize`.
+    With `background`, copies from an accelerator to pinned memory may continue until the accelerator's `synchronize`.
     """
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
@@ -57,7 +52,7 @@ def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes at its address, contiguous and in order."""
+    """Return whether a tensor's values are the bytes at its address, in order."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"

@@ -1,8 +1,7 @@
 """Finds the newest valid checkpoint on all disks, and copies it to the disks that lack it.
 
 Disks may hold different checkpoints: a new worker's disk is empty, and rank 0 may run on that worker. So the leaders exchange
-lists of checkpoints, and the ranks of a worker share the verification. One valid copy is enough. It is sent to all disks, so
-every disk has a copy when the next worker is lost.
+lists, the ranks of a worker share the verification, and one valid copy is enough.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ _Offers = Mapping[int, _Offer]
 
 @dataclass(frozen=True)
 class Search:
-    """Parameters of the search, and what this rank has found out.
+    """Parameters and results of the search.
 
     `share` is this rank's index among the ranks of its worker, which divide the files to verify, and their number. `held`
     protects checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged`
@@ -57,13 +56,12 @@ class Search:
     held: contextlib.ExitStack
     report: Report
     verified: set[_Offer] = field(default_factory=set)
-    """Checkpoints whose share this rank has verified."""
     ways_back: list[tuple[int, int]] = field(default_factory=list)
-    """(generation, step) for each way back, as recorded on any disk; see `retention.withdrawn`."""
+    """(generation, step) of each way back, as recorded on any disk; see `retention.withdrawn`."""
 
 
 class Offered:
-    """A run's checkpoints on all disks, valid or not. The constructor is a collective, which also gathers `payload`."""
+    """A run's checkpoints on all disks, valid or not. The constructor is a collective that also gathers `payload`."""
 
     def __init__(self, search: Search, payload: Any = None) -> None:
         offers = _offers(search.directory, search.run).values() if search.disks.leader else ()
@@ -72,7 +70,7 @@ class Offered:
         self._every: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self._ways_back = search.ways_back
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """Why a disk cannot be read, and so counts as empty; empty if all disks can be read."""
+        """Why a disk cannot be read; empty if all disks can. Such a disk counts as empty."""
         self.payloads = [each for _, each in gathered]
 
     @property
@@ -84,15 +82,15 @@ class Offered:
         ]
 
     def committed(self, step: int) -> int:
-        """Return the newest committed step up to `step`, or 0, without verification."""
+        """Return the newest committed step up to `step`, or 0. Nothing is verified."""
         steps = (offer.step for disk in self.disks for offer in disk.values() if not offer.problem and offer.step <= step)
         return max(steps, default=0)
 
 
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
-    """Return the newest checkpoint that is valid on at least one disk, or None, and copy it to the other disks. A collective.
+    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. A collective.
 
-    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if the copy to a disk fails.
+    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails.
     """
     offers, disks, report, held = offered.disks, search.disks, search.report, search.held
     directory, run = search.directory, search.run
@@ -136,11 +134,8 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """Return the candidates, newest first: by generation, then step.
-
-    An unreadable checkpoint is a candidate only if no disk has a readable one of its step. It is taken to have the highest
-    generation found at lower steps.
-    """
+    """Return the candidates, newest first: by generation, then step. An unreadable checkpoint counts only if its step has no
+    readable one, and is taken to have the highest generation at lower steps."""
     every = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in every if not offer.problem}
     candidates = {offer for offer in every if not offer.problem or offer.step not in readable}
@@ -153,8 +148,8 @@ def _candidates(offers: list[_Offers]) -> list[_Offer]:
 
 
 def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> str:
-    """Verify this rank's share of a checkpoint on its disk, and protect the checkpoint from removal. Returns the problem or
-    ""."""
+    """Verify this rank's share of a checkpoint, and protect the checkpoint from removal. Returns the problem or an empty
+    string."""
     offer = offers.get(candidate.step)
     if offer is None:
         return "it is not there"
@@ -175,7 +170,7 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> 
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Copy the checkpoint at `path` from the first disk without a problem to the disks with a problem. A collective."""
+    """Copy a checkpoint from the first disk without a problem to the disks with a problem. A collective."""
     begun, source, missing = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, missing, disks) if disks.leader else ""
     failures = [(rank, failure) for rank, failure in enumerate(disks.gather(failed)) if failure]
@@ -194,7 +189,7 @@ def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextl
 
 
 def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
-    """Take part in the copy as a leader, to the end even if this disk fails. Returns why this disk failed, or an empty string."""
+    """Take part in the copy as a leader, even after a failure. Returns why this disk failed, or an empty string."""
     commit: checkpoints.Commit | str = ""
     if disks.here == source:
         try:

@@ -1,7 +1,4 @@
-"""`parameters.json`: a run's settings, under the script's names (`run.parameters`).
-
-Rank 0 writes the file. If a run resumes with other settings, the file gets these, and the change is logged.
-"""
+"""`parameters.json`: a run's settings, under the script's names. Rank 0 writes the file, and logs changes when a run resumes."""
 
 from __future__ import annotations
 

@@ -1,6 +1,6 @@
 """Bookkeeping for a session's saves: which steps are done, saved and committed, and when the next save is due.
 
-At the end of the stream or of the session, the last step is saved if the script has not saved it.
+At the end of the stream or of the session, the last step is saved unless the script has saved it.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ class Saves:
     ) -> None:
         self.state: Mapping[str, Any] = {}
         self.committed = self.last_step = self.resumed_step = 0
-        """The newest committed step, the last step whose save was begun, and the step that `resume` returned."""
+        """The newest committed step, the last step whose save has begun, and the step that `resume` returned."""
         self._saver, self._disks, self._ledger = saver, disks, ledger
         self._screen, self._meet, self._report = screen, meet, report
         self._moved: tuple[int, int] | None = None
-        """The last step passed to a collective call, and the streams' position at that call."""
+        """The last step passed to a collective call, and the streams' position at that time."""
         self._measured: tuple[int, float] | None = None
         """The last step logged with a value for `checkpoint.by`, and the value."""
         self._pending = False
@@ -51,13 +51,13 @@ class Saves:
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """The last step passed to `log`, which some ranks may not call, and the streams' position at that call."""
+        """The last step passed to `log`, which some ranks may not call, and the streams' position at that time."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
         self._stalls = self._committed_saves = 0
         self._stalled_s = self._saved_s = 0.0
-        """Seconds for which saves have stopped training, and seconds that committed saves took in total."""
+        """Total seconds for which saves have stopped training, and that committed saves took."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """Save `state` from now on."""
@@ -67,7 +67,7 @@ class Saves:
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Count on from `step`. `saved` is the newest committed step, which was saved `age_s` seconds ago."""
+        """Count on from `step`. `saved` is the newest committed step, saved `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -92,11 +92,11 @@ class Saves:
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
-        """Return whether a step has ended since the session resumed; always True without a stream."""
+        """Return whether a step has ended in this session; always True without a stream."""
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:
-        """Record the script's `step`. Raises OutlastError if `step` does not advance with the streams."""
+        """Record the script's `step`. Raises OutlastError if it does not advance with the streams."""
         if step < self.resumed_step:
             raise OutlastError(
                 f"{call}: resume() returned step {self.resumed_step}, and this is step {step}; "
@@ -141,7 +141,7 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=stall_s)
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """Return on rank 0 the metric for the checkpoint of `step`: the script's `value`, or else the last logged value."""
+        """Return the checkpoint's metric on rank 0: the script's `value`, or else the last value logged up to `step`."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured
@@ -157,10 +157,9 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step if the script has not saved it. A collective unless it is saved.
+        """Save the last step, unless it is saved already. Otherwise a collective.
 
-        The last step is the one passed after the last batch to `due` or `save`, which all ranks call, or to `log`, which some
-        ranks may not.
+        The last step is the one passed after the last batch to `due` or `save`, or to `log`, which some ranks may not call.
         """
         if not self.state:
             return
@@ -179,7 +178,7 @@ class Saves:
             self.store(step)
 
     def _not_given(self) -> str:
-        """Return the remedy if the script has read a stream that is not in the state, otherwise an empty string."""
+        """Return the remedy if the script has read a stream that is not in the state, or an empty string."""
         if mistakes.streams_of(self.state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
@@ -210,8 +209,8 @@ class Saves:
                 self._saver.connect_again()
 
     def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
-        """Return the seconds that the most urgent worker has left, and why they are too few to save the last step, or "". A
-        collective."""
+        """Return the shortest time left on any worker in seconds, and why it is too short to save the last step, or an empty
+        string. A collective."""
         own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
         each = self._disks.gather(own)
         seconds_left = min(left_s for left_s, *_ in each)
@@ -222,8 +221,8 @@ class Saves:
         return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
 
     def left(self, step: int, late: str, generation: int) -> None:
-        """Record that the ranks leave their world after `step`. `late` says why there was no time to save it; empty if there
-        was."""
+        """Record that the ranks leave their world after `step`. `late` is why there was no time to save it, or an empty
+        string."""
         reason = f"saved step {step}"
         if (saved := self.committed) != step:
             why = f"is not saved: {late}" if late else "could not be saved"
@@ -234,11 +233,11 @@ class Saves:
             self._ledger.write("interrupted", generation=generation, step=step, reason=reason)
 
     def lost(self) -> str:
-        """Return why the last save failed, or an empty string. After `finish`, all ranks agree except on the wording."""
+        """Return why the last save failed, or an empty string. After `finish`, the wording may still differ between ranks."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:
-        """Record a save's outcome on every rank, in the training thread."""
+        """Record a save's outcome on every rank. The training thread calls this."""
         if outcome is None:
             return
         if outcome.superseded:
@@ -252,7 +251,7 @@ class Saves:
             self._report(warning=self._problem)
 
     def saved(self, kind: str, **fields: Any) -> None:
-        """Record a save's outcome in the saving thread."""
+        """Record a save's outcome. The saving thread calls this."""
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":

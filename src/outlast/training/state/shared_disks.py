@@ -1,11 +1,9 @@
 """Disks: which ranks share a directory, and copying files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
-this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*, and only the
-leader commits, sweeps and receives.
-
-With one disk, nothing is sent, and no further collective is called. A failing disk (full, broken) takes part to the end and only
-then reports the failure, because other disks would wait for it. See docs/decisions/0010-workers-without-a-common-disk.md.
+this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*, which
+commits, sweeps and receives. With one disk, nothing is sent. A failing disk takes part in a collective to the end, because other
+disks would wait for it. See docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
 from __future__ import annotations
@@ -39,12 +37,11 @@ class Part:
     size: int
     crc32: int
     disk: int
-    """Index of the disk that has the file."""
 
 
 @dataclass
 class Disks:
-    """A world's disks, in the order of their leaders; the first is rank 0's."""
+    """A world's disks, in the order of their leaders. The first is rank 0's."""
 
     by_rank: Sequence[int]
     rank: int
@@ -64,7 +61,7 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Repeat the detection unless its result is certain; if so, a collective. No save may be in progress."""
+        """Repeat the detection, as a collective, unless its result is certain. No save may be in progress."""
         if self.certain:
             return
         makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
@@ -97,7 +94,7 @@ class Disks:
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order. A collective of all ranks, in the training thread."""
+        """Return every rank's value, in rank order. A collective in the training thread."""
         if len(self.by_rank) == 1:
             return [value]
         values: list[Any] = [None] * len(self.by_rank)
@@ -105,10 +102,10 @@ class Disks:
         return values
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
-        """Fence earlier generations on every writable disk. Takes the next generation unless one is given. A collective.
+        """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
 
-        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises OutlastError on rank 0
-        if a run without an agent cannot write its output, and Superseded.
+        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises Superseded, and
+        OutlastError on rank 0 if a run without an agent cannot write its output.
         """
         own, unwritten = generation, ""
         if own is None and self.several:
@@ -155,7 +152,7 @@ class Disks:
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
         """Copy every file to all disks. A collective of the leaders.
 
-        `path` returns the path to read or write a file at, or None if this disk only takes part. Written files are durable and
+        `path` returns where to read or write a file, or None if this disk only takes part. Written files are durable and
         verified. Returns why the copy failed on this disk, or an empty string.
         """
         leading, problem = self.leading, ""
@@ -176,7 +173,7 @@ class Disks:
 
 
 class _End:
-    """One end of a copy, which reads the file at the source or writes it at a target. `close` reports errors."""
+    """One end of a copy, which reads or writes the file. `close` reports errors."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -229,10 +226,10 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Return, for every rank, the first rank that left a mark in its directory. Ranks with the same maker share a directory.
+    """Return, for every rank, the first rank that left a mark in its directory: equal results mean a shared directory.
 
-    Ranks that cannot write get a negative number, which differs between workers. A mark has a new name each time, so a copy of a
-    directory counts as another directory. The file system decides which rank is first. After a barrier all marks are complete, on
+    Ranks that cannot write get a negative number, which differs between workers. A mark's name is new each time, so a copied
+    directory counts as another one. The file system decides which rank is first. After a barrier all marks are complete, on
     network volumes, too. On a full disk, a mark's size encodes its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))

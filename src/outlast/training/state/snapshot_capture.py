@@ -1,11 +1,9 @@
 """Copies the state directly into the agent's memory, at every k-th step boundary.
 
-A rank divides its state into two parts (`Layout`): `shared` has this rank's share of the replicated tensors, and `unique` has its
-shards, its random numbers and, on rank 0, buffers and pickled objects. Tensors are cut into chunks as by
-torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of any size.
-
-Calling `state_dict` on modules and optimizers costs more than copying a small state. So a layout is reused as long as all tensors
-have the same identity and address, and only objects are pickled again.
+A rank divides its state into two parts (`Layout`): `shared` has its share of the replicated tensors, and `unique` its shards, its
+random numbers and, on rank 0, buffers and pickled objects. Tensors are cut into chunks as by torch.distributed.checkpoint, keyed
+by their offsets in the whole tensor, so a snapshot fits a world of any size. Since `state_dict` is expensive, a layout is reused
+as long as all tensors have the same identity and address.
 """
 
 from __future__ import annotations
@@ -30,9 +28,9 @@ from outlast.training.state.checkpoint import Collected, State
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Minimum granularity of room sizes in bytes, since pickled objects vary in size and rooms are reused."""
+"""Room sizes are multiples of this or more, since pickled objects vary in size and rooms are reused."""
 _ROOMS = 6
-"""Maximum number of rooms that stay mapped and pinned. Snapshots alternate between two rooms of each kind."""
+"""Maximum number of mapped and pinned rooms. Snapshots alternate between two rooms of each kind."""
 
 Signature = tuple[object, ...]
 
@@ -45,13 +43,12 @@ class Content:
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
     """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
     index: list[Item] = dataclasses.field(default_factory=list)
-    """One item per chunk."""
     end: int = 0
     """Total size of the chunks in bytes."""
     share: int = 0
-    """Index of this rank's share of the state that every rank has (`job.differing_ranks`)."""
+    """Index of this rank's share of the replicated state (`job.differing_ranks`)."""
     largest: int = 0
-    """Size in bytes of the largest share: a room must hold any share."""
+    """Size of the largest share in bytes: a room must hold any share."""
 
     def lay_out(self) -> None:
         places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
@@ -73,7 +70,7 @@ class Layout:
     """A state's parts on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
-        """`share` is the index of this rank's share of the replicated state, of which a worker has one per rank."""
+        """`share` is the index of this rank's share of the replicated state; a worker has one per rank."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}
@@ -93,11 +90,11 @@ class Layout:
             and all(self.groups.values())
             and not any(f"{name}/rest" in collected.rank0 for name, thing in state.items() if isinstance(thing, torch.nn.Module))
         )
-        """True if the layout is valid as long as the signature is, because no tensor was created just for the state dict."""
+        """True if the layout is valid while the signature stays the same: no tensor was created just for the state dict."""
 
 
 def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
-    """Return this rank's chunks of tensors, as torch.distributed.checkpoint would write them, in the form of `Content.chunks`."""
+    """Return this rank's `Content.chunks` of tensors, as torch.distributed.checkpoint would write them."""
     items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
     chunks = []
     for item in items:
@@ -124,8 +121,8 @@ def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
 
 
 def _signature(state: State) -> Signature:
-    """Return a value that changes with the identity, address or shape of a tensor in a module or optimizer, and with the
-    parameters of an optimizer's groups."""
+    """Return a value that changes with the identity, address or shape of the tensors and with the optimizers' parameter
+    groups."""
     signature: list[object] = []
     for thing in state.values():
         tensors: list[Any] = []
@@ -144,7 +141,7 @@ def _signature(state: State) -> Signature:
 
 
 def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | None:
-    """Return the parameter names of each group, or None if the optimizer's `rest` cannot be rebuilt from them."""
+    """Return the parameter names of each group, or None if they do not suffice to rebuild the optimizer's `rest`."""
     state = checkpoint.unpickled(rest, "optimizer")
     if state["others"] or [set(group) for group in state["groups"]] != [set(group) for group in optimizer.param_groups]:
         return None
@@ -152,7 +149,7 @@ def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | 
 
 
 def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str, Any]:
-    """Return what `checkpoint.collected` returns as an optimizer's state without tensors."""
+    """Return an optimizer's state without tensors, in the form of `checkpoint.collected`."""
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, names, strict=True)]
     return {"kind": type(optimizer).__name__, "groups": groups, "others": {}}
 
@@ -183,7 +180,7 @@ class Capture:
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
         """Return the current state's parts, each with its pickled objects. Nothing is copied yet.
 
-        The number of snapshots so far, `turn`, determines this rank's share. It is the same on all ranks.
+        `turn`, the number of snapshots so far, determines this rank's share.
         """
         local_rank, local_ranks = self._local
         share = differing_ranks.share(local_rank, turn, local_ranks)
@@ -206,7 +203,7 @@ class Capture:
         return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
-        """Return everything but tensors, as `checkpoint.collected` does, but without the checks, which have already passed."""
+        """Return everything but tensors, like `checkpoint.collected`, without the checks that have already passed."""
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
@@ -224,9 +221,8 @@ class Capture:
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
         """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
 
-        On an accelerator, tensors that only optimizers change are copied in parallel with the next step, until its optimizer
-        step. Copies of other tensors are queued before the next forward pass, which may change them. Tensors on other devices are
-        copied when the call returns.
+        On an accelerator, tensors that only optimizers change are copied until the next optimizer step, and other tensors before
+        the next forward pass, which may change them. Tensors on other devices are copied when the call returns.
         """
         self._make_room([room for _, room in rooms])
         pairs = [

@@ -1,11 +1,9 @@
 """Reads a snapshot from workers' memory as torch.distributed.checkpoint reads a checkpoint.
 
 A rank needs its own unique part, one worker's set of shared parts, and rank 0's unique part, which has objects and buffers. Rank
-0 broadcasts its part with the indices of the set. If a rank then lacks its chunk of a tensor, because the world has another size,
-the ranks exchange the indices of all parts (`tails`, `Reader.add`).
-
-Parts are read in this worker's own memory or from the agents that hold them. Every item is verified. A damaged copy is not read
-again; an unreachable copy is retried, alternating with other copies. The ranks of a world begin with different holders.
+0 broadcasts its part with the indices of the set. Only if a rank then lacks its chunk of a tensor, because the world has another
+size, do the ranks exchange the indices of all parts. Every item is verified. A damaged copy is not read again; an unreachable
+copy is retried, alternating with other copies. The ranks begin with different holders.
 """
 
 from __future__ import annotations
@@ -55,15 +53,13 @@ Key = tuple[str, int, str]
 Targets = list[tuple[int, memoryview]]
 """Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
+"""What rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
 
 
 class _Part:
     def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """Read the index unless its `tail` is given and, with `small`, the small items. Raises Damaged, OutOfReach.
-
-        `turn` selects the agent to ask first if our own does not have the part.
-        """
+        """Read the index unless its `tail` is given and, with `small`, the small items. `turn` selects the first agent to ask
+        after our own. Raises Damaged, OutOfReach."""
         own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
@@ -71,7 +67,6 @@ class _Part:
         self.part = holders[0].part
         self.small: dict[int, bytes] = {}
         self.own_bytes = self.peer_bytes = 0
-        """Bytes read from our own agent and from other agents."""
 
         def first(source: Source) -> Targets:
             self.tail = source.tail
@@ -84,7 +79,7 @@ class _Part:
         self.index, _ = part_format.read_tail(self.part, self.tail)
 
     def fetch(self, targets: Targets) -> None:
-        """Read items into memory. Raises Damaged if no valid copy is left, OutOfReach if no holder can be reached."""
+        """Read items into memory. Raises Damaged if no valid copy is left, OutOfReach if no copy can be reached."""
         rest = []
         for number, into in targets:
             if number in self.small:
@@ -95,7 +90,7 @@ class _Part:
             self._read(lambda _: rest)
 
     def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
-        """Read the chosen items from the first readable copy. Raises Damaged if all copies are damaged, OutOfReach."""
+        """Read the chosen items from the first readable copy. Raises Damaged, OutOfReach."""
         since = None
         with deadlocks.watch().alive():
             for attempt in itertools.count():
@@ -132,20 +127,16 @@ class Reader(StorageReader):
         """`warn` gets a sentence for each copy that could not be used."""
         self.client, self.warn = client, warn
         self.unreachable: set[str] = set()
-        """Addresses of the holders that were unreachable at the last attempt."""
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
-        """The unique parts, by rank in the world that made the snapshot."""
+        """The unique parts, by rank in the snapshot's world."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The number of each item's part, and the item's number in it, by the item's index in the checkpoint."""
+        """The number of each item's part, and its own number in the part, by its index in the checkpoint."""
 
     def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
-        """Read the indices and small items that are not in rank 0's `broadcast`. Raises Damaged, OutOfReach.
-
-        Returns this rank's indices and items, which rank 0 broadcasts.
-        """
+        """Read the indices and small items that are not in rank 0's `broadcast`, and return them. Raises Damaged, OutOfReach."""
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:
@@ -159,7 +150,7 @@ class Reader(StorageReader):
         return {_key(each.part): each.tail for each in (self._unique[0], *self._shared)}, self._unique[0].small
 
     def covers(self, targets: Flat) -> bool:
-        """Return whether the parts read so far have this rank's chunk of every tensor, as this rank would save it."""
+        """Return whether the parts have this rank's chunk of every tensor, as this rank would save it."""
         tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
         for key, local, _, offsets in snapshot_capture.chunks(tensors):
             number, place = self._places.get(MetadataIndex(key, offsets), (-1, 0))
@@ -168,7 +159,7 @@ class Reader(StorageReader):
         return True
 
     def add(self, tails: Mapping[int, bytes]) -> None:
-        """Add all ranks' unique parts, and read the indices that are not in `tails`. Raises Damaged, OutOfReach."""
+        """Add all ranks' unique parts, and read indices that are not in `tails`. Raises Damaged, OutOfReach."""
         for number, holders in enumerate(self._candidate.unique):
             if number not in self._unique:
                 tail = zlib.decompress(tails[number]) if number in tails else None
@@ -176,7 +167,7 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Read a set of shared parts: the one that most workers have, so all ranks have the same bits again. Raises Damaged,
+        """Read the set of shared parts that most workers have, so all ranks have the same bits again. Raises Damaged,
         OutOfReach."""
         sets = self._candidate.shared
         for each in sets:
@@ -257,8 +248,8 @@ class Reader(StorageReader):
 
 
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
-    """Return the compressed tails of the unique parts whose first holder is this worker, divided among its ranks by `share`.
-    Unreadable parts are left out, since each rank then reads their index itself."""
+    """Return the compressed tails of the readable unique parts whose first holder is this worker. Its ranks divide them by
+    `share`."""
     compressed = {}
     for number, holders in enumerate(candidate.unique):
         if holders[0].address == client.address and number % share[1] == share[0]:
@@ -283,7 +274,7 @@ def _dtype(item: Item) -> torch.dtype:
 
 
 def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-    """Read items from one part, into their tensors if possible, otherwise into buffers from which slices are copied."""
+    """Read items from one part, into their tensors if possible, otherwise into buffers that are then copied."""
     into: dict[int, memoryview] = {}
     direct: list[tuple[int, memoryview]] = []
     finish: list[Callable[[], None]] = []

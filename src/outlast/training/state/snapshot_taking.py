@@ -1,10 +1,9 @@
 """Takes snapshots: at every k-th step boundary, each rank copies its state into memory that its agent owns.
 
-The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank 0 votes on whether it is time,
-and every rank on whether its part of the last snapshot is held and replicated and whether it has memory for the next. So the last
-snapshot is kept until the next one is complete. Training never waits for an agent: a thread requests memory, and boundaries
-without memory are skipped. If a rank has a problem, all ranks give their memory back, except the complete snapshot, and try again
-later. A snapshot is not a commit: it is lost with its workers.
+The ranks agree on a snapshot in the all-reduce of `run.interrupted()`. Rank 0 votes on whether it is time, and every rank on
+whether its part of the last snapshot is held and replicated and whether it has memory for the next. So the last snapshot is kept
+until the next one is complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are
+skipped. If a rank has a problem, all ranks give their memory back, except the complete snapshot, and try again later.
 
 k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
 delay of steps while the agents compute checksums and send replicas.
@@ -46,32 +45,31 @@ SHARE = 0.01
 _STEPS, _SNAPSHOTS = 31, 15
 """Number of recent steps and of recent snapshots whose medians are used."""
 _LESS = 0.75
-"""The interval is shortened only to at most this share of the current one, since smaller changes are noise."""
+"""The interval is only shortened to this share of the current one or less, since smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before the delay of steps counts."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before they count as delaying steps."""
 _EVENT_S = 10.0
 _FEW = 256
-"""Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
+"""The training thread publishes at most this many items: with more, a frozen agent could block it."""
 _PAUSE_S = 600.0
 """Seconds of pause after the first problem. Each further problem doubles the pause."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Return the number of steps between snapshots, given the duration of a snapshot and of a step without one."""
+    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
 def steady(measured: int, current: int) -> int:
-    """Return the `measured` interval, or the `current` one if the measured one is only insignificantly shorter."""
+    """Return the `measured` interval, or the `current` one if the difference is probably noise."""
     return current if _LESS * current < measured <= current else measured
 
 
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
     """Return the delay of steps by a snapshot, in seconds, as far as it exceeds two standard errors of the medians.
 
-    `delays` has the excess time of the steps until each snapshot was complete, and `steps` the durations of steps without
-    snapshots. Steps vary by more than the cost of a small snapshot. If half of that variation counted as cost, k would be ten
-    times too large.
+    `delays` has the excess time of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps
+    vary by more than the cost of a small snapshot, so otherwise k could be ten times too large.
     """
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
@@ -97,7 +95,7 @@ class Place:
     to: tuple[str, ...] = ()
     """Addresses of the agents that hold replicas."""
     weight: int = 0
-    """Factor of this rank's digest in the sum over all ranks; 0 if there is no other copy to compare with."""
+    """Factor of this rank's digest in the sum over all ranks; 0 if there is nothing to compare it with."""
 
     @classmethod
     def of(cls, env: Mapping[str, str], run: str, generation: int, world: int, rank: int) -> Place:
@@ -108,7 +106,7 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return this rank's snapshots, and agree on the holders of replicas. A collective. `directory` has the run's checkpoints."""
+    """Return this rank's snapshots, and agree on the holders of replicas. `directory` has the run's checkpoints. A collective."""
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
@@ -141,11 +139,11 @@ class Snapshots:
         """Seconds of pause after the next problem, and the time of the next attempt."""
         self._problem = ""
         self._sizes: list[int] = []
-        """Sizes in bytes of the last snapshot's parts; empty until the first one is prepared."""
+        """Sizes of the last snapshot's parts in bytes; empty until the first one is prepared."""
         self._agent_thread: threading.Thread | None = None
         """The thread that requests memory from the agent or gives it back."""
         self._pending = self._missed = False
-        """Whether the last snapshot may be incomplete, and whether there was no memory for our part of it."""
+        """Whether the last snapshot may be incomplete, and whether our part of it had no memory."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = self._turn = 0
@@ -154,8 +152,7 @@ class Snapshots:
         self._passed, self._pass = 0, 1
         """Number of differing snapshots since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by share. Together, the shares are all the state that every rank
-        has."""
+        """Step of the last snapshot without a difference, by share. All shares together are the replicated state."""
         self._resumed = 0
         """The step from which all ranks resumed with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
@@ -165,12 +162,11 @@ class Snapshots:
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._delays_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """Seconds by which each snapshot has delayed steps until it was complete."""
+        """Seconds by which each snapshot has delayed steps."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
-        """Last measured cost of a snapshot on this rank, in seconds."""
         self._delay_s: float | None = None
-        """Seconds by which the incomplete snapshot has delayed steps so far; None if no snapshot is incomplete."""
+        """Seconds by which the incomplete snapshot has delayed steps so far; None without one."""
         self._ended = True
         self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -182,11 +178,11 @@ class Snapshots:
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot that was taken or resumed from; 0 before the first."""
+        """The step of the newest snapshot, whether taken or resumed from; 0 without one."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on, with rank 0's `extra`. The run resumed from `step`.
+        """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`.
 
         `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0).
         """
@@ -224,8 +220,7 @@ class Snapshots:
         return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s, self._digest())))
 
     def _digest(self) -> float:
-        """Return the weighted digest of this rank's share in the last snapshot; 0 if there is none to compare, NaN if it is
-        unknown."""
+        """Return the weighted digest of this rank's share; 0 if there is nothing to compare, NaN if it is unknown."""
         if self._client is None or not self._pending or self._working or self._missed or not ddp.wrapped:
             return 0.0
         digest = self._client.digest("shared", self._taken)
@@ -253,8 +248,8 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Report the ranks whose copies of the common state differ in the last snapshot. A collective. Differences persist, so
-        comparisons become rare, and the same ranks are reported only once."""
+        """Report the ranks whose replicated state differs in the last snapshot, each only once. A collective. Differences
+        persist, so comparisons become rarer."""
         self._passed += 1
         if self._passed < self._pass:
             return
@@ -277,7 +272,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor in this rank's share of the last snapshot; empty if the agent has none."""
+        """Return a checksum of each tensor in this rank's share of the last snapshot; empty if the agent fails."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:
@@ -307,7 +302,7 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Return whether there is memory for the next snapshot once the current one is complete. Requests missing memory."""
+        """Return whether there is memory for the snapshot after the current one. Requests missing memory."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
             return False
@@ -332,7 +327,7 @@ class Snapshots:
         self._agent_thread.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to. The first call only requests memory of the right sizes."""
+        """Take a snapshot after `step` if all ranks have agreed to. The first call only requests memory."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
@@ -365,7 +360,7 @@ class Snapshots:
             self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
 
     def step_s(self) -> float:
-        """Return the median duration of recent steps in seconds; 0 before the second step."""
+        """Return the median duration of recent steps in seconds, or 0."""
         return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:

@@ -1,7 +1,6 @@
 """A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes such a file during training; `saved` reads weights from a checkpoint. A file is complete or absent, even
-after a power failure.
+A file is complete or absent, even after a power failure.
 """
 
 from __future__ import annotations
@@ -39,8 +38,8 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def trained(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a module with only the trainable parameters and persistent buffers, under their names, for checkpoints. The script
-    loads frozen weights itself, such as the base model of an adapter."""
+    """Return a module with only the trainable parameters and persistent buffers, under their names. The script loads frozen
+    weights itself, such as the base model of an adapter."""
     root, saved = torch.nn.Module(), set(model.state_dict(keep_vars=True))
     parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     for name, tensor in [*parameters, *((name, each) for name, each in model.named_buffers() if name in saved)]:
@@ -58,8 +57,8 @@ def trained(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `model`'s weights to `path` on rank 0, which needs memory for a copy of the model. A collective. Raises OutlastError
-    on all ranks if the export fails on rank 0."""
+    """Write `model`'s weights to `path` on rank 0, which needs memory for the whole model. Raises OutlastError on all ranks. A
+    collective."""
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -75,8 +74,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
     """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix.
 
-    Tied tensors become one tensor. Without `keep`, this rank only takes part, and the result is empty. A collective if the model
-    is sharded.
+    Tied tensors become one tensor. Without `keep`, the result is empty. A collective if the model is sharded.
     """
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
@@ -100,7 +98,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
 
 
 def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """Return a copy on the CPU with a storage of its own, since torch saves the whole storage of a view."""
+    """Return a CPU copy with a storage of its own, since torch saves the whole storage of a view."""
     copy = tensor.cpu()
     storage = copy.untyped_storage()
     if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
@@ -142,11 +140,8 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from the checkpoint at `path`, as separate tensors even if they are tied.
-
-    `name` may be empty if there is only one module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint
-    has been removed.
-    """
+    """Return a module's weights from a checkpoint, with tied tensors as separate ones. `name` may be empty if there is only one
+    module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
         name = name or (modules[0] if len(modules) == 1 else "")
