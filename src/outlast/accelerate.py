@@ -112,7 +112,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True while `boundary` is due for an epoch's last step, which comes after the script's work at the end of the epoch."""
+        """True while `boundary` is due for an epoch's last step, until the script has ended its work for the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -166,7 +166,7 @@ class Run:
             self.session.boundary(self._position.step)
 
     def _adopt(self, ranks: int) -> None:
-        """Set accumulation and schedules for this world. Raises OutlastError if a schedule's length depends on the world."""
+        """Set accumulation and schedules for this world. Raises OutlastError if a schedule's length depends on it."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one schedule step per optimizer step

@@ -53,11 +53,11 @@ __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 _ENSURE_INTERVAL_S = 5.0
 """Interval between checks that a job on this machine still has a launcher."""
 _CANCEL_TIMEOUT_S = 180.0
-"""This is longer than a worker's grace period."""
+"""This must be longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
 """States that every successful run passes through."""
 _TAKEN_UP_S = 30.0
-"""An operator may need this long to act on a request. Until then, the status is outdated."""
+"""An operator may need this long to act on a request; until then, the status is outdated."""
 
 
 class Late(OutlastError, TimeoutError):
@@ -67,7 +67,7 @@ class Late(OutlastError, TimeoutError):
 
 
 class Failed(OutlastError):
-    """Raised if a run ends unsuccessfully, with the first error of the first failed rank. `status` is the final status."""
+    """Raised if a run ends unsuccessfully. The message has the first error, and `status` is the final status."""
 
     exit_code = 1
 
@@ -138,7 +138,7 @@ class Job:
         return self.file.metadata.name
 
     def to_yaml(self) -> str:
-        """Return the job as a job file, for example to submit it from the command line."""
+        """Return the job as the text of a job file."""
         from outlast.job import spec
 
         return spec.dump(self.file)
@@ -146,11 +146,11 @@ class Job:
     def run(
         self, *, fresh: bool = False, take_over: bool = False, chaos: str | Path | None = None, say: Callable[[str], None] = print
     ) -> Run:
-        """Start training in the background on this machine, or continue the run with this name if it has not succeeded.
+        """Start training in the background on this machine, or continue the run of this name unless it has succeeded.
 
         With `fresh`, an unfinished run is cancelled and training starts from the beginning. With `take_over`, this machine takes
-        over the run in the store from the machine that is training it. `chaos` is a file with a fault schedule. `say` receives
-        messages. Raises AlreadyRunning.
+        over a run in a store that another machine is training. `chaos` is a file with a fault schedule. `say` receives messages.
+        Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -188,9 +188,9 @@ class Job:
         take_over: bool = False,
         say: Callable[[str], None] = print,
     ) -> Run:
-        """Start training in a cluster, with the same options as `outlast submit`. Submitting the same job again changes nothing.
+        """Start training in a cluster, with the options of `outlast submit`. Submitting the same job again changes nothing.
 
-        Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
+        Raises NoCluster without a kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
         from outlast.kubernetes.jobs import rendering
 
@@ -207,10 +207,8 @@ class Job:
 
 
 class Run:
-    """A run of a job, on this machine or in a cluster, which outlives this process.
-
-    As a context manager, it cancels the run if the block raises an exception.
-    """
+    """A run of a job, here or in a cluster, which outlives this process. As a context manager, it is cancelled if the block
+    raises."""
 
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
@@ -219,7 +217,7 @@ class Run:
 
     @property
     def status(self) -> JobStatus:
-        """The current status, with `state`, `step`, `workers`, `restarts`, `failure` and more."""
+        """The current status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
         return self.place.status(self.name)
 
     def wait(
@@ -270,7 +268,7 @@ class Run:
         """Return log lines from one worker or all workers, across restarts.
 
         With `follow`, continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt
-        before the last one. `since` is the maximum age of a line, `10m` or a number of seconds, and works only in a cluster.
+        before the last one. `since` is a line's maximum age (`10m`, or seconds), and works only in a cluster.
         """
         from outlast.job import logs
 
@@ -299,17 +297,17 @@ class Run:
         self.place.steer(self.name, "cancel")
 
     def forget(self, *, output: bool = False) -> None:
-        """Remove a run that has ended and, with `output`, its output on this machine. Output in a store or a claim stays."""
+        """Remove a run that has ended and, with `output`, its output on this machine, but none in a store or a claim."""
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process`, and return a sentence about it. If `worker` is None, `seed` selects one."""
+        """Inject a fault, such as `kill-process`, and describe it. If `worker` is None, `seed` selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
         """Run the script or module with `--evaluate` and `args` in one process (a pod in a cluster), and return its exit code.
 
-        If `best` or `step` is given, passes `--checkpoint=`, too. `show` receives the lines of the pod's log.
+        If `best` or `step` is given, passes `--checkpoint=`, too. `show` receives the pod's log lines.
         """
         if best and step is not None:
             raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
@@ -318,7 +316,7 @@ class Run:
         return self.place.evaluate(self.name, [*checkpoint, *args], show=show)
 
     def why(self) -> Why:
-        """Return what keeps the run from training, with remedies, as printed by `outlast why`."""
+        """Return what keeps the run from training, with remedies, like `outlast why`."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence, local_job
         from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -348,27 +346,28 @@ class Run:
 
     @property
     def lost(self) -> Sequence[Incident]:
-        """The failures so far, each with the training time that it cost (`incident.lost.seconds`)."""
+        """The failures, each with the training time that it cost (`incident.lost.seconds`)."""
         return self.report().failures
 
     @property
     def output(self) -> Path | str:
-        """Location of the checkpoints, logs and ledger: a directory on this machine, or another location such as a URL."""
+        """Location of the checkpoints, logs and ledger: a directory on this machine, or e.g. a URL."""
         return self.place.output(self.name)
 
     @property
     def checkpoints(self) -> Sequence[Saved]:
-        """The committed checkpoints, on this machine and in the store, lowest step first. Raises NotFound if a run in a cluster
-        has no store."""
+        """The committed checkpoints here and in the store, lowest step first. Raises NotFound for a run in a cluster without a
+        store."""
         from outlast.storage.checkpoints import both_places
 
         return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name.
+        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name. Requires
+        torch.
 
-        `key` is the module's name in the state, and is needed if the state has several modules. A checkpoint that is only in a
-        store is downloaded. Raises NotFound, and OutlastError if the key is unknown. Requires torch.
+        `key` is the module's name in the state, and is needed if there are several modules. A checkpoint that is only in a store
+        is downloaded. Raises NotFound, and OutlastError if the key is unknown.
         """
         from outlast.storage.checkpoints import both_places
         from outlast.training.state import weights
@@ -401,7 +400,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """The reasons that keep a run from training, with the text that `outlast why` prints."""
+    """What keeps a run from training. As a string, the text of `outlast why`."""
 
     causes: Sequence[Finding]
     """The most important cause comes first. If the run trains, a single finding says so."""
@@ -416,7 +415,7 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where a run's time went, with the text that `outlast report` prints."""
+    """Where a run's time went. Printed, the text of `outlast report`."""
 
     name: str
     account: Goodput
@@ -432,13 +431,12 @@ class Report:
 
     @property
     def failures(self) -> Sequence[Incident]:
-        """The failures, each with the training time that it cost."""
         from outlast.job.report.incidents import FAILURES
 
         return [each for each in self.account.incidents if each.kind in FAILURES]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the account as plain values, as printed by `outlast report -o json`. Durations are in seconds."""
+        """Return the account like `outlast report -o json`, with durations in seconds."""
         from outlast.job.report import printed
 
         return printed.as_json(self.account)
@@ -450,7 +448,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that calls `function`, with the keywords that are no fields as the function's arguments."""
+    """Return the fields of a job that calls `function`. Other keywords are the function's arguments."""
     from outlast import function_call
     from outlast.job import spec
 
@@ -474,8 +472,7 @@ def find(name: str, *, namespace: str | None = None, context: str | None = None)
 def runs(
     *, namespace: str | None = None, context: str | None = None, all_namespaces: bool = False, selector: str = ""
 ) -> list[Run]:
-    """Return all runs on this machine or in a cluster, newest last. `selector` filters a cluster's runs by labels
-    (`team=a,tier!=test`)."""
+    """Return all runs on this machine or in a cluster, newest last. `selector` filters by labels, such as `team=a,tier!=test`."""
     place = _place(namespace, context, everywhere=all_namespaces, selector=selector)
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}

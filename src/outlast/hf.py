@@ -48,7 +48,7 @@ _HOOKS: dict[str, tuple[str, ...]] = {
     "_evaluate": ("trial", "ignore_keys_for_eval"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
 }
-"""Trainer methods that we override or call, each with the parameters that we rely on."""
+"""Trainer methods that we override or call, with the parameters that we rely on."""
 _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
 """Name prefixes of trainers that generate samples during training."""
 _STATE = "trainer_state.json"
@@ -57,7 +57,7 @@ _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_f
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-"""Flags of the Trainer's control. They say which work remains at the end of a step."""
+"""Flags of the Trainer's control that say which work remains at the end of a step."""
 
 
 def attach(trainer: Trainer, batch: int) -> None:
@@ -78,7 +78,7 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """Return why a trainer cannot continue exactly and what to do about it, or an empty string if it can."""
+    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -132,7 +132,7 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches. The Trainer skips those that were trained on before a resume, so they are yielded empty."""
+    """An epoch's micro-batches. Those before the resumed step are empty, since the Trainer skips them."""
 
     stopped = False
 
@@ -157,15 +157,15 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with nothing but the Trainer's own state, from which the Trainer reads its position; empty for a new run."""
+        """Directory with only the Trainer's own state, from which it reads its position; empty for a new run."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """The evaluation metric that ranks the job's checkpoints; empty if there is none."""
+        """The evaluation metric that ranks checkpoints, if any."""
 
     def plan(self) -> None:
-        """Set the micro-batch size and accumulation for this world. Raises OutlastError if the world cannot share the batch."""
+        """Set micro-batch size and accumulation. Raises OutlastError if this world cannot share the batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -189,7 +189,7 @@ class _Attachment:
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return a loader like the Trainer's own, but with our order and with seeded samples."""
+        """Return a loader like the Trainer's own, but with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -203,7 +203,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state and do the remaining work of its step. Called once the model, optimizer and schedule exist."""
+        """Load the newest state, once the model, optimizer and schedule exist, and do the step's remaining work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -223,7 +223,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Do the work `owed` for the resumed step (log, evaluate, save), which was saved before this work."""
+        """Log, evaluate and save for the resumed step as `owed` says: its state was saved before that."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
@@ -241,8 +241,7 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. A checkpoint that this step's evaluation ranks is saved after the evaluation, with the state as it is
-        now."""
+        """End a step. A checkpoint that the step's evaluation ranks is saved later, with the state as of now."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -255,7 +254,7 @@ class _Attachment:
             self.position.held = copy.deepcopy((self.position.state_dict(), self.position.loader_state()))
 
     def measured(self, metrics: Mapping[str, Any]) -> None:
-        """Save the checkpoint that waits for this evaluation, with the metric."""
+        """Save the checkpoint that waits for this evaluation, with its metric."""
         if self.position.held and self.evaluation is not None and self.run is not None and self.by in metrics:
             checkpoint.set_generators(self.evaluation)  # as they were before the evaluation
             self.run.save(self.trainer.state.global_step, metric=metrics[self.by])
@@ -268,7 +267,7 @@ class _Attachment:
         self.evaluation = None
 
     def leave(self) -> None:
-        """If a rank is interrupted during an evaluation, save and leave; the evaluation is repeated after resuming."""
+        """If a rank is interrupted during an evaluation, save and leave. The evaluation is repeated after resuming."""
         run, before = self.run, self.evaluation
         if run is None or before is None:
             return
@@ -343,17 +342,17 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The step, the work left in it, and the Trainer's logs and callbacks, with `state_dict` and `load_state_dict`."""
+    """The Trainer's step, its remaining work, logs and callbacks, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
         self.step = 0
         self.owed: dict[str, bool] = {}
-        """The flags in the Trainer's control at the end of the step: whether to log, evaluate, save and stop."""
+        """The flags at the end of the step: whether to log, evaluate, save and stop."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
         self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The state at the end of the step, and this rank's own values, while a checkpoint waits for an evaluation."""
+        """The state and this rank's values at the end of the step, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
 
@@ -367,7 +366,7 @@ class _Position:
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state. Each call encodes only log entries that are new since the last call."""
+        """Return the state. Only log entries that are new since the last call are encoded."""
         if self.held:
             return self.held[0]
         trainer: Any = self._attachment.trainer
@@ -388,7 +387,6 @@ class _Position:
         return {"version": 1, "state": json.dumps(fields), "log": self._lines, **own, **ranks}
 
     def loader_state(self) -> dict[str, Any]:
-        """Return the values that only this rank has."""
         if self.held:
             return self.held[1]
         trainer = self._attachment.trainer
@@ -401,7 +399,7 @@ class _Position:
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
-        """Write the Trainer's state into `directory` in the Trainer's own format. Returns the directory."""
+        """Write the Trainer's own state file, and return its directory."""
         history = [json.loads(line) for line in self._saved["log"].splitlines()]
         state = json.loads(self._saved["state"]) | {"log_history": history}
         state["train_batch_size"] = self._attachment.trainer.args.train_batch_size
@@ -409,7 +407,7 @@ class _Position:
         return str(directory)
 
     def put(self) -> None:
-        """Restore the saved values in the Trainer, once the Trainer has read its own state."""
+        """Restore the saved values after the Trainer has read its own state."""
         trainer: Any = self._attachment.trainer
         values = dict(self._rank)
         if not hasattr(trainer, "_tr_loss"):  # the next log is the mean over the steps since this start

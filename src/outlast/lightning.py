@@ -41,14 +41,13 @@ from outlast.training.state import checkpoint, weights
 log = logging.getLogger("outlast")
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
-"""Attributes of the logger connector that are saved."""
 _CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Attributes of ModelCheckpoint that are saved because its own state lacks them."""
+"""Attributes of ModelCheckpoint that its own state lacks."""
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-"""Arguments of `self.log` that are saved with each logged value."""
+"""Arguments of `self.log` that are saved with a logged value."""
 TESTED = "2.6"
 _ATTRIBUTES = (
     *(f"_logger_connector.{name}" for name in _LOGGED),
@@ -63,12 +62,11 @@ _CHANGING = (
     callbacks.WeightAveraging, callbacks.StochasticWeightAveraging, callbacks.ModelPruning, callbacks.BaseFinetuning,
     callbacks.GradientAccumulationScheduler, callbacks.BatchSizeFinder, callbacks.LearningRateFinder,
 )  # fmt: skip
-"""Unsupported callbacks, which keep weights of their own or change the batch or the set of trained weights."""
+"""Unsupported callbacks, which keep other weights or change the batch or which weights are trained."""
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the Trainer arguments `devices`, `num_nodes` and `strategy` for the current world. Without one, the result is
-    empty."""
+    """Return the Trainer arguments `devices`, `num_nodes` and `strategy` for the current world; empty without one."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -101,7 +99,7 @@ def _at(trainer: Any, path: str) -> Any:
 
 
 def _problem(trainer: Any) -> str:
-    """Return why a trainer cannot continue exactly and what to do about it, or an empty string if it can."""
+    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -132,7 +130,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need but that this Lightning lacks or defines with other parameters."""
+    """Return the first method or attribute that we need and this Lightning lacks, or has with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -143,7 +141,7 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return why a callback prevents exact resumption; empty if none does. Called again in `fit`, since a module may add
+    """Return why a callback prevents exact resumption, or an empty string. Called again in `fit`, where a module may add
     callbacks."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
@@ -152,7 +150,7 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
-        """Return `self`, because the fit loop looks for `set_epoch` on the `sampler` of the loader's batch sampler."""
+        """Return `self`, since the fit loop looks for `set_epoch` on the batch sampler's `sampler`."""
         return self
 
 
@@ -165,12 +163,12 @@ class _Attachment:
         self.position = _Position(trainer)
         self.order: _Order | None = None
         self.owing = False
-        """True if the resumed step still has work left, such as its validation or the end of its epoch."""
+        """True if the resumed step has work left, such as its validation or the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
-        """True if ranks may leave during the current validation, because all of them have the same number of batches."""
+        """True if ranks may leave this validation, because all of them have the same number of batches."""
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
-        """True if the job keeps its best checkpoints. A due checkpoint then waits for the metric of its step's validation."""
+        """True if the job keeps its best checkpoints. A due checkpoint then waits for its step's validation."""
         self.unmeasured = False
 
     def begin(self, ckpt_path: Any) -> bool:
@@ -190,7 +188,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return a loader like the user's training loader, but with our order and with seeded samples."""
+        """Return a loader like the user's, but with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -204,7 +202,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Set `val_check_batch`, which counts micro-batches, to the same number of optimizer steps in every world."""
+        """Make every world validate after the same number of optimizer steps, although `val_check_batch` counts micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -218,7 +216,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state, once Lightning has created the optimizers and schedules and has read any `ckpt_path`."""
+        """Load the newest state, once Lightning has made the optimizers and schedules and has read `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -249,7 +247,7 @@ class _Attachment:
         iter(fit._data_fetcher)  # the one made by `setup_data` begins with the first batch
 
     def begin_again(self) -> None:
-        """Take the loops out of their restart mode and restore the random state, as if training had never stopped."""
+        """End the restart of the loops, and restore the random state."""
         self.owing = False
         fit = self.trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
@@ -257,7 +255,7 @@ class _Attachment:
         checkpoint.set_generators(self.generators)
 
     def boundary(self) -> None:
-        """End an optimizer step, before its validation and before the end of its epoch."""
+        """End an optimizer step, before its validation and the end of its epoch."""
         trainer, run = self.trainer, self.run
         assert run is not None
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -278,8 +276,8 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Keep a validation from changing training's random state, then save the checkpoint that waits for it. A collective
-        between steps."""
+        """Keep a validation from changing the random state, then save the checkpoint that waits for it. A collective between
+        steps."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():
@@ -298,7 +296,7 @@ class _Attachment:
                 self.save()
 
     def leave(self) -> None:
-        """If a rank is interrupted during a validation, save and leave; the validation is repeated after resuming."""
+        """If a rank is interrupted during a validation, save and leave. The validation is repeated after resuming."""
         if self.run is not None and self.leavable:
             self.run.alive()
             if self.run.interrupted():
@@ -353,8 +351,7 @@ class _Checkpoints(_Mixin):
 
 class _Signals(_Mixin):
     def register_signal_handlers(self) -> None:
-        """Do nothing, because Lightning's SIGTERM handler broadcasts in the middle of other collectives. Our ranks agree to
-        leave."""
+        """Do nothing, since Lightning's SIGTERM handler broadcasts in the middle of other collectives."""
 
 
 class _Data(_Mixin):
@@ -395,7 +392,7 @@ class _EpochLoop(_Mixin):
         super().on_advance_end(data_fetcher)  # type: ignore[misc]
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing, because no rank receives SIGTERM alone, and the broadcast would wait for the device in each batch."""
+        """Do nothing, since no rank receives SIGTERM alone, and the broadcast would wait for the device in each batch."""
 
 
 class _ValidationLoop(_Mixin):
@@ -418,7 +415,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""Mixins for the Trainer's class and the classes of its parts, by attribute path."""
+"""Mixins for the Trainer and its parts, by attribute path."""
 
 
 class _Held(NamedTuple):
@@ -428,12 +425,12 @@ class _Held(NamedTuple):
 
 
 class _Position:
-    """A Trainer's state apart from weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
+    """A Trainer's state without weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, kept while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 
@@ -445,7 +442,7 @@ class _Position:
         return int(steps)
 
     def hold(self) -> None:
-        """Keep the current state for saves until `held` is set to None."""
+        """Keep the current state for saves until `held` is None again."""
         self.held = None
         self.held = _Held(self.state_dict(), self.loader_state(), checkpoint.generators())
 
@@ -469,13 +466,12 @@ class _Position:
         }
 
     def loader_state(self) -> dict[str, Any]:
-        """Return this rank's own values: its metrics, and its means of the values logged in this epoch."""
+        """Return this rank's metrics and its means of the values logged in this epoch."""
         if self.held is not None:
             return self.held.own
         return {"results": self._results(), "metrics": {name: _taken(each) for name, each in self._metrics().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        """Keep the state for `put_callbacks` and `put_loops`."""
         self._saved, self._rank = state, own
 
     def put_callbacks(self) -> None:
@@ -490,8 +486,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values once the module is on its device. A rank without saved values takes rank 0's
-        values."""
+        """Restore the loops and logged values, once the module is on its device. In another world, use rank 0's values."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -515,7 +510,7 @@ class _Position:
             trainer.fit_loop.epoch_loop._results[key] = logged
 
     def _converted(self, loops: dict[str, Any], convert: Any) -> dict[str, Any]:
-        """Convert the training loop's micro-batches to optimizer steps, or back. Other counts are the same in every world."""
+        """Convert micro-batches to optimizer steps, or back. Other counts are the same in every world."""
         for tracker in ("total", "current"):
             counts = loops["epoch_loop.batch_progress"][tracker]
             counts.update({name: convert(count, self._trainer.accumulate_grad_batches) for name, count in counts.items()})
@@ -526,7 +521,6 @@ class _Position:
         return {name: module for name, module in modules if isinstance(module, Metric)}
 
     def _results(self) -> dict[str, Any]:
-        """Return the module's values logged in this epoch, by Lightning's key."""
         return {
             key: {
                 "meta": {name: getattr(each.meta, name) for name in _META} | {"reduce_fx": each.meta.reduce_fx.__name__},

@@ -1,15 +1,11 @@
-"""A reproducible order of samples: a function of (seed, epoch, position) that depends on neither the number of ranks nor
-restarts.
-
-This module needs only numpy, and not the rest of Outlast. A `BatchSampler` gives a DataLoader one rank's micro-batches; all ranks
-together see the same global batches in every world:
+"""The order of samples, which depends only on (seed, epoch, position). Needs only numpy, and not the rest of Outlast.
 
     sampler = BatchSampler(len(dataset), batch=64, rank=rank, ranks=ranks, most=8, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)     # sampler.accumulate micro-batches make one optimizer step
     sampler.seek(step)                                      # after a restart, with any number of ranks
 
-`permuted` shuffles all samples of an epoch. `Windows` shuffles the shards, groups them into windows, and shuffles the samples
-within each window, so only a few shards are read at a time.
+All ranks together see the same global batches in every world. `permuted` shuffles all samples of an epoch. `Windows` shuffles the
+shards, groups them into windows, and shuffles the samples within each window, so only a few shards are read at a time.
 """
 
 from __future__ import annotations
@@ -28,17 +24,16 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""Number of a rank's positions that are permuted at a time."""
+"""Number of positions that are permuted at a time."""
 VERSION = 1
-"""This version is part of every key. It must change with the permutation, or resumed runs repeat and skip samples."""
+"""Part of every key. It must change with the permutation, or resumed runs would repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
     """Return the samples at `positions` in a shuffled epoch: a bijection on 0 to samples-1, computed without a table.
 
-    This is a Feistel network over Z_rows x Z_columns, a near-square just large enough for `samples`, with cycle walking (Black
-    and Rogaway, "Ciphers with arbitrary finite domains", 2002). No library's random generator is used, so the order never
-    changes.
+    This is a Feistel network over a near-square just large enough for `samples`, with cycle walking (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). No library's random generator is used, so the order never changes.
     """
     return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
 
@@ -92,7 +87,7 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """Return the shards of `windows` windows in order of use, from the window that holds `position` on and into the next
+        """Return the shards of `windows` windows in order of use, from the one that holds `position` on and into the next
         epoch."""
         shards, _, lasts = self._layout(epoch)
         first = self.window(position, epoch)
@@ -102,7 +97,7 @@ class Windows:
         return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
-        """Return the number of the window that holds `position`, counting from 0."""
+        """Return the number of the window that holds `position`."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
@@ -124,13 +119,12 @@ class Plan(NamedTuple):
 
 
 def worlds(batch: int) -> list[int]:
-    """Return the numbers of ranks that can share a global batch of `batch` samples equally."""
+    """Return the numbers of ranks that can share a batch equally."""
     return [ranks for ranks in range(1, batch + 1) if batch % ranks == 0]
 
 
 def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
-    """Share a global batch of `batch` samples equally among `ranks`, in the largest possible micro-batches of at most `most`
-    samples.
+    """Share `batch` samples equally among `ranks`, in the largest possible micro-batches of at most `most` samples.
 
     If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that can.
     """
@@ -150,9 +144,9 @@ class BatchSampler:
     """One rank's micro-batches, as lists of sample numbers for `DataLoader(dataset, batch_sampler=...)`.
 
     `samples` is the length of the dataset, and `batch` the number of samples per optimizer step over all ranks. Each rank gets an
-    equal share of every global batch, in micro-batches of at most `most` samples. An epoch's last batch is filled up with the
-    epoch's first samples unless `drop_last` is set. An iteration yields the rest of one epoch; call `set_epoch` or `seek` before
-    the next one. Raises ValueError if `ranks` cannot share the batch.
+    equal share of every batch, in micro-batches of at most `most` samples. An epoch's last batch is filled up with the epoch's
+    first samples unless `drop_last` is set. An iteration yields the rest of an epoch; call `set_epoch` or `seek` before the next
+    one. Raises ValueError if `ranks` cannot share the batch.
     """
 
     def __init__(
@@ -187,7 +181,7 @@ class BatchSampler:
             self.epoch, self.step = epoch, 0
 
     def seek(self, step: int) -> None:
-        """Continue after `step` optimizer steps, counted from the beginning of the first epoch."""
+        """Continue after `step` optimizer steps, counted from the beginning of the run."""
         self.epoch, self.step = divmod(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
@@ -205,7 +199,7 @@ class BatchSampler:
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step, of shape (share,). Computes many steps at once, which costs little more."""
+        """Return this rank's samples in one step, of shape (share,). Computing many steps at once costs little more."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)
@@ -222,8 +216,7 @@ class BatchSampler:
 class Loader:
     """Endless micro-batches from a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
 
-    `collate` joins a list of samples. The state is the number of optimizer steps done, the same on all ranks. Take it between
-    steps.
+    `collate` joins a list of samples. The state is the number of optimizer steps done. Take it between two steps.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, collate: Callable[[list[Any]], Any]) -> None:
@@ -240,7 +233,7 @@ class Loader:
                     yield self.collate([self.dataset[index] for index in indices])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the number of optimizer steps completed. Raises ValueError within a step."""
+        """Return the position. Raises ValueError within a step."""
         steps, begun = divmod(self._handed_out, self.sampler.accumulate)
         if begun:
             raise ValueError(f"the loader is {begun} of {self.sampler.accumulate} micro-batches into a step; save between steps")

@@ -43,15 +43,15 @@ except ImportError as problem:
     raise OutlastError(_OTHER.format(problem.name)) from problem
 
 _HOOKS: dict[str, tuple[str, ...]] = {"_load": ("step",), "_save": ("curr_step", "last_step"), "_close": ()}
-"""Methods in torchtitan's checkpoint manager that we override, each with the parameters that we rely on."""
+"""Methods that we override, with the parameters that we rely on."""
 _TRAINER = ("config", "dataloader", "metrics_processor", "model_parts", "ntokens_seen", "optimizers", "parallel_dims", "step")
 
 
 class Loader(order.Loader, BaseDataLoader):
     """Yields micro-batches endlessly, in an order that does not depend on the number of ranks.
 
-    Unlike with torchtitan's own loaders, the state is the same on all ranks, so a run can continue with another degree of data
-    parallelism. The loader also works without our `CheckpointManager`.
+    The state is the same on all ranks, so a run can continue with another degree of data parallelism, unlike with torchtitan's
+    loaders. The loader also works without our `CheckpointManager`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -59,11 +59,11 @@ class Loader(order.Loader, BaseDataLoader):
         """The Trainer's `dataloader`."""
 
         make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
-        """Function of the tokenizer and `seq_len` that returns a DataLoader, whose dataset, collator, workers, `shuffle` and
-        `drop_last` we use. The dataset has a length, and its samples are pairs `({"input": tokens, ...}, labels)` of tensors of
-        shape (seq_len,). Micro-batches have at most `training.local_batch_size` samples."""
+        """Function of the tokenizer and `seq_len` that returns a DataLoader, of which we use the dataset, collator, workers,
+        `shuffle` and `drop_last`. Samples are pairs `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,), and the
+        dataset has a length. Micro-batches have at most `training.local_batch_size` samples."""
         batch: int
-        """Number of samples per optimizer step over all ranks, equal to `training.global_batch_size`."""
+        """Number of samples per optimizer step over all ranks, as in `training.global_batch_size`."""
         seed: int = 0
         """Seed of the order and of random samples."""
 
@@ -92,8 +92,8 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Only a run without a state of Outlast's reads torchtitan's checkpoint (`initial_load_path`, `load_step`, an existing
-    `folder`). Torchtitan's checkpoints are still written every `interval` steps and at the end, unless `load_only` is set. Raises
+    A run that has a state of Outlast's ignores torchtitan's (`initial_load_path`, `load_step`, an existing `folder`).
+    Torchtitan's checkpoints are still written every `interval` steps and at the end, unless `load_only` is set. Raises
     OutlastError before the first step if training cannot continue exactly.
     """
 
@@ -104,7 +104,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         enable: bool = True
 
     run: Session | None = None
-    """The session while training runs, e.g. for `run.gather`."""
+    """The session while training runs."""
     _logged: tuple[int, dict[str, Any]] = (0, {})
 
     def _load(self, step: int = -1) -> bool:
@@ -131,7 +131,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Record each step's metrics, and keep validations from changing training's random state and from counting as hangs."""
+        """Record each step's metrics, and keep validations from changing the random state or counting as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:
@@ -171,13 +171,13 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads, but do not end the session, which would wait for the other ranks."""
+        """Release threads without ending the session, which would wait for other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """Return why a Trainer cannot continue exactly and what to do about it, or an empty string if it can."""
+    """Return why a Trainer cannot continue exactly, and what to do, or an empty string if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):
@@ -197,7 +197,7 @@ def _unsupported(trainer: Any, loader: Any) -> str:
 
 
 class _Position:
-    """A Trainer's steps and tokens, with `state_dict` and `load_state_dict`, for any number of ranks."""
+    """A Trainer's steps and tokens, for any number of ranks, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any, ranks: int) -> None:
         self._trainer, self._ranks = trainer, ranks

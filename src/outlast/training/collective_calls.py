@@ -1,12 +1,10 @@
 """A session's collective calls, which raise an error on all ranks if the ranks make different calls.
 
-Each call begins with a small all-reduce, which carries a hash of the call's name, its step and the stream's position. Without
-this check, ranks would wait for each other or mix up their numbers. The message also carries the sums that a call needs anyway
-(votes, losses). `hangs.deadlocks` detects ranks that are in no call of the session.
+Each call begins with a small all-reduce, which carries a hash of the call's name, its step and the stream's position, and the
+sums that the call needs anyway (votes, losses). `hangs.deadlocks` detects ranks that are in no call.
 
-With as many ranks as cores, such a call delays a step by milliseconds, since the threads that run it need the same cores. So the
-ranks vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`). A later vote delays
-the next snapshot, and the response to an interruption.
+With as many ranks as cores, a call delays a step by milliseconds, since the threads that run it need the same cores. So the ranks
+vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`).
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from outlast.worker.hangs import deadlocks
 _ROOM = 14
 """Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
 _BITS = 20
-"""Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
+"""The squares of 8,192 hashes of this many bits still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
@@ -52,13 +50,11 @@ class Calls:
         self._numbers = self._message.numpy()
         self._store = deadlocks.store() if self.ranks > 1 else None
         self.waited_s = 0.0
-        """Seconds that this rank has spent in the first messages of calls, mostly waiting for other ranks."""
+        """Seconds spent in the first messages of calls, mostly waiting for other ranks."""
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
-        """Return the sums of `numbers` over all ranks. A collective.
-
-        Raises OutlastError on all ranks if they are in different calls or at different positions of their streams.
-        """
+        """Return the sums of `numbers` over all ranks. Raises OutlastError on all ranks if they are in different calls or at
+        different positions of their streams. A collective."""
         if self.ranks == 1:
             return list(numbers)
         watch = deadlocks.watch()
@@ -96,7 +92,7 @@ class Calls:
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
-        """Return an error message if another rank has left the session while this one is in `call`, or an empty string."""
+        """Return an error message if another rank has left the session during this rank's `call`, or an empty string."""
         try:
             if self._store is None:
                 return ""
@@ -110,19 +106,19 @@ class Calls:
 
 
 def differing(calls: Sequence[tuple[str, int]]) -> str:
-    """Return the error message for ranks in different calls, given each rank's (call, stream position)."""
+    """Return the error message for the ranks' (call, stream position)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"
 
 
 _VOTES = 15
-"""Number of recent votes whose durations are averaged."""
+"""The duration of a vote is averaged over this many votes."""
 _LONGEST_S = 0.25
 
 
 def interval(vote_s: float, step_s: float) -> int:
-    """Return the number of steps from one vote to the next, given the durations of a vote and a step in seconds."""
+    """Return the number of steps between votes, given the durations of a vote and of a step."""
     most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
     return min(most, snapshot_taking.interval(vote_s, step_s))
 
@@ -130,7 +126,7 @@ def interval(vote_s: float, step_s: float) -> int:
 class Pace:
     def __init__(self) -> None:
         self.agreed, self.next = 1, 0
-        """The interval agreed on in the last vote, and the step of the next vote."""
+        """The agreed interval, and the step of the next vote."""
         self._votes_s: collections.deque[float] = collections.deque(maxlen=_VOTES)
 
     @contextlib.contextmanager
@@ -140,5 +136,5 @@ class Pace:
         self._votes_s.append(time.monotonic() - begun)
 
     def interval(self, step_s: float) -> int:
-        """Return the interval that this rank proposes; 1 until enough votes have been measured."""
+        """Return the interval that this rank proposes, which is 1 until enough votes have been measured."""
         return interval(statistics.fmean(self._votes_s), step_s) if len(self._votes_s) == _VOTES else 1

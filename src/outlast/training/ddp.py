@@ -9,7 +9,7 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""The modules passed to `settle`; `own_time` measures their waits."""
+"""Modules passed to `settle`, whose waits `own_time` measures."""
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
@@ -30,9 +30,9 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by running an empty backward pass. A collective.
+    """Give DDP its final gradient buckets before the first step, by an empty backward pass. A collective.
 
-    Weights are unchanged, and gradients are None afterwards. Does nothing if the module is not wrapped in DDP.
+    Gradients are None afterwards. Does nothing if the module is not wrapped in DDP.
     """
     if not isinstance(net, DistributedDataParallel):
         return

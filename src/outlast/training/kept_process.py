@@ -1,9 +1,8 @@
 """Lets a training process continue in the next world, instead of being replaced, if its script allows that.
 
 At a planned change of the world, the ranks save, close their groups and wait. The agent gives each process its place in the next
-world, where the session opens again and loads its state like a new process, so the bits are the same. A waiting process can be
-killed at any time: its state is saved, and a new process takes its place. See
-docs/decisions/0072-survivors-keep-their-process.md.
+world, where the session opens again and loads its state like a new process. A waiting process can be killed at any time, since
+its state is saved. See docs/decisions/0072-survivors-keep-their-process.md.
 """
 
 from __future__ import annotations
@@ -45,32 +44,34 @@ _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resu
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows about its script before the first batch and before it waits. The defaults let the process continue."""
+    """What a session knows about its script. The defaults let the process continue."""
 
     agent: bool = True
-    """True if an agent gives this process its place in the next world."""
+    """True if an agent has started this process."""
     calls: Sequence[str] = (_DDP, _RESUME)
     collectives: int | None = 0
-    """Number of other collectives since the session was opened; None if they cannot be counted."""
+    """Number of other collectives since the session was opened; None if unknown."""
     groups: int = 1
-    """Number of process groups besides the session's own."""
+    """Number of process groups other than the session's own."""
     streams: int = 1
-    """Number of Streams that were passed to `resume`; 0 while `for batch in stream` has read none."""
+    """Number of Streams in the state; 0 while `for batch in stream` has read none."""
     foreign: Sequence[str] = ()
-    """Names, in the state, of objects that are bound to this world and cannot move to another, such as FSDP2's modules."""
+    """Names of objects in the state that are bound to this world, such as FSDP2's modules."""
     hooks: bool = False
     """True if a module wrapped by `run.ddp` has hooks, or options that add hooks or name a process group."""
     backend: str = "gloo"
     compiled: bool = False
-    """True if torch has compiled code in this process, which it would compile differently for new shapes than a new process."""
+    """True if torch has compiled code in this process, since a new process would compile it differently for new shapes."""
     thread: bool = False
     """True if a thread other than the session's reads the Stream."""
 
 
 def refusal(facts: Facts) -> str:
-    """Return why the process cannot continue in the next world, or an empty string if it can. Before their first batch, new
-    processes wait for kept ones in each collective, so only `run.ddp` and `run.resume`, which kept processes repeat, may call
-    one."""
+    """Return why the process cannot continue in the next world, or an empty string if it can.
+
+    A new process waits in each collective before its first batch, and a kept process repeats only those of `run.ddp` and
+    `run.resume`.
+    """
     *first, last = facts.calls or [""]
     others = [call for call in first if call != _DDP] or [last][: not last.startswith(_RESUME)]
     if not facts.agent:
@@ -102,7 +103,7 @@ class Keeper:
     def __init__(self) -> None:
         self.models: list[tuple[DistributedDataParallel, Mapping[str, Any]]] = []
         self.departure: int | None = None
-        """The saved step after which this process leaves its world at the next batch; None if it stays."""
+        """The saved step after which this process leaves its world; None if it stays."""
         self.refusal: str | None = None
         """Why the process cannot continue in the next world; empty if it can, None before the first batch."""
         self.warning = ""
@@ -113,15 +114,14 @@ class Keeper:
         self._mixed = False
         """True if a process in this world was started in an earlier one."""
         self._opened_at = self._resumes_at = _counted()
-        """The number of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
+        """Number of collectives when the session was opened, and when its `resume` began; None if unknown."""
         self._own = 0
 
     def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
-        """Start counting the calls before the first batch. A collective. Raises OutlastError if only some ranks keep their
-        processes.
+        """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
+        collective.
 
-        While the calls of kept processes may differ from those of new ones, a mismatch restarts the world with new processes
-        instead of ending the job.
+        Until kept and new processes are known to make the same calls, a mistake restarts the world instead of ending the job.
         """
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""
@@ -129,7 +129,7 @@ class Keeper:
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
     def meet(self, calls: Calls, call: str, position: int, numbers: Sequence[float]) -> list[float]:
-        """Record the call, and make it with `Calls.meet`. A collective."""
+        """Record a call, and make it with `Calls.meet`. A collective."""
         if self.refusal is None:
             self._calls.append(call)
         if call.startswith(_RESUME):
@@ -147,7 +147,7 @@ class Keeper:
         return net
 
     def wrap_again(self, device: torch.device, meet: Callable[[str], object]) -> None:
-        """Bind all models to the current world, with the same collectives as in a new process."""
+        """Bind all models to the current world, with the collectives of a new process."""
         for net, options in self.models:
             meet(_DDP)
             ddp.wrap_again(net, device, **options)
@@ -160,16 +160,17 @@ class Keeper:
                 thing._between = between
 
     def resume(self, resume: Callable[[Mapping[str, Any]], int], state: Mapping[str, Any], step: int) -> None:
-        """Load the state saved at `step` with `resume`. Raises NotRestored if `resume` loads another step. A collective."""
+        """Load the state saved at `step`. Raises NotRestored if `resume` loads another step. A collective."""
         with same_groups(state):
             restored = resume(state)
         if restored != step:
             raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
 
     def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
-        """Decide before the first batch whether this process can continue in the next world. If it cannot, return a warning once.
+        """Decide before the first batch whether this process can continue in the next world, and return a warning once if it
+        cannot.
 
-        In a world with kept processes, the first batch is a collective, which detects new processes that make another call.
+        In a world with kept processes, the first batch is a collective, so a new process that makes another call is detected.
         """
         self._batches, known = self._batches + 1, self.warning
         if self._batches > 1:
@@ -186,7 +187,7 @@ class Keeper:
         return "" if known else self.warning
 
     def look(self, state: Mapping[str, Any]) -> bool:
-        """Look again for reasons against continuing in the next world. Returns whether there is one."""
+        """Return whether anything prevents the process from continuing in the next world."""
         models = [model for model, _ in self.models]
         facts = dataclasses.replace(
             self._facts,
@@ -221,8 +222,7 @@ class Keeper:
 
 @contextlib.contextmanager
 def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
-    """Keep each optimizer's parameter groups while the block loads a state: the script may refer to them, and torch would replace
-    them."""
+    """Keep each optimizer's parameter groups while the block loads a state, since the script may refer to them."""
     optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
     held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
     yield
@@ -238,7 +238,7 @@ def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _counted() -> int | None:
-    """Return the number of collectives so far in the script's groups, or None if they cannot be counted."""
+    """Return the number of collectives in the script's groups so far, or None if unknown."""
     counts = deadlocks.watch().begun()
     return sum(counts.values()) if counts else None
 
@@ -248,7 +248,7 @@ def _difference(before: int | None) -> int:
 
 
 def _bound(thing: Any, models: Sequence[DistributedDataParallel]) -> bool:
-    """Return whether an object in a state is bound to its world, other than by these models."""
+    """Return whether an object is bound to its world by anything but these models."""
     if isinstance(thing, torch.nn.Module):
         parts = list(thing.modules())
         tensors = [*thing.parameters(), *thing.buffers()]

@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """Return the first method that `owner` lacks or that does not take the parameters in `hooks`, or an empty string."""
+    """Return the first method that `owner` lacks or that lacks parameters in `hooks`, or an empty string."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -22,11 +22,11 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
 SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
-"""Parameters of `Session.log`; a logged value cannot have these names."""
+"""A logged value cannot have the name of a parameter of `Session.log`."""
 
 
 def split(accelerator: Any) -> str:
-    """Return why a model is not whole on each rank of Accelerate's `accelerator`, or an empty string if it is."""
+    """Return why a rank of Accelerate's `accelerator` does not have a whole model, or an empty string if it does."""
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
@@ -34,8 +34,7 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step. Returns True if a checkpoint is due that must wait for the step's evaluation, which is `measured_later`. A
-    collective."""
+    """End a step. If it is `measured_later`, return whether the caller must save after the evaluation. A collective."""
     if not measured_later:
         run.boundary(step)
     elif run.interrupted():

@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-Rank 0 appends lines. A run that resumes from an earlier step cuts off the lines of later steps, which it repeats. If workers have
-separate disks, every disk has the lines up to its newest checkpoint (`Copy`), so rank 0 may run on any worker after a restart.
+A run that resumes from an earlier step cuts off the lines of later steps, which it repeats. If workers have separate disks, every
+disk has the lines up to its newest checkpoint, so rank 0 may run on any worker after a restart.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove lines for steps after `step`, and any partial line left by a killed process."""
+    """Remove the lines after `step`, and any partial line left by a killed process."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
@@ -56,7 +56,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def last(path: Path, name: str, step: int) -> float | None:
-    """Return the newest value of `name` that was logged up to `step`, or None."""
+    """Return the newest value of `name` logged up to `step`, or None."""
     if not path.exists() or not path.stat().st_size:
         return None
     key = json.dumps(name).encode() + b":"
@@ -75,7 +75,6 @@ def last(path: Path, name: str, step: int) -> float | None:
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
 _MOST = 64 << 20
-"""Maximum number of bytes sent to other disks with one save."""
 
 
 @dataclass(frozen=True)
@@ -87,18 +86,18 @@ class News:
 
 
 class Copy:
-    """`metrics.jsonl` on one of several disks, kept equal to the file on rank 0's disk."""
+    """`metrics.jsonl` on one of several disks, kept equal to rank 0's file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of leading bytes known to be the same as on rank 0's disk."""
+        """Number of leading bytes known to equal rank 0's."""
         self.everywhere = 0
-        """On rank 0, the number of leading bytes that all disks are known to have."""
+        """On rank 0, the number of leading bytes known to be on all disks."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Remove the lines after `step`, and copy the file with the most remaining steps to all disks. Returns why the copy
-        failed on this rank, or an empty string. A collective of the leaders, in the training thread."""
+        """Remove the lines after `step`, and copy the file with the most remaining steps to all disks. Returns why this failed on
+        this rank, or an empty string. A collective of the leaders, in the training thread."""
         problem, own = "", (-1, 0, 0)
         try:
             truncate_after(self.path, step)
@@ -125,7 +124,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Return the lines that other disks may lack, for a snapshot; empty if they are unreadable or too long."""
+        """Return lines for a snapshot that other disks may lack; empty if they are unreadable or too long."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -135,7 +134,7 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append the lines from a snapshot, up to `step`, that this disk lacks. Raises OSError."""
+        """Append the lines up to `step` that this disk lacks. Raises OSError."""
         truncate_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
@@ -159,7 +158,8 @@ class Copy:
         return step, size, crc
 
     def resumed(self, step: int, disks: Disks, lines: str) -> None:
-        """Remove the lines after `step`, and add the `lines` of a snapshot, equally on all disks. A collective of the leaders."""
+        """Remove the lines after `step`, and make the file, with the `lines` of a snapshot, equal on all disks. A collective of
+        the leaders."""
         if not disks.several and disks.rank == 0:
             with contextlib.suppress(OSError):  # the file may then have some steps twice
                 truncate_after(self.path, step)
@@ -209,7 +209,7 @@ class Screen:
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Add `values` to the next line, and print it if it is due. `steps` returns the run's total number of steps."""
+        """Add `values` to the next line, and print it if it is due. `steps` returns the run's number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

@@ -1,8 +1,8 @@
 """Measures a rank's own time per step, without the time in collectives, from which `job.slow_ranks` finds slow ranks.
 
-`Calls.waited_s` has the waits in the session's calls. In every n-th step, DDP's logger measures how long the backward pass waits
-for the last gradients, by the clock on a CPU and by events on a GPU. A step's numbers are available once the next step's forward
-pass has begun. See docs/decisions/0067-slow-and-differing-ranks.md.
+In every n-th step, DDP's logger measures how long the backward pass waits for the last gradients, by the clock on a CPU and by
+events on a GPU. The numbers are available once the next step's forward pass has begun. See
+docs/decisions/0067-slow-and-differing-ranks.md.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class OwnTimes:
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window for the streams in `state`. The time since the last step does not count as a step."""
+        """Begin a window for the streams in `state`, after time that does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
@@ -59,7 +59,7 @@ class OwnTimes:
         return self._calls.rank == 0 and len(self._samples) >= _LEAST and self._clock() - self._opened >= WINDOW_S
 
     def step(self, record: Progress, *, compare: bool) -> None:
-        """Record the end of a step. With `compare`, the window ends, and the call is a collective."""
+        """Record the end of a step. With `compare`, also end the window, as a collective."""
         self._sample()
         if compare:
             self._compare(record)
@@ -95,7 +95,7 @@ class OwnTimes:
         return rate
 
     def _compare(self, record: Progress) -> None:
-        """End the window, and report ranks that have become slow or are no longer slow. A collective."""
+        """End the window, and report ranks that have become slow or have stopped being slow. A collective."""
         samples, self._samples, self._opened = self._samples, [], self._clock()
         own_s, error_s = slow_ranks.measured(samples) if len(samples) >= _LEAST else (0.0, 0.0)
         every = self._gather((own_s, error_s, int(os.environ.get(Env.WORKER, record.rank)), os.environ.get(Env.NODE, "")))
@@ -111,7 +111,7 @@ class OwnTimes:
 
 
 def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
-    """Return the number of micro-batches, or of samples, in each rank's share of a batch."""
+    """Return the micro-batches, or samples, in each rank's share of a batch."""
     for stream in (thing for thing in state.values() if isinstance(thing, Stream)):
         shares = [share_of(-(-stream.batch // (stream.microbatch or 1)), ranks, rank) for rank in range(ranks)]
         return [max(1, end - start) for start, end in shares]
@@ -119,7 +119,7 @@ def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
 
 
 def _backward_wait_s(stats: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the seconds that a step's backward passes waited for gradients, or None if DDP has not measured them."""
+    """Return the seconds that backward passes waited for gradients, or None if DDP has not measured them."""
     trained = [each for each in stats if each.get("backward_comm_time")]
     waits = [each["backward_comm_time"] - each.get("backward_compute_comm_overlap_time", 0) for each in trained]
     return max(0, sum(waits)) / 1e9 if waits else None

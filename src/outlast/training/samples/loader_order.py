@@ -30,7 +30,7 @@ def unordered(dataset: Any) -> str:
 
 
 def unordered_loader(loader: Any) -> str:
-    """Return why a run could not resume in this loader's order, and what to do, or an empty string if it could."""
+    """Do the same as `unordered` for a loader, whose sampler chooses the order."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
@@ -60,7 +60,7 @@ class Order(order.BatchSampler):
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks, under the name from which accelerate computes the size of a global batch."""
+        """The number of ranks, which accelerate needs to compute the size of a global batch."""
         return self.ranks
 
     def micro_batches(self, step: int) -> Iterator[list[Any]]:

@@ -16,11 +16,10 @@ from outlast.order import VERSION
 from outlast.training import device
 
 Key = tuple[int, int]
-"""A sample's (epoch, index)."""
 
 
 class Seeded(Dataset[Any]):
-    """A dataset of `Key`s. A sample's random numbers depend only on the seed and its key."""
+    """A dataset of `Key`s, (epoch, index). A sample's random numbers depend only on the seed and its key."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -37,8 +36,8 @@ class Seeded(Dataset[Any]):
 class Batches(Dataset[Any]):
     """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`.
 
-    It reads and joins a whole micro-batch at once. `collate` continues with the random numbers of the last sample, so a random
-    collator depends only on the micro-batch, too. The default generators stay as they are.
+    It joins a whole micro-batch at once, so `collate` continues with the random numbers of the last sample and is reproducible,
+    too.
     """
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
@@ -56,14 +55,14 @@ class Batches(Dataset[Any]):
 
 
 def only(batches: list[Any]) -> Any:
-    """Return the single batch that `Batches.__getitems__` returns in a list."""
+    """Return the only batch in the list from `Batches.__getitems__`."""
     [batch] = batches
     return batch
 
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore Python's, numpy's and torch's default generators at the end of the block."""
+    """Restore the default generators of Python, numpy and torch at the end of the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -74,7 +73,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: alike on every rank if only `seed` is given, otherwise as a function of (seed, rank, step)."""
+    """Seed all generators as a function of (seed, rank, step), or alike on every rank if only `seed` is given."""
     if rank is not None:
         seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)

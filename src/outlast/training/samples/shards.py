@@ -3,8 +3,7 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-Shards are mapped into memory, so nothing is copied before a batch is made. `shard_format` defines the format, and
-`shard_fetching` fetches shards from a store.
+`outlast.data.shard_format` defines the format. Shards are mapped into memory, so nothing is copied before a batch is made.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from outlast.data.shard_format import Manifest, Shard
 from outlast.order import Indices, Windows
 
 WINDOW = 8
-"""Number of shards in a store that are shuffled together by default; arbitrary."""
+"""Default number of shards in a store that are shuffled together; arbitrary."""
 AHEAD = 3
-"""Number of announced windows: the current one, and two that are fetched in the meantime."""
+"""Number of announced windows: the current one and the next two."""
 _MAPPED = 1024
-"""Maximum number of local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
+"""Maximum number of local shards that are mapped at a time. Linux allows a process 65,530 mappings."""
 _LARGE = 4096
-"""Size in bytes from which samples are copied into a batch one by one, since fancy indexing would copy them twice."""
+"""Samples of this size or more are copied into a batch one by one, since fancy indexing would copy them twice."""
 Columns = dict[str, NDArray[Any]]
 
 
@@ -41,22 +40,20 @@ class Place(Protocol):
     """A directory or a store that has shards."""
 
     name: str
-    """The directory or URL, for error messages."""
     keeps: int
-    """Maximum number of shards to keep open at a time."""
     remote: bool
 
     def manifest(self) -> Manifest:
         """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """Return the path of a shard, and an object that protects the file while it is referenced. Waits for the download."""
+        """Return a shard's path once it is downloaded, and an object that protects the file while it is referenced."""
 
     def file(self, name: str) -> Path:
-        """Return the path of a small file beside the shards. Raises OutlastError if the file does not exist."""
+        """Return the path of a small file beside the shards. Raises OutlastError if there is none."""
 
     def announce(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards that are read next, in this order. The first `now` shards are needed at once."""
+        """Announce the shards that are read next, in order. The first `now` shards are needed at once."""
 
 
 class Directory:
@@ -129,7 +126,7 @@ class Shards:
         self._forget()
 
     def _samples(self, shard: Shard) -> int:
-        """Return the number of samples in a shard. Raises OutlastError if `block` does not fit the kind of data."""
+        """Return a shard's number of samples. Raises OutlastError if `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
             if text:

@@ -33,7 +33,7 @@ from outlast.training.samples.seeded import Seeded, preserved_generators
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Seconds to wait for an abandoned stream's thread: torch aborts a process that exits while a thread is running torch code."""
+"""Seconds to wait for an abandoned stream's thread, since torch aborts a process that exits while a thread runs torch code."""
 
 
 def _world() -> tuple[int, int]:
@@ -509,7 +509,6 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of samples in a map-style dataset. Raises OutlastError for other kinds."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
         other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
@@ -527,7 +526,7 @@ def _length(dataset: Any) -> int:
 
 
 def kind(value: Any) -> str:
-    """Describe a value for a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
+    """Describe a value for an error message: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
     if isinstance(value, str | bytes | int | float | Path):
         return repr(value)[:60]
     name = type(value).__name__
@@ -550,12 +549,11 @@ def begun(reader: Any) -> None:
 
 
 def loops() -> int:
-    """Return the number of loops that have begun in this process."""
     return _loops
 
 
 def being_read() -> list[Any]:
-    """Return the streams and similar readers over which this process iterates."""
+    """Return the streams and similar readers that are being read."""
     return [stream for stream in _read_now if stream.reading]
 
 
