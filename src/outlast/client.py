@@ -207,8 +207,10 @@ class Job:
 
 
 class Run:
-    """A run of a job, here or in a cluster, which outlives this process. As a context manager, it is cancelled if the block
-    raises."""
+    """A run of a job, on this machine or in a cluster, which outlives this process.
+
+    Used as a context manager, it is cancelled if the block raises an exception.
+    """
 
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
@@ -297,7 +299,7 @@ class Run:
         self.place.steer(self.name, "cancel")
 
     def forget(self, *, output: bool = False) -> None:
-        """Remove a run that has ended and, with `output`, its output on this machine, but none in a store or a claim."""
+        """Remove a run that has ended and, with `output`, its output on this machine. Output in a store or a claim stays."""
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
@@ -400,7 +402,7 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """What keeps a run from training. As a string, the text of `outlast why`."""
+    """The reasons that keep a run from training. As text, they read as in `outlast why`."""
 
     causes: Sequence[Finding]
     """The most important cause comes first. If the run trains, a single finding says so."""
@@ -415,7 +417,7 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where a run's time went. Printed, the text of `outlast report`."""
+    """An account of where a run's time went. As text, it reads as in `outlast report`."""
 
     name: str
     account: Goodput

@@ -76,7 +76,7 @@ def _culprit(
     for title, value in candidates():
         try:
             pickle.loads(dumps(value))
-        except Exception:  # as above
+        except Exception:  # as in `encoded`
             return title
     return ""
 

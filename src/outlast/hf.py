@@ -223,7 +223,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step as `owed` says: its state was saved before that."""
+        """Log, evaluate and save for the resumed step as `owed` says: its state was saved before this work."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():

@@ -244,7 +244,7 @@ class _Attachment:
                 f"a step has {self.order.accumulate} batches here; begin with the checkpoint of an epoch's end"
             )
         self.order.seek(epoch.processed * self.order.steps_per_epoch + batches // self.order.accumulate)
-        iter(fit._data_fetcher)  # the one made by `setup_data` begins with the first batch
+        iter(fit._data_fetcher)  # the iterator made by `setup_data` begins with the first batch
 
     def begin_again(self) -> None:
         """End the restart of the loops, and restore the random state."""
@@ -309,7 +309,7 @@ class _Attachment:
                 self.run.save(self.trainer.global_step, metric=metric)
 
 
-# What we override. The names are Lightning's, and `_missing` compares their parameters.
+# Our overrides, under Lightning's names. `_missing` compares their parameters.
 
 
 class _Mixin:

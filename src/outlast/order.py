@@ -69,7 +69,7 @@ class Windows:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
         self._window, self._seed = window, seed
-        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
+        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # for this epoch and the next
 
     def at(self, positions: Indices, epoch: int) -> Indices:
         """Return the samples at `positions` in an epoch, numbered in the order of the shards: a bijection on 0 to samples-1."""

@@ -92,9 +92,9 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    A run that has a state of Outlast's ignores torchtitan's (`initial_load_path`, `load_step`, an existing `folder`).
-    Torchtitan's checkpoints are still written every `interval` steps and at the end, unless `load_only` is set. Raises
-    OutlastError before the first step if training cannot continue exactly.
+    Only a run without a state of Outlast's reads torchtitan's checkpoints (`initial_load_path`, `load_step`, an existing
+    `folder`). These are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError
+    before the first step if training cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -127,7 +127,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
         if not self.run.resume({**things, **others}):
             return bool(super()._load(step))
         if config.validator.enable and trainer.validator.should_validate(trainer.step):
-            trainer.validator.validate(trainer.model_parts, trainer.step)  # validation follows the saved boundary
+            trainer.validator.validate(trainer.model_parts, trainer.step)  # the step was saved before its validation
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:

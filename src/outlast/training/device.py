@@ -84,7 +84,7 @@ class Device:
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return a number that tells whether tensors on this device share memory."""
+        """Return a number that is equal for tensors on this device that share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:
@@ -227,8 +227,8 @@ class _Neuron(Device):
 
 
 class _Xla(Device):
-    """TPUs, and Trainium with an SDK before TorchNeuron, by torch_xla. A process has exactly one device. XLA's process group
-    accepts only tensors on XLA devices, so the session has a separate group for the CPU."""
+    """Devices of torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one of them. XLA's process
+    group accepts only tensors on XLA devices, so the session has a separate group for the CPU."""
 
     pins = False
 

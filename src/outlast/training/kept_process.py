@@ -121,7 +121,7 @@ class Keeper:
         """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
         collective.
 
-        Until kept and new processes are known to make the same calls, a mistake restarts the world instead of ending the job.
+        If kept processes make other calls than new ones before the second batch, the world restarts, and the job does not end.
         """
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""

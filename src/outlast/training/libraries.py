@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """Return the first method that `owner` lacks or that lacks parameters in `hooks`, or an empty string."""
+    """Return the first of `hooks` that `owner` lacks or has with other parameters, or an empty string."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -34,7 +34,7 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step. If it is `measured_later`, return whether the caller must save after the evaluation. A collective."""
+    """End a step. With `measured_later`, return whether the caller must save after the step's evaluation. A collective."""
     if not measured_later:
         run.boundary(step)
     elif run.interrupted():

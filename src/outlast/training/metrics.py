@@ -91,7 +91,7 @@ class Copy:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of leading bytes known to equal rank 0's."""
+        """Number of leading bytes known to equal those of rank 0's file."""
         self.everywhere = 0
         """On rank 0, the number of leading bytes known to be on all disks."""
 
@@ -158,7 +158,7 @@ class Copy:
         return step, size, crc
 
     def resumed(self, step: int, disks: Disks, lines: str) -> None:
-        """Remove the lines after `step`, and make the file, with the `lines` of a snapshot, equal on all disks. A collective of
+        """Remove the lines after `step`, add the `lines` of a snapshot, and make the files on all disks equal. A collective of
         the leaders."""
         if not disks.several and disks.rank == 0:
             with contextlib.suppress(OSError):  # the file may then have some steps twice

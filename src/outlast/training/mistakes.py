@@ -96,7 +96,7 @@ def _sharding_problem(name: str, thing: Any) -> str:
     for part in thing.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, in older torch
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # older torch has one
                 if group is not None:
                     groups.append(group.mesh_info.mesh.size())
                     sharded.update(id(parameter) for parameter in part.parameters())
@@ -132,7 +132,7 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
     """Return a warning if a resumed run has a new batch size, or an empty string. `made` has the `lengths` before the resume.
-    Raises OutlastError if that changes the number of steps with which a scheduler was saved."""
+    Raises OutlastError if the new batch size changes the number of steps with which a scheduler was saved."""
     warning = ""
     for stream in streams_of(state):
         if stream.saved_with is None or stream.saved_with[0] == stream.batch:

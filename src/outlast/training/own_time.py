@@ -45,7 +45,7 @@ class OwnTimes:
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window for the streams in `state`, after time that does not count as a step."""
+        """Begin a window for the streams in `state`. The time since the last step does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
@@ -111,7 +111,7 @@ class OwnTimes:
 
 
 def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
-    """Return the micro-batches, or samples, in each rank's share of a batch."""
+    """Return the number of micro-batches, or samples, in each rank's share of a batch."""
     for stream in (thing for thing in state.values() if isinstance(thing, Stream)):
         shares = [share_of(-(-stream.batch // (stream.microbatch or 1)), ranks, rank) for rank in range(ranks)]
         return [max(1, end - start) for start, end in shares]

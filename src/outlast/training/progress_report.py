@@ -1,4 +1,4 @@
-"""Reports the step of a script that has no session. Needs no torch."""
+"""Reports the step of a script that has no session. This module needs no torch."""
 
 from __future__ import annotations
 

@@ -30,7 +30,7 @@ def unordered(dataset: Any) -> str:
 
 
 def unordered_loader(loader: Any) -> str:
-    """Do the same as `unordered` for a loader, whose sampler chooses the order."""
+    """Return what `unordered` returns, but for a loader, whose sampler chooses the order."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"

@@ -1,11 +1,12 @@
-"""Fetches shards from a store into this machine's cache, for training. Imported only for data in a store.
+"""Fetches shards from a store into this machine's cache, for training.
 
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
 `prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait.
-Threads fetch announced shards and protect them from removal until they are read; the cache's limit may be exceeded for a shard
-that is needed at once. A waiting process signals that it is alive, since an unreachable store is not a hang.
+Threads fetch announced shards and protect them from removal until they are read; a shard that is needed at once may exceed the
+cache's limit. A waiting process signals that it is alive, since an unreachable store is not a hang. This module, which imports
+stores, is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -49,8 +50,7 @@ _WARN_S, _WARN_AGAIN_S = 10.0, 60.0
 _STORE_S = 20.0
 """Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Number of attempts if a shard is damaged or the disk is full, and seconds between them, in which other processes may drop
-shards."""
+"""Attempts if a shard is damaged or the disk is full, and the pause between them, in which other processes may drop shards."""
 _PAUSE_S = 5.0
 """Seconds between attempts to read ahead if the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
@@ -101,13 +101,13 @@ class Fetched:
         self._ahead_held: dict[str, Held] = {}
         """The announced shards in the cache, by sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
-        """The other announced shards, and whether they are needed at once."""
+        """The announced shards that are not in the cache, and whether they are needed at once."""
         self.announced = threading.Event()
         """Set, and then replaced, when shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
         """The number of threads that fetch ahead. Each ends once no announced shard is left."""
         self._failed: Exception | None = None
-        """An unexpected error in such a thread, raised by the next reader of a shard."""
+        """An unexpected error in a thread that fetches ahead, raised by the next reader of a shard."""
 
     def manifest(self) -> Manifest:
         """Return the store's manifest or, if the store is unreachable, the last one fetched."""
@@ -194,8 +194,8 @@ class Fetched:
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard, or return None if another process is fetching it. Raises NoRoom if the cache is full, unless it is
-        needed `now`."""
+        """Fetch a shard, or return None if another process does. Raises NoRoom if the cache is full, unless it is needed
+        `now`."""
         if self._failed is not None:
             raise self._failed
         with data_cache_eviction.claimed(self._cache, shard.sha256, shard.bytes, data_cache.things, os.environ) as (

@@ -82,18 +82,18 @@ class Directory:
 class Shards:
     """The samples of prepared data, for a `Stream` or for indexing.
 
-    `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL
-    of either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
+    `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL of
+    either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
     `train` or `val`.
 
-    Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
-    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns.
-    In a batch, columns of one shape are stacked, first dimension = samples, and other columns are lists of n tensors. `transform`
-    is applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
+    A sample of text is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
+    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Any other sample is a dict of the prepared columns. In a
+    batch, columns of one shape are stacked along the first dimension, and other columns are lists of n tensors. `transform` is
+    applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
 
-    `window` is the number of shards shuffled together: by default 8 for a store, and all for a directory. From a store, every
-    machine reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError
-    if the place does not have the part, or if its data do not fit the arguments.
+    `window` is the number of shards shuffled together: by default 8 for a store, where every machine reads window after window,
+    and all for a directory. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError if the
+    place does not have the part, or if its data do not fit the arguments.
     """
 
     def __init__(
@@ -183,7 +183,7 @@ class Shards:
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce the shards to be read from `position` on, in the order of `windows`, over all shards if `shuffled`, or in
+        """Announce the shards read from `position` on, in the order of `windows`, over all shards if `shuffled`, or in
         sequence."""
         count = len(self._shards)
         if windows:
@@ -205,8 +205,7 @@ class Shards:
         self._place.announce([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are in the cache, since the processes that read the samples cannot report
-        waits."""
+        """Wait until the shards of these samples are cached, since the processes that read the samples cannot report waits."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))
@@ -247,8 +246,7 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Join rows of several shards into a batch of `count` rows. A part is (rows of the batch, columns of a shard, rows of the
-    shard)."""
+    """Join rows of several shards into a batch. A part is (rows of the batch, columns of a shard, rows of the shard)."""
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():

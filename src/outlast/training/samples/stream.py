@@ -77,12 +77,12 @@ class Batch:
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
         """Iterate over this rank's micro-batches, as (data, share). Multiply the mean loss by the share before `backward`.
 
-        `data` has the structure of the dataset's samples; first dimension = samples. The shares of all micro-batches on all ranks
-        sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
-        global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
-        micro-batch only, and tensors are moved to `net`'s device. A rank without a sample in the short last batch of an epoch
-        gets another rank's sample with share 0.0, because every rank must take part in the exchange. FSDP2 gathers weights in
-        every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
+        `data` has the structure of the dataset's samples, and its first dimension is the sample. The shares of all micro-batches
+        on all ranks sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss
+        over the global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
+        micro-batch only, and tensors are moved to `net`'s device. Every rank must take part in the exchange, so a rank without a
+        sample in the short last batch of an epoch gets another rank's sample with share 0.0. FSDP2 gathers weights in every
+        forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -132,17 +132,17 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple or dict of arrays (numpy, also memory-mapped, or tensors; first dimension = samples), one such array,
-    or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch`
-    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers that
-    samples draw are a function of (seed, epoch, index), so augmentation resumes exactly, too.
+    `dataset` is a tuple or dict of arrays, one such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are tensors
+    or numpy arrays, also memory-mapped, whose first dimension is the sample; a thread indexes them a batch at a time, `prefetch`
+    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; their random
+    numbers are a function of (seed, epoch, index), so augmentation resumes exactly, too.
 
     `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. `microbatch`
     cuts a batch into pieces of that many samples, the same for every world size, and the pieces are distributed over the ranks.
     Without `microbatch`, each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None:
     each sample is then yielded exactly `epochs` times, even if a resumed run has another `batch`.
 
-    The position of a stream counts the batches yielded, not the prefetched ones: in the loop's body, the current batch counts as
+    The position of a stream counts the batches yielded, not those prefetched: in the loop's body, the current batch counts as
     consumed. `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the
     session saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
 
@@ -206,9 +206,9 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the current `batch`.
+        """Number of optimizer steps in the whole stream: those done, and those that remain with the current `batch`.
 
-        The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
+        If a run resumes with another `batch`, this number changes, and `step` counts steps of both batch sizes.
         """
         if self._steps is not None:
             return self._steps
@@ -315,9 +315,9 @@ class Stream:
     def batches(self, rank: int, ranks: int) -> Generator[Batch, None, None]:
         """Iterate over the batches of `rank` among `ranks`, from the current position on.
 
-        `for batch in stream` calls this with the rank and size of the process group. Call it yourself if several ranks share one
-        copy of the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full
-        batch leaves a rank without samples.
+        `for batch in stream` passes the rank and size of the process group. Call this yourself if several ranks share one copy of
+        the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full batch
+        leaves a rank without samples.
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)

@@ -238,7 +238,7 @@ class Saver:
         problem = next((written.problem for written in answers if written.problem), "")
         files = {name: file for written in answers for name, file in written.files.items()}
         if not problem:
-            files[_METADATA] = files.pop(_METADATA)  # last, as it was written
+            files[_METADATA] = files.pop(_METADATA)  # it was written last
         path, metric = self.directory / contract.checkpoint_name(step), answers[0].metric
         new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
         if not disks.several:

@@ -181,7 +181,7 @@ def _safe() -> list[Any]:
     return [*named, np.ndarray, np.dtype, *dtypes, *dates, *others, *_PATHS]
 
 
-_NUMPY = ("numpy.core", "numpy._core")  # before and since numpy 2
+_NUMPY = ("numpy.core", "numpy._core")  # numpy 1 and 2
 _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 

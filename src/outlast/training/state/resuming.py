@@ -71,7 +71,7 @@ class WayBack:
             )
         if self.disks.rank in blamed:
             raise WrongBits(f"{reason}; the run goes back to step {agreed}, and another worker takes the place of this one")
-        self.disks.gather(None)  # breaks when the processes of the ranks that differ have ended
+        self.disks.gather(None)  # fails once the ranks that differ have ended
 
 
 def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:

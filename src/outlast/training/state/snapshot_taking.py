@@ -113,7 +113,7 @@ def open_(
     workers = {worker: where for where, worker, _ in every}
     to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
     number, sizes = list(workers).index(place.worker), collections.Counter(worker for _, worker, _ in every)
-    weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # shares differ with the sizes
+    weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # else the shares differ
     place = dataclasses.replace(place, session=every[0][2], to=to[number], weight=weight)
     back = resuming.WayBack(directory, place.run, place.generation, disks) if os.environ.get(Env.GO_BACK) == "1" else None
     return Snapshots(client, place, ledger, report, gather, back)
