@@ -30,10 +30,8 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by an empty backward pass. A collective.
-
-    Gradients are None afterwards. Does nothing if the module is not wrapped in DDP.
-    """
+    """Give DDP its final gradient buckets before the first step, by an empty backward pass. A collective. Gradients are None
+    afterwards. Does nothing if the module is not wrapped in DDP."""
     if not isinstance(net, DistributedDataParallel):
         return
     wrapped.add(net)

@@ -326,10 +326,8 @@ def of(where: torch.device) -> Device:
 
 
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
-    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
-
-    Ranks on different hardware must pass `run.gather`, as a collective: `auto` is then bfloat16 only if it is faster on all.
-    """
+    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster. Ranks
+    on different hardware must pass `run.gather`, a collective: `auto` is then bfloat16 only if it is faster on all."""
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
 

@@ -67,11 +67,8 @@ class Facts:
 
 
 def refusal(facts: Facts) -> str:
-    """Return why the process cannot continue in the next world, or an empty string if it can.
-
-    A new process waits in each collective before its first batch, and a kept process repeats only those of `run.ddp` and
-    `run.resume`.
-    """
+    """Return why the process cannot continue in the next world, or an empty string if it can. A new process waits in each
+    collective before its first batch, and a kept process repeats only those of `run.ddp` and `run.resume`."""
     *first, last = facts.calls or [""]
     others = [call for call in first if call != _DDP] or [last][: not last.startswith(_RESUME)]
     if not facts.agent:
@@ -119,10 +116,8 @@ class Keeper:
 
     def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
         """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
-        collective.
-
-        If kept processes make other calls than new ones before the second batch, the world restarts, and the job does not end.
-        """
+        collective. If kept and new processes make different calls before the second batch, the world restarts instead of ending
+        the job."""
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""
         deadlocks.watch().code = Exit.FAILED if self._mixed else Exit.MISCONFIGURED
@@ -168,10 +163,8 @@ class Keeper:
 
     def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
         """Decide before the first batch whether this process can continue in the next world, and return a warning once if it
-        cannot.
-
-        In a world with kept processes, the first batch is a collective, so a new process that makes another call is detected.
-        """
+        cannot. In a world with kept processes, the first batch is a collective, so a new process that makes another call is
+        detected."""
         self._batches, known = self._batches + 1, self.warning
         if self._batches > 1:
             deadlocks.watch().code = Exit.MISCONFIGURED

@@ -34,11 +34,8 @@ class Seeded(Dataset[Any]):
 
 
 class Batches(Dataset[Any]):
-    """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`.
-
-    It joins a whole micro-batch at once, so `collate` continues with the random numbers of the last sample and is reproducible,
-    too.
-    """
+    """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`. It joins a whole micro-batch
+    at once, so `collate` continues with the random numbers of the last sample and is reproducible, too."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset, self._seeded, self._collate = dataset, Seeded(dataset, seed), collate

@@ -102,11 +102,9 @@ class Written:
 
 
 class Saver:
-    """Writes captured states as checkpoints, one at a time, in its own thread.
-
-    Every rank has a saver and calls `begin` for the same steps. A save that fails on one rank fails on all. The thread calls
-    `report(kind, **fields)` with the outcome: `committed`, `save_failed` or `not_copied`.
-    """
+    """Writes captured states as checkpoints, one at a time, in its own thread. Every rank has a saver and calls `begin` for the
+    same steps. A save that fails on one rank fails on all. The thread calls `report(kind, **fields)` with the outcome:
+    `committed`, `save_failed` or `not_copied`."""
 
     def __init__(
         self,
@@ -219,10 +217,8 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """Return a nameless file elsewhere for this rank's part, and the error, if this disk accepts no files.
-
-        Other disks still need the part. On rank 0's disk the save fails instead, and the result is None.
-        """
+        """Return a nameless file elsewhere for this rank's part, and the error, if this disk accepts no files. Other disks still
+        need the part. On rank 0's disk the save fails instead, and the result is None."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)

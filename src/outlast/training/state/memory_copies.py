@@ -25,10 +25,8 @@ Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
-    """Copy the second tensor of each pair into the first, which must have the same shape.
-
-    With `background`, copies from an accelerator to pinned memory may continue until the accelerator's `synchronize`.
-    """
+    """Copy the second tensor of each pair into the first, which must have the same shape. With `background`, copies from an
+    accelerator to pinned memory may continue until the accelerator's `synchronize`."""
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
     for to, source in pairs:

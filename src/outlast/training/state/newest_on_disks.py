@@ -88,10 +88,8 @@ class Offered:
 
 
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
-    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. A collective.
-
-    With `after`, (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails.
-    """
+    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. A collective. With `after`,
+    (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails."""
     offers, disks, report, held = offered.disks, search.disks, search.report, search.held
     directory, run = search.directory, search.run
     for candidate in _candidates(offers):

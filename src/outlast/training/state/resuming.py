@@ -46,11 +46,9 @@ class WayBack:
     disks: Disks
 
     def go(self, found: Sequence[Difference], step: int, agreed: int) -> None:
-        """Go back to step `agreed`, because of the differences `found` at `step`. A collective.
-
-        Raises WrongBits on the ranks that differ; on other ranks the collective fails, as after a crash. Raises OutlastError on
-        all ranks if going back has not helped before. Returns if it is unclear which ranks differ, or if no disk can be written.
-        """
+        """Go back to step `agreed`, because of the differences `found` at `step`. A collective. Raises WrongBits on the ranks
+        that differ; on other ranks the collective fails, as after a crash. Raises OutlastError on all ranks if going back has not
+        helped before. Returns if it is unclear which ranks differ, or if no disk can be written."""
         blamed = differing_ranks.blamed(found)
         if not blamed:
             return
@@ -121,10 +119,8 @@ class Restored:
 def restore(
     state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int, *, peek: bool = False
 ) -> Restored:
-    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective.
-
-    With `peek`, `state` is a part of the saved state, random numbers stay as they are, and no snapshot is given up.
-    """
+    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective. With `peek`, `state` is a
+    part of the saved state, random numbers stay as they are, and no snapshot is given up."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation, peek=peek)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
@@ -225,10 +221,8 @@ class _Committed:
         return newest_on_disks.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
-        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective.
-
-        Raises NotRestored on all ranks if a retry can help, otherwise StoreError.
-        """
+        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective. Raises NotRestored on all ranks if a
+        retry can help, otherwise StoreError."""
         disks, previous, self._stored = self._search.disks, self.offered.disks, None
         problem, retry = "", False
         if disks.rank == 0:

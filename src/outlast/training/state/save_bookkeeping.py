@@ -157,10 +157,8 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step unless it is saved already. A collective if it is not.
-
-        The last step is the one passed after the last batch to `due` or `save`, or to `log`, which some ranks may not call.
-        """
+        """Save the last step unless it is saved already. A collective if it is not. The last step is the one passed after the
+        last batch to `due` or `save`, or to `log`, which some ranks may not call."""
         if not self.state:
             return
         position = self.position()

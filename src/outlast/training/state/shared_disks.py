@@ -103,10 +103,8 @@ class Disks:
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
         """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
-
         Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises Superseded, and
-        OutlastError on rank 0 if a run without an agent cannot write its output.
-        """
+        OutlastError on rank 0 if a run without an agent cannot write its output."""
         own, unwritten = generation, ""
         if own is None and self.several:
             own = 1 + max(self.gather(checkpoints.generation(directory, run)))
@@ -150,11 +148,9 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Copy every file to all disks. A collective of the leaders.
-
-        `path` returns where to read or write a file, or None if this disk only takes part. Written files are durable and
-        verified. Returns why the copy failed on this disk, or an empty string.
-        """
+        """Copy every file to all disks. A collective of the leaders. `path` returns where to read or write a file, or None if
+        this disk only takes part. Written files are durable and verified. Returns why the copy failed on this disk, or an empty
+        string."""
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
         for part in parts:

@@ -178,10 +178,8 @@ class Capture:
         return self._stream is not None
 
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the current state's parts, each with its pickled objects. Nothing is copied yet.
-
-        `turn`, the number of snapshots so far, determines this rank's share.
-        """
+        """Return the current state's parts, each with its pickled objects. Nothing is copied yet. `turn`, the number of snapshots
+        so far, determines this rank's share."""
         local_rank, local_ranks = self._local
         share = differing_ranks.share(local_rank, turn, local_ranks)
         layout, objects = self._layouts.get(share), None
@@ -219,11 +217,10 @@ class Capture:
         return objects
 
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
-        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
-
-        On an accelerator, tensors that only optimizers change are copied until the next optimizer step, and other tensors before
-        the next forward pass, which may change them. Tensors on other devices are copied when the call returns.
-        """
+        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done. On an
+        accelerator, tensors that only optimizers change are copied in parallel with the next step, before its optimizer step;
+        other tensors are copied before the next forward pass, which may change them, and tensors on other devices before the call
+        returns."""
         self._make_room([room for _, room in rooms])
         pairs = [
             pair

@@ -66,11 +66,9 @@ def steady(measured: int, current: int) -> int:
 
 
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the delay of steps by a snapshot, in seconds, as far as it exceeds two standard errors of the medians.
-
-    `delays` has the excess time of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps
-    vary by more than the cost of a small snapshot, so otherwise k could be ten times too large.
-    """
+    """Return by how many seconds a snapshot delays steps, beyond two standard errors of the medians. `delays` has the excess time
+    of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps vary by more than the cost of a
+    small snapshot, so without this margin k could be ten times too large."""
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
@@ -182,10 +180,8 @@ class Snapshots:
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`.
-
-        `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0).
-        """
+        """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`. `complete` is the
+        (generation, step) of the snapshot that was loaded, or (0, 0)."""
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state

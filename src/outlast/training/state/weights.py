@@ -72,10 +72,8 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix.
-
-    Tied tensors become one tensor. Without `keep`, the result is empty. A collective if the model is sharded.
-    """
+    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix. Tied tensors
+    become one tensor. Without `keep`, the result is empty. A collective if the model is sharded."""
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
     storages: set[int] = set()
