@@ -132,7 +132,7 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches. Those before the resumed step are empty, since the Trainer skips them."""
+    """An epoch's micro-batches. The Trainer skips the micro-batches before the resumed step, so these are empty lists."""
 
     stopped = False
 
@@ -162,7 +162,7 @@ class _Attachment:
         self.evaluation: dict[str, Any] | None = None
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """The evaluation metric that ranks checkpoints, if any."""
+        """The evaluation metric that ranks checkpoints; empty if there is none."""
 
     def plan(self) -> None:
         """Set micro-batch size and accumulation. Raises OutlastError if this world cannot share the batch."""

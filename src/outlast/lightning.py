@@ -62,11 +62,11 @@ _CHANGING = (
     callbacks.WeightAveraging, callbacks.StochasticWeightAveraging, callbacks.ModelPruning, callbacks.BaseFinetuning,
     callbacks.GradientAccumulationScheduler, callbacks.BatchSizeFinder, callbacks.LearningRateFinder,
 )  # fmt: skip
-"""Unsupported callbacks, which keep other weights or change the batch or which weights are trained."""
+"""Unsupported callbacks: they keep weights of their own, or change the batch or which weights are trained."""
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the Trainer arguments `devices`, `num_nodes` and `strategy` for the current world; empty without one."""
+    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside of a world."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -166,7 +166,7 @@ class _Attachment:
         """True if the resumed step has work left, such as its validation or the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
-        """True if ranks may leave this validation, because all of them have the same number of batches."""
+        """True if ranks may leave the current validation, because all of them have the same number of batches."""
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
         """True if the job keeps its best checkpoints. A due checkpoint then waits for its step's validation."""
         self.unmeasured = False

@@ -1,4 +1,4 @@
-"""The order of samples, which depends only on (seed, epoch, position). Needs only numpy, and not the rest of Outlast.
+"""The order of samples, which depends only on (seed, epoch, position). This module needs only numpy, not the rest of Outlast.
 
     sampler = BatchSampler(len(dataset), batch=64, rank=rank, ranks=ranks, most=8, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)     # sampler.accumulate micro-batches make one optimizer step
@@ -26,7 +26,7 @@ _ROUNDS = 8
 _AT_A_TIME = 4096
 """Number of positions that are permuted at a time."""
 VERSION = 1
-"""Part of every key. It must change with the permutation, or resumed runs would repeat and skip samples."""
+"""This number is part of every key. It must change with the permutation, or resumed runs would repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:

@@ -92,9 +92,9 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Only a run without a state of Outlast's reads torchtitan's checkpoints (`initial_load_path`, `load_step`, an existing
-    `folder`). These are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError
-    before the first step if training cannot continue exactly.
+    Torchtitan's checkpoints are read (`initial_load_path`, `load_step`, an existing `folder`) only if the run has no state of
+    Outlast's. They are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError before
+    the first step if training cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)

@@ -27,7 +27,7 @@ from outlast.training.state import snapshot_taking
 from outlast.worker.hangs import deadlocks
 
 _ROOM = 14
-"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few."""
+"""Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few bytes."""
 _BITS = 20
 """The squares of 8,192 hashes of this many bits still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
@@ -106,7 +106,7 @@ class Calls:
 
 
 def differing(calls: Sequence[tuple[str, int]]) -> str:
-    """Return the error message for the ranks' (call, stream position)."""
+    """Return an error message for ranks in different calls. `calls` has each rank's (call, stream position)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"
@@ -126,7 +126,7 @@ def interval(vote_s: float, step_s: float) -> int:
 class Pace:
     def __init__(self) -> None:
         self.agreed, self.next = 1, 0
-        """The agreed interval, and the step of the next vote."""
+        """The interval on which the ranks have agreed, and the step of the next vote."""
         self._votes_s: collections.deque[float] = collections.deque(maxlen=_VOTES)
 
     @contextlib.contextmanager

@@ -49,7 +49,7 @@ class Device:
         return getattr(torch, self.type, None)
 
     def available(self) -> bool:
-        """Return whether this machine has such a device that torch can use."""
+        """Return whether this machine has a device of this type that torch can use."""
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:
@@ -78,8 +78,8 @@ class Device:
         return tensor.pin_memory() if self.pins and tensor.device.type == "cpu" else tensor
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate CPU memory for a copy of a device's tensor, pinned if copies are faster then. Memory for a device other than
-        the current one is not pinned, since `synchronize` would not wait for its copies, which run in the background."""
+        """Allocate CPU memory for a copy of a device's tensor, pinned if that makes the copy faster. Memory for a device other
+        than the current one is not pinned, since `synchronize` would not wait for its copies, which run in the background."""
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 

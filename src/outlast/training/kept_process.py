@@ -44,7 +44,7 @@ _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resu
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows about its script. The defaults let the process continue."""
+    """A session's knowledge of its script. The default values let the process continue."""
 
     agent: bool = True
     """True if an agent has started this process."""

@@ -49,7 +49,7 @@ class OwnTimes:
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
-        """Seconds that the last step took, and seconds of it in the session's calls."""
+        """Seconds that the last step took, and seconds that it spent in the session's calls."""
         self._count = self._next = self._missed = self._iteration = self._rate = 0
         self._samples: list[float] = []
         self._opened = self._clock()

@@ -84,7 +84,7 @@ class Outcome:
     reason: str = ""
     superseded: bool = False
     elsewhere: str = ""
-    """Which disks lack the checkpoint, and why; empty if all disks have it."""
+    """The disks that lack the checkpoint, with the reasons; empty if all disks have it."""
 
 
 @dataclasses.dataclass(frozen=True)

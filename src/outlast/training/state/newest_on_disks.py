@@ -70,7 +70,7 @@ class Offered:
         self._every: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self._ways_back = search.ways_back
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """Why a disk cannot be read; empty if all disks can. Such a disk counts as empty."""
+        """Why a disk cannot be read, and therefore counts as empty. An empty string if all disks can be read."""
         self.payloads = [each for _, each in gathered]
 
     @property

@@ -73,7 +73,7 @@ class WayBack:
 
 
 def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:
-    """Withdraw this disk's checkpoints that do not count after the `ways_back`. Returns the problem or an empty string."""
+    """Withdraw this disk's checkpoints that do not count, given the `ways_back`. Returns the problem or an empty string."""
     try:
         checkpoints.withdraw(directory, run, ways_back)
     except OSError as error:
@@ -188,8 +188,8 @@ def _restored(
 
 
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
-    """Return the parts in memory and the store's newest checkpoint without those withdrawn by `ways`, which are withdrawn on this
-    disk, too."""
+    """Return the parts in memory and the store's newest checkpoint that count, given the `ways` back. Withdraws all other
+    checkpoints on this disk."""
     search.ways_back[:] = ways
     if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):
         log.warning("outlast: %s", problem)

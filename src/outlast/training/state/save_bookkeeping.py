@@ -57,7 +57,7 @@ class Saves:
         self._last_save = time.monotonic()
         self._stalls = self._committed_saves = 0
         self._stalled_s = self._saved_s = 0.0
-        """Total seconds for which saves have stopped training, and that committed saves took."""
+        """Total seconds for which saves have stopped training, and total seconds that committed saves took."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
         """Save `state` from now on."""
@@ -219,8 +219,8 @@ class Saves:
         return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
 
     def left(self, step: int, late: str, generation: int) -> None:
-        """Record that the ranks leave their world after `step`. `late` is why there was no time to save it, or an empty
-        string."""
+        """Record that the ranks leave their world after `step`. `late` is the reason why there was too little time to save it,
+        empty if there was enough."""
         reason = f"saved step {step}"
         if (saved := self.committed) != step:
             why = f"is not saved: {late}" if late else "could not be saved"
@@ -231,7 +231,7 @@ class Saves:
             self._ledger.write("interrupted", generation=generation, step=step, reason=reason)
 
     def lost(self) -> str:
-        """Return why the last save failed, or an empty string. After `finish`, the wording may still differ between ranks."""
+        """Return why the last save failed, or an empty string. After `finish`, ranks can differ only in the wording."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:

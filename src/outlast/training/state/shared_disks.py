@@ -1,4 +1,4 @@
-"""Disks: which ranks share a directory, and copying files from one disk to all others.
+"""Finds out which ranks share a disk, and copies files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
 this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*, which
@@ -49,9 +49,9 @@ class Disks:
     leaders: dist.ProcessGroup | None = None
     """The leaders' group for the training thread; None if there is only one disk."""
     savers: dist.ProcessGroup | None = None
-    """The same for the saving thread."""
+    """The leaders' group for the saving thread; None if there is only one disk."""
     certain: bool = True
-    """False if a rank could not write, so two of these disks may be the same."""
+    """False if a rank could not write. Two of these disks may then be the same."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:

@@ -28,7 +28,7 @@ from outlast.training.state.checkpoint import Collected, State
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Room sizes are multiples of this or more, since pickled objects vary in size and rooms are reused."""
+"""Sizes of rooms are rounded up to a multiple of at least this, since pickled objects vary in size and rooms are reused."""
 _ROOMS = 6
 """Maximum number of mapped and pinned rooms. Snapshots alternate between two rooms of each kind."""
 

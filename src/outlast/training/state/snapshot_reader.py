@@ -53,7 +53,7 @@ Key = tuple[str, int, str]
 Targets = list[tuple[int, memoryview]]
 """Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""What rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
 
 
 class _Part:
@@ -133,10 +133,11 @@ class Reader(StorageReader):
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The number of each item's part, and its own number in the part, by its index in the checkpoint."""
+        """The number of an item's part, and the item's number in that part, by the item's index in the checkpoint."""
 
     def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
-        """Read the indices and small items that are not in rank 0's `broadcast`, and return them. Raises Damaged, OutOfReach."""
+        """Read the indices and small items that are not in rank 0's `broadcast`, and return the whole broadcast. Raises Damaged,
+        OutOfReach."""
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:

@@ -45,7 +45,7 @@ SHARE = 0.01
 _STEPS, _SNAPSHOTS = 31, 15
 """Number of recent steps and of recent snapshots whose medians are used."""
 _LESS = 0.75
-"""The interval is only shortened to this share of the current one or less, since smaller changes are noise."""
+"""The interval is shortened only to this fraction or less, since smaller changes are noise."""
 _LEARN = 3
 """Minimum number of steps without a snapshot before k is chosen, and of snapshots before they count as delaying steps."""
 _EVENT_S = 10.0
@@ -181,7 +181,7 @@ class Snapshots:
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
         """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`. `complete` is the
-        (generation, step) of the snapshot that was loaded, or (0, 0)."""
+        (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state
@@ -223,7 +223,7 @@ class Snapshots:
         return float(self._place.weight * int(digest, 16)) if digest else math.nan
 
     def count(self, sums: Sequence[float], *, compare: bool = True) -> None:
-        """Act on the sums of all ranks' votes. Ranks that differ are named only with `compare`."""
+        """Act on the sums of all ranks' votes. With `compare`, also report the ranks that differ."""
         due, working, problems, unready, missed, cost, digests = sums
         self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
         if problems and self._enabled:
