@@ -1,7 +1,7 @@
 """Outlast: distributed PyTorch training that outlasts its machines.
 
-Names in the Python API (`outlast.client`) are imported only when used: every Outlast process imports this package, but few need
-the API. Their types are in `__init__.pyi`.
+The names of the Python API are imported from `outlast.client` when they are first used, because every Outlast process imports
+this package but few need the API. Their types are in `__init__.pyi`.
 """
 
 import importlib

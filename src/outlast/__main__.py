@@ -1,7 +1,6 @@
-"""Entry point of all processes: `python -m outlast ROLE ...` for processes that Outlast starts itself; otherwise a command, as
-with `outlast`.
+"""Entry point of all processes: `python -m outlast ROLE ...` starts one of Outlast's own, any other arguments are a command.
 
-Thanks to the roles, no command line contains a module name. Only the role's module is imported: a slow start delays training.
+Roles keep module names out of command lines. Only the role's module is imported, because a slow start delays training.
 """
 
 import importlib
@@ -20,7 +19,7 @@ ROLES = {
     "weights": "outlast.training.state.weights",
     "workdir": "outlast.worker.prepare.workdir",
 }
-"""The module for each role. Its `main` receives the remaining arguments and returns the exit code, or None for 0."""
+"""The module of each role. Its `main` receives the remaining arguments and returns the exit code, or None for 0."""
 
 
 def main(argv: list[str]) -> None:

@@ -1,7 +1,6 @@
 """Exact, elastic resume for training loops that use Hugging Face's Accelerate.
 
     import outlast.accelerate
-
     model, optimizer, loader, schedule = accelerator.prepare(model, optimizer, loader, schedule)
     run = outlast.accelerate.attach(accelerator, batch=64, epochs=3)
     for epoch in run.epochs():
@@ -10,8 +9,8 @@
                 ...
                 run.step()
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
-number of ranks, results are bit-identical. Design: docs/decisions/0060.
+A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
+results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -34,21 +33,19 @@ from outlast.training.samples import loader_order
 from outlast.training.state import weights
 
 TESTED = "1.0 and 1.15"
-"""Versions of accelerate that the tests cover."""
 _PRIVATE = ("_models", "_optimizers", "_schedulers", "_dataloaders", "_custom_objects", "scaler", "gradient_state")
 
 
 def attach(
     accelerator: accelerate.Accelerator, batch: int, epochs: int, *, loader: Any = None, seed: int = 0, output: str | Path = "out"
 ) -> Run:
-    """Continue this process's run from the newest state. Call this after `accelerator.prepare`.
+    """Restore the newest state of this run, and return the `Run`. Call this after `accelerator.prepare`. A collective.
 
-    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
-    than the loader's `batch_size`; `accelerator.gradient_accumulation_steps` is set accordingly. `loader` is the prepared
-    training loader, and may be omitted if only one loader is prepared. The order of samples depends only on `seed`. An epoch's
-    last batch is filled up with the epoch's first samples unless the loader has `drop_last`. Outside a job, `output` is the
-    checkpoint directory. Objects passed to `register_for_checkpointing` are restored, too. Schedules step once per optimizer step
-    in every world. Raises OutlastError if training cannot continue exactly. A collective.
+    `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the loader's `batch_size`, and
+    `accelerator.gradient_accumulation_steps` is set accordingly. `loader` may be omitted if only one loader is prepared. The
+    order of samples depends only on `seed`. Unless the loader has `drop_last`, an epoch's last batch is filled up with the
+    epoch's first samples. Outside a job, `output` is the checkpoint directory. Objects passed to `register_for_checkpointing` are
+    restored, too. Schedules step once per optimizer step in every world. Raises OutlastError if training cannot continue exactly.
     """
     if problem := _unsupported(accelerator):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
@@ -102,7 +99,6 @@ class Run:
     """A run in progress, as returned by `attach`."""
 
     session: Session
-    """This process's session, for example for `session.log` and `session.gather`."""
 
     def __init__(self, accelerator: Any, loader: Any, batch: int, epochs: int, seed: int, output: Path) -> None:
         base = loader.base_dataloader
@@ -116,7 +112,7 @@ class Run:
         self._accelerator, self._loader, self._epochs = accelerator, loader, epochs
         self._position = _Position(epochs * self._order.steps_per_epoch)
         self._pending = False
-        """True until the boundary of an epoch's last step, which is called after the work at the end of the epoch."""
+        """True if `boundary` is due once the script has ended its work for the epoch."""
         self._adopt(ranks)
         loader.base_dataloader = loader_order.Loader(base, self._order, seed)
         accelerator._outlast, accelerator.load_state = self, _refuse
@@ -137,10 +133,8 @@ class Run:
         return self._position.total_steps
 
     def epochs(self) -> Iterator[int]:
-        """Iterate over the remaining epochs. An interrupted epoch comes first, and the loader continues within it.
-
-        At the end, the last step is saved and the session ends.
-        """
+        """Iterate over the remaining epochs, the first of which may be partly done. At the end, save the last step and close the
+        session."""
         try:
             for epoch in range(self._position.step // self._order.steps_per_epoch, self._epochs):
                 self._loader.iteration = epoch
@@ -153,9 +147,9 @@ class Run:
         self.session.__exit__(None, None, None)
 
     def step(self, **values: Any) -> None:
-        """Report the end of a micro-batch, with `values` to log. After an optimizer step, takes a snapshot or checkpoint if due.
+        """Report the end of a micro-batch. After an optimizer step, log `values` and take a snapshot or checkpoint if one is due.
 
-        If this worker is interrupted, raises SystemExit(75) once the step is saved. A collective.
+        If any rank is interrupted, raises SystemExit(75) once the step is saved. A collective.
         """
         if not self._accelerator.sync_gradients:
             return
@@ -172,7 +166,7 @@ class Run:
             self.session.boundary(self._position.step)
 
     def _adopt(self, ranks: int) -> None:
-        """Adapt accumulation and schedules to this world. Raises OutlastError if a schedule depends on the world."""
+        """Set accumulation and schedules for this world. Raises OutlastError if a schedule's length depends on the world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one schedule step per optimizer step
@@ -202,7 +196,6 @@ def _refuse(*_: Any, **__: Any) -> NoReturn:
 
 
 def _innermost(loader: Any) -> Any:
-    """Return the innermost sampler of a prepared loader."""
     sampler = loader.batch_sampler
     while hasattr(sampler, "batch_sampler"):
         sampler = sampler.batch_sampler

@@ -51,23 +51,23 @@ if TYPE_CHECKING:
 __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
-"""Interval between checks that a job on this machine has a launcher, in seconds."""
+"""Interval between checks that a job on this machine still has a launcher."""
 _CANCEL_TIMEOUT_S = 180.0
-"""How long a cancelled run may take to end, in seconds. Longer than a worker's grace period."""
+"""This must be longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
 """States that every successful run passes through."""
 _TAKEN_UP_S = 30.0
-"""How long an operator may take to act on a request, in seconds. Until then, the status is outdated."""
+"""An operator may need this long to act on a request; until then, the status is outdated."""
 
 
 class Late(OutlastError, TimeoutError):
-    """Raised if a run does not reach the step, the state or its end within the timeout given to `wait`."""
+    """Raised if `wait` times out."""
 
     exit_code = 124
 
 
 class Failed(OutlastError):
-    """Raised if a run ends unsuccessfully, with the first error from the first failed rank. `status` is the final status."""
+    """Raised if a run ends unsuccessfully. The message has the first error, and `status` is the final status."""
 
     exit_code = 1
 
@@ -81,16 +81,15 @@ class Failed(OutlastError):
 
 
 class Job:
-    """A job to train: a job file as an object. Keywords are the fields in a job file's `spec`, in snake_case.
+    """A job file as an object. Keyword arguments are the fields of the job file's `spec`, in snake_case.
 
         Job(script="train.py", args=["--lr=0.1"], workers=2)
         Job(module="package.train", workers=(2, 1, 4), checkpoint={"every": "1m"})
         Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
 
-    `workers` is a number, (replicas, min, max), or a mapping with the fields of `workers`. `name` defaults to the name of the
-    script, module or function. Relative paths are resolved against the working directory, which is also a script's code if the
-    script is below it. Any other keywords are passed to the function. Raises InvalidJob with every mistake, and OutlastError if a
-    function cannot be sent to workers.
+    `workers` is a number, (replicas, min, max), or a mapping. `name` defaults to the name of the script, module or function.
+    Relative paths start at the working directory, which also becomes the `code` of a script below it. All other keyword arguments
+    go to the function. Raises InvalidJob with every mistake, and OutlastError if a function cannot be sent to workers.
     """
 
     def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
@@ -120,11 +119,10 @@ class Job:
         given = {key: str(value) if isinstance(value, Path) else value for key, value in fields.items()}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": metadata, "spec": given}
         self.file: JobFile = spec.anchor(spec.of(document, source="Job"), here)
-        """The job file as a frozen model. See the reference for its fields."""
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the job in a file. Raises InvalidJob with every mistake and its line, and NotFound."""
+        """Return the job in a file. Raises NotFound, or InvalidJob with every mistake and its line."""
         from outlast.job import spec
 
         return cls._of(spec.load(path))
@@ -140,7 +138,7 @@ class Job:
         return self.file.metadata.name
 
     def to_yaml(self) -> str:
-        """Return the job as a job file, for example to submit it from the command line."""
+        """Return the job as the text of a job file."""
         from outlast.job import spec
 
         return spec.dump(self.file)
@@ -148,11 +146,11 @@ class Job:
     def run(
         self, *, fresh: bool = False, take_over: bool = False, chaos: str | Path | None = None, say: Callable[[str], None] = print
     ) -> Run:
-        """Start training on this machine, in the background, or continue the run with this name if it has not succeeded.
+        """Start training in the background on this machine, or continue the run of this name unless it has succeeded.
 
-        If `fresh` is set, an unfinished run is cancelled, and training starts from the beginning. If `take_over` is set, this
-        machine takes over the run in the store from another machine that is training it. `chaos` is a file with a fault schedule.
-        Messages go to `say`. Raises AlreadyRunning.
+        With `fresh`, an unfinished run is cancelled and training starts from the beginning. With `take_over`, this machine takes
+        over a run in a store that another machine is training. `chaos` is a file with a fault schedule. `say` receives messages.
+        Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -170,7 +168,7 @@ class Job:
         return Run(self.name, place)
 
     def _with_gpus(self) -> JobFile:
-        """Divide this machine's GPUs among the workers, unless the job specifies them."""
+        """Divide this machine's GPUs among the workers unless the job has `resources`."""
         from outlast.local import worker_processes
 
         file = self.file
@@ -190,9 +188,9 @@ class Job:
         take_over: bool = False,
         say: Callable[[str], None] = print,
     ) -> Run:
-        """Start training in a cluster, with the same options as `outlast submit`. Submitting the same job again changes nothing.
+        """Start training in a cluster, with the options of `outlast submit`. Submitting the same job again changes nothing.
 
-        Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
+        Raises NoCluster without a kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
         from outlast.kubernetes.jobs import rendering
 
@@ -209,21 +207,19 @@ class Job:
 
 
 class Run:
-    """A training run of a job, on this machine or in a cluster, which outlives this process.
+    """A run of a job, on this machine or in a cluster, which outlives this process.
 
-    As a context manager, cancels the run if the block raises an exception.
+    Used as a context manager, it is cancelled if the block raises an exception.
     """
 
     def __init__(self, name: str, place: Backend) -> None:
         self.name = name
         self.place = place
-        """The run's backend: this machine or a cluster."""
         self._begun = time.monotonic()
-        """Time at which training was last requested."""
 
     @property
     def status(self) -> JobStatus:
-        """The current status, with `state`, `step`, `workers`, `restarts`, `failure` and more."""
+        """The current status: `state`, `step`, `workers`, `restarts`, `failure` and more."""
         return self.place.status(self.name)
 
     def wait(
@@ -233,11 +229,11 @@ class Run:
         until: str | Callable[[JobStatus], bool] | None = None,
         timeout: str | float | None = None,
     ) -> JobStatus:
-        """Wait until training reaches a step, a state (`until="Running"`) or a condition (`until=lambda status: len(status.world)
-        == 1`) or, by default, its end. Returns the status.
+        """Wait until training reaches a step, a state, a condition or, by default, its end, and return the status.
 
-        `timeout` is a duration (`20m`) or a number of seconds; by default, there is none. Raises Failed if the run fails, is
-        cancelled or stops first, and TimeoutError after the timeout. Neither affects the run.
+        `until` is a state (`"Running"`) or a condition (`lambda status: len(status.world) == 1`). `timeout` is a duration (`20m`)
+        or a number of seconds; by default, there is none. Raises Failed if the run fails, is cancelled or stops first, and
+        TimeoutError after the timeout. Neither affects the run.
         """
         from outlast.job.status import State
 
@@ -274,7 +270,7 @@ class Run:
         """Return log lines from one worker or all workers, across restarts.
 
         With `follow`, continues until the job ends, and passes messages about waits to `say`. `previous` selects the attempt
-        before the last one. `since` is the maximum age of a line, `10m` or a number of seconds, and works only in a cluster.
+        before the last one. `since` is a line's maximum age (`10m`, or seconds), and works only in a cluster.
         """
         from outlast.job import logs
 
@@ -292,7 +288,7 @@ class Run:
         self.place.steer(self.name, "suspend")
 
     def resume(self, *, say: Callable[[str], None] = print) -> None:
-        """Continue a suspended run or, on this machine, an interrupted, failed or cancelled one. Messages go to `say`."""
+        """Continue a suspended run or, on this machine, an interrupted, failed or cancelled one. `say` receives messages."""
         self.place.steer(self.name, "resume")
         self._begun = time.monotonic()
         for notice in self.place.notices:
@@ -303,17 +299,17 @@ class Run:
         self.place.steer(self.name, "cancel")
 
     def forget(self, *, output: bool = False) -> None:
-        """Remove a run that has ended and, if `output` is set, its output on this machine. Output in a store or a claim stays."""
+        """Remove a run that has ended and, with `output`, its output on this machine. Output in a store or a claim stays."""
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
-        """Inject a fault, such as `kill-process`, and return a sentence about it. If `worker` is None, `seed` selects one."""
+        """Inject a fault, such as `kill-process`, and describe it. If `worker` is None, `seed` selects one."""
         return self.place.chaos(self.name, action, worker=worker, rng=random.Random(seed))
 
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
-        """Run the script or module with `--evaluate` and `args` in one process, in a cluster in a pod. Returns its exit code.
+        """Run the script or module with `--evaluate` and `args` in one process (a pod in a cluster), and return its exit code.
 
-        If `best` or `step` is given, `--checkpoint=` is passed as well. `show` receives the lines of the pod's log.
+        If `best` or `step` is given, passes `--checkpoint=`, too. `show` receives the pod's log lines.
         """
         if best and step is not None:
             raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
@@ -322,7 +318,7 @@ class Run:
         return self.place.evaluate(self.name, [*checkpoint, *args], show=show)
 
     def why(self) -> Why:
-        """Return what keeps the run from training, with remedies, as printed by `outlast why`."""
+        """Return what keeps the run from training, with remedies, like `outlast why`."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence, local_job
         from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -352,29 +348,28 @@ class Run:
 
     @property
     def lost(self) -> Sequence[Incident]:
-        """The failures so far, each with the training time that it cost (`incident.lost.seconds`)."""
+        """The failures, each with the training time that it cost (`incident.lost.seconds`)."""
         return self.report().failures
 
     @property
     def output(self) -> Path | str:
-        """Location of the checkpoints, logs and ledger: a directory on this machine, or another location such as a URL."""
+        """Location of the checkpoints, logs and ledger: a directory on this machine, or e.g. a URL."""
         return self.place.output(self.name)
 
     @property
     def checkpoints(self) -> Sequence[Saved]:
-        """The committed checkpoints, lowest step first: on this machine, in the run's store, or in both.
-
-        Raises NotFound for a run in a cluster if it has no store.
-        """
+        """The committed checkpoints here and in the store, lowest step first. Raises NotFound for a run in a cluster without a
+        store."""
         from outlast.storage.checkpoints import both_places
 
         return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name.
+        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name. Requires
+        torch.
 
-        `key` is the module's name in `resume`, needed if there are several. A checkpoint that is only in a store is downloaded.
-        Raises NotFound, and OutlastError if the key is unknown. Requires torch.
+        `key` is the module's name in the state, and is needed if there are several modules. A checkpoint that is only in a store
+        is downloaded. Raises NotFound, and OutlastError if the key is unknown.
         """
         from outlast.storage.checkpoints import both_places
         from outlast.training.state import weights
@@ -407,10 +402,10 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Why:
-    """The reasons that keep a run from training, with the text that `outlast why` prints."""
+    """The reasons that keep a run from training. As text, they read as in `outlast why`."""
 
     causes: Sequence[Finding]
-    """The causes, most important first. If the run trains, there is a single finding that confirms this."""
+    """The most important cause comes first. If the run trains, a single finding says so."""
     unseen: Mapping[str, str]
     """Kinds of cluster objects that could not be read, each with the reason."""
 
@@ -422,7 +417,7 @@ class Why:
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """Where a run's time went, with the text that `outlast report` prints."""
+    """An account of where a run's time went. As text, it reads as in `outlast report`."""
 
     name: str
     account: Goodput
@@ -438,13 +433,12 @@ class Report:
 
     @property
     def failures(self) -> Sequence[Incident]:
-        """The failures, each with the training time that it cost."""
         from outlast.job.report.incidents import FAILURES
 
         return [each for each in self.account.incidents if each.kind in FAILURES]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the account as plain values, as printed by `outlast report -o json`. Durations are in seconds."""
+        """Return the account like `outlast report -o json`, with durations in seconds."""
         from outlast.job.report import printed
 
         return printed.as_json(self.account)
@@ -456,7 +450,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields for a job that calls a function. Any other keywords are the function's arguments."""
+    """Return the fields of a job that calls `function`. Other keywords are the function's arguments."""
     from outlast import function_call
     from outlast.job import spec
 
@@ -480,8 +474,7 @@ def find(name: str, *, namespace: str | None = None, context: str | None = None)
 def runs(
     *, namespace: str | None = None, context: str | None = None, all_namespaces: bool = False, selector: str = ""
 ) -> list[Run]:
-    """Return all runs on this machine, or in one or all of a cluster's namespaces, newest last. `selector` filters a cluster's
-    runs by labels, such as `team=a,tier!=test`."""
+    """Return all runs on this machine or in a cluster, newest last. `selector` filters by labels, such as `team=a,tier!=test`."""
     place = _place(namespace, context, everywhere=all_namespaces, selector=selector)
     statuses = place.list()
     places = {each: _place(each, context) for each in {status.namespace for status in statuses}} if all_namespaces else {}
@@ -489,7 +482,7 @@ def runs(
 
 
 def end(place: Backend, name: str) -> None:
-    """Cancel any unfinished run, and wait until it has ended. Raises OutlastError after three minutes."""
+    """Cancel the run if it is unfinished, and wait until it has ended. Raises OutlastError after three minutes."""
     try:
         if place.status(name).state.final:
             return
@@ -524,7 +517,6 @@ def _connected(namespace: str | None, context: str | None) -> Cluster:
 
 
 def _closing(place: KubernetesBackend) -> KubernetesBackend:
-    """Arrange that a backend's connections are closed once it is unreferenced."""
     weakref.finalize(place, place.cluster.close)
     return place
 

@@ -3,7 +3,7 @@
     module: outlast.command, args: [/opt/mnist/mnist.py, --epochs=1]
     module: outlast.command, args: [-c, "import torch; ..."]
 
-`script` in a job file names a file in the job's code; documents from other systems name files in their image.
+A job file's `script` is a file in the job's code, but documents from other systems name files in their image.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a script, or the code after `-c`, as `__main__`, like Python does."""
+    """Run a script, or the code after `-c`, as `__main__`, as Python does."""
     if argv[:1] == ["-c"] and len(argv) > 1:
         sys.argv = ["-c", *argv[2:]]
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)

@@ -1,7 +1,6 @@
-"""Calls to a function, run as a job: `encoded` runs in the process that submits the job, and `main` runs in every rank.
+"""Runs a function call as a job: `encoded` runs in the process that submits the job, and `main` runs in every rank.
 
-A function defined in a module is sent by name, since the job's code contains the module. A function defined in a notebook or in
-`__main__` is sent by value, which needs cloudpickle. Functions from other modules are never sent by value.
+A function that workers can import is sent by name; any other, e.g. from a notebook, by value, which needs cloudpickle.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ MOST_BYTES = 100_000
 
 
 def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]) -> str:
-    """Return a call as text for `main`. Raises OutlastError if the arguments do not match, or something cannot be sent."""
+    """Return a call as text for `main`. Raises OutlastError if the arguments do not fit or the call cannot be sent."""
     name = getattr(function, "__name__", repr(function))
     try:
         inspect.signature(function).bind(*args, **kwargs)
@@ -51,7 +50,6 @@ def encoded(function: Callable[..., object], args: Sequence[object], kwargs: Map
 
 
 def _importable(function: Callable[..., object]) -> bool:
-    """Return whether workers can import the function by its module's name."""
     module, name = getattr(function, "__module__", None), getattr(function, "__qualname__", "")
     if module in (None, "__main__") or "<" in name:
         return False
@@ -64,7 +62,7 @@ def _importable(function: Callable[..., object]) -> bool:
 def _culprit(
     dumps: Callable[[object], bytes], function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
-    """Return the name of the first argument that cannot be sent, or of the first such variable that the function uses."""
+    """Return the name of the first argument that cannot be sent, or of the first variable used by the function that cannot."""
     name = getattr(function, "__name__", "the function")
 
     def candidates() -> Iterator[tuple[str, object]]:
@@ -78,7 +76,7 @@ def _culprit(
     for title, value in candidates():
         try:
             pickle.loads(dumps(value))
-        except Exception:  # as above
+        except Exception:  # as in `encoded`
             return title
     return ""
 

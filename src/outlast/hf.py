@@ -1,14 +1,13 @@
 """Exact, elastic resume for transformers' Trainer, and for the trainers built on it (TRL's SFTTrainer, PEFT models).
 
     import outlast.hf
-
     trainer = Trainer(model, args, train_dataset=data)
     outlast.hf.attach(trainer, batch=64)
     trainer.train()
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the same
-number of ranks, results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still write Hugging Face's
-folders. Design: docs/decisions/0060.
+A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
+results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still write Hugging Face's folders. Design:
+docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -39,7 +38,6 @@ from outlast.training.samples import loader_order, seeded
 from outlast.training.state import checkpoint, weights
 
 TESTED = "4.56, 4.57 and 5.23"
-"""Versions of transformers that the tests cover."""
 _HOOKS: dict[str, tuple[str, ...]] = {
     "train": ("resume_from_checkpoint", "trial", "ignore_keys_for_eval"),
     "get_train_dataloader": (),
@@ -50,25 +48,25 @@ _HOOKS: dict[str, tuple[str, ...]] = {
     "_evaluate": ("trial", "ignore_keys_for_eval"),
     "_maybe_log_save_evaluate": ("tr_loss", "grad_norm", "model", "trial", "epoch", "ignore_keys_for_eval", "start_time"),
 }
-"""Trainer methods that we override or call, each with the parameters that we rely on."""
+"""Trainer methods that we override or call, with the parameters that we rely on."""
 _ONLINE = ("GRPO", "RLOO", "PPO", "OnlineDPO", "XPO", "NashMD")
-"""Name prefixes for trainers that generate samples during training."""
+"""Name prefixes of trainers that generate samples during training."""
 _STATE = "trainer_state.json"
 _RANK = ("_tr_loss", "_total_loss_scalar", "_globalstep_last_logged", "current_flos")
 """Trainer attributes that differ between ranks. In transformers 4, the summed loss is not an attribute."""
 
 
 _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "should_training_stop")
-"""Flags in the Trainer's control: the work that remains at the end of a step."""
+"""Flags of the Trainer's control that say which work remains at the end of a step."""
 
 
 def attach(trainer: Trainer, batch: int) -> None:
     """Make `trainer.train()` continue exactly after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches of at most
-    `per_device_train_batch_size` samples; `gradient_accumulation_steps` is set accordingly. The order of samples depends only on
-    `args.seed`. An epoch's last batch is filled up with the epoch's first samples unless `dataloader_drop_last` is set. Raises
-    OutlastError, with the reason, if the trainer cannot continue exactly.
+    `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most `per_device_train_batch_size`
+    samples, and `gradient_accumulation_steps` is set accordingly. The order of samples depends only on `args.seed`. Unless
+    `dataloader_drop_last` is set, an epoch's last batch is filled up with the epoch's first samples. Raises OutlastError if the
+    trainer cannot continue exactly.
     """
     if problem := _unsupported(trainer):
         raise OutlastError(f"outlast.hf.attach: {problem}")
@@ -80,7 +78,7 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """Return why a trainer cannot continue exactly, with the remedy; empty if it can."""
+    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -134,10 +132,9 @@ def _unsupported_data(trainer: Trainer) -> str:
 
 
 class _Order(loader_order.Order):
-    """An epoch's micro-batches for the Trainer. It skips those already trained on, which are therefore empty."""
+    """An epoch's micro-batches. The Trainer skips the micro-batches before the resumed step, so these are empty lists."""
 
     stopped = False
-    """True if training has ended, so that no batch follows."""
 
     def __iter__(self) -> Iterator[list[Any]]:
         yield from ([] for _ in range(self.step * self.accumulate))
@@ -146,34 +143,29 @@ class _Order(loader_order.Order):
 
     @property
     def batch_sampler(self) -> _Order:
-        """Return this object: the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
+        """Return `self`, because the Trainer looks for `set_epoch` one level below the loader's batch sampler."""
         return self
 
 
 class _Attachment:
-    """The state that `attach` adds to a trainer."""
-
     def __init__(self, trainer: Trainer, batch: int) -> None:
         self.trainer, self.batch, self.most = trainer, batch, trainer.args.per_device_train_batch_size
         output = Path(trainer.args.output_dir or "out") / "outlast"
         self.session = session.attach(trainer.args.seed, output=output, quiet=True, batch=batch)
         self.run: Session | None = None
-        """The session while `train()` runs."""
         self.begun = False
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory that holds only the Trainer's own state, from which it reads its position; empty if the run starts at the
-        beginning."""
+        """Directory with only the Trainer's own state, from which it reads its position; empty for a new run."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
-        """The random generators' states before the current evaluation."""
         retention = checkpoints.Retention.parse(os.environ)
         self.by = retention.by if retention.best and retention.by.startswith("eval_") else ""
-        """The evaluation metric that ranks the job's checkpoints; empty if there is none."""
+        """The evaluation metric that ranks checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set the micro-batch size and accumulation for this world. Raises OutlastError if the world cannot share the batch."""
+        """Set micro-batch size and accumulation. Raises OutlastError if this world cannot share the batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -197,7 +189,7 @@ class _Attachment:
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return the Trainer's training loader, but with our order and with seeded samples."""
+        """Return a loader like the Trainer's own, but with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -211,8 +203,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state, once the Trainer has created the model, optimizer and schedule, and then do the step's remaining
-        work."""
+        """Load the newest state, once the model, optimizer and schedule exist, and do the step's remaining work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -232,7 +223,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step, whose state was saved before these actions."""
+        """Log, evaluate and save for the resumed step as `owed` says: its state was saved before this work."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
@@ -250,7 +241,7 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. If this step's evaluation ranks its checkpoint, the checkpoint is saved later, with the state as of now."""
+        """End a step. A checkpoint that the step's evaluation ranks is saved later, with the state as of now."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -271,13 +262,12 @@ class _Attachment:
 
     @contextlib.contextmanager
     def evaluating(self) -> Iterator[None]:
-        """Keep an evaluation from changing training's random state."""
         with checkpoint.kept_generators() as self.evaluation:
             yield
         self.evaluation = None
 
     def leave(self) -> None:
-        """If a rank is interrupted during an evaluation, save and leave; the evaluation is repeated after resuming."""
+        """If a rank is interrupted during an evaluation, save and leave. The evaluation is repeated after resuming."""
         run, before = self.run, self.evaluation
         if run is None or before is None:
             return
@@ -288,8 +278,6 @@ class _Attachment:
 
 
 class _Attached:
-    """Overrides for a Trainer's methods, mixed into its class."""
-
     _outlast: _Attachment
 
     def train(self, resume_from_checkpoint: Any = None, *args: Any, **options: Any) -> Any:
@@ -354,24 +342,23 @@ class _Callback(TrainerCallback):
 
 
 class _Position:
-    """The Trainer's logs, callbacks, step, and the work left in that step, with `state_dict` and `load_state_dict`."""
+    """The Trainer's step, its remaining work, logs and callbacks, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, attachment: _Attachment) -> None:
         self._attachment = attachment
         self.step = 0
         self.owed: dict[str, bool] = {}
-        """The flags in the Trainer's control at the end of the step: whether to log, evaluate, save and stop."""
+        """The flags at the end of the step: whether to log, evaluate, save and stop."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
         self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The state at the end of the step, and this rank's own values, while a checkpoint waits for an evaluation."""
+        """The state and this rank's values at the end of the step, while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
-        """How many of the Trainer's log entries are in `_lines`, one JSON line each."""
 
     @property
     def at_end(self) -> bool:
-        """True if the saved step was the last one, by the settings at that time."""
+        """True if the saved step was the last one under the settings of that time."""
         return bool(json.loads(self._saved["state"])["max_steps"] == self.step)
 
     @property
@@ -379,7 +366,7 @@ class _Position:
         return int(self._attachment.trainer.state.max_steps)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state as JSON text. Each call encodes only new log entries."""
+        """Return the state. Only log entries that are new since the last call are encoded."""
         if self.held:
             return self.held[0]
         trainer: Any = self._attachment.trainer
@@ -400,7 +387,6 @@ class _Position:
         return {"version": 1, "state": json.dumps(fields), "log": self._lines, **own, **ranks}
 
     def loader_state(self) -> dict[str, Any]:
-        """Return the values that only this rank has."""
         if self.held:
             return self.held[1]
         trainer = self._attachment.trainer
@@ -413,7 +399,7 @@ class _Position:
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
-        """Write the Trainer's state in the Trainer's own format. Returns the directory."""
+        """Write the Trainer's own state file, and return its directory."""
         history = [json.loads(line) for line in self._saved["log"].splitlines()]
         state = json.loads(self._saved["state"]) | {"log_history": history}
         state["train_batch_size"] = self._attachment.trainer.args.train_batch_size
@@ -421,7 +407,7 @@ class _Position:
         return str(directory)
 
     def put(self) -> None:
-        """Restore the saved values in the Trainer, once the Trainer has read its own state."""
+        """Restore the saved values after the Trainer has read its own state."""
         trainer: Any = self._attachment.trainer
         values = dict(self._rank)
         if not hasattr(trainer, "_tr_loss"):  # the next log is the mean over the steps since this start

@@ -1,14 +1,12 @@
 """Exact, elastic resume for Lightning's Trainer.
 
     import outlast.lightning
-
     trainer = L.Trainer(max_epochs=3, **outlast.lightning.world())
     outlast.lightning.attach(trainer, batch=64)
     trainer.fit(model, loader)
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
-same number of ranks, results are bit-identical. Loggers, ModelCheckpoint and EarlyStopping work unchanged. Design:
-docs/decisions/0060.
+A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
+results are bit-identical. Loggers, ModelCheckpoint and EarlyStopping work unchanged. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls
@@ -43,16 +41,14 @@ from outlast.training.state import checkpoint, weights
 log = logging.getLogger("outlast")
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
-"""Attributes that are saved from the logger connector."""
 _CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""ModelCheckpoint attributes that its own state lacks."""
+"""Attributes of ModelCheckpoint that its own state lacks."""
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
 )  # fmt: skip
-"""Arguments to `self.log` that Lightning stores."""
+"""Arguments of `self.log` that are saved with a logged value."""
 TESTED = "2.6"
-"""The Lightning version that the tests cover."""
 _ATTRIBUTES = (
     *(f"_logger_connector.{name}" for name in _LOGGED),
     "fit_loop._data_fetcher",
@@ -62,19 +58,15 @@ _ATTRIBUTES = (
     "fit_loop.epoch_loop.automatic_optimization.optim_progress",
     "fit_loop.on_iteration_done",
 )
-"""Private Trainer attributes that are read or set."""
 _CHANGING = (
     callbacks.WeightAveraging, callbacks.StochasticWeightAveraging, callbacks.ModelPruning, callbacks.BaseFinetuning,
     callbacks.GradientAccumulationScheduler, callbacks.BatchSizeFinder, callbacks.LearningRateFinder,
 )  # fmt: skip
-"""Callbacks that keep extra weights, or that change the batch or which weights are trained."""
+"""Unsupported callbacks: they keep weights of their own, or change the batch or which weights are trained."""
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return the Trainer arguments that match the current world: devices, num_nodes and strategy.
-
-    They come from the environment, since each world may have a different number of workers. Without workers, the result is
-    empty."""
+    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside of a world."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -84,12 +76,12 @@ def world(strategy: Any = "ddp") -> dict[str, Any]:
 def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
     """Make `trainer.fit()` continue exactly after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples per optimizer step, over all ranks. Each rank computes its share in micro-batches no larger
-    than the training loader's `batch_size`; `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts
-    optimizer steps. The order of samples depends only on `seed` (default: the one given to `L.seed_everything`). An epoch's last
-    batch is filled up with the epoch's first samples unless the loader has `drop_last`. Only the first start reads
-    `fit(ckpt_path=...)`. Outside a job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError
-    with the reason, here or in `fit`, if training cannot continue exactly.
+    `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the training loader's
+    `batch_size`. `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts optimizer steps. The order of
+    samples depends only on `seed`, which defaults to the seed of `L.seed_everything`. Unless the loader has `drop_last`, an
+    epoch's last batch is filled up with the epoch's first samples. Only the first start reads `fit(ckpt_path=...)`. Outside a
+    job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError, here or in `fit`, if training
+    cannot continue exactly.
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
@@ -103,12 +95,11 @@ def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
 
 
 def _at(trainer: Any, path: str) -> Any:
-    """Return part of a trainer by its attribute path, or the trainer itself if the path is empty."""
     return operator.attrgetter(path)(trainer) if path else trainer
 
 
 def _problem(trainer: Any) -> str:
-    """Return why a trainer cannot continue exactly, with the remedy; empty if it can."""
+    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -139,7 +130,7 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need but that this Lightning lacks or defines with other parameters."""
+    """Return the first method or attribute that we need and this Lightning lacks, or has with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -150,8 +141,8 @@ def _missing(trainer: Any) -> str:
 
 
 def _callback_problem(trainer: Any) -> str:
-    """Return why a callback prevents exact resumption, or an empty string. Called separately from `_problem`, since a module may
-    add callbacks in `fit`."""
+    """Return why a callback prevents exact resumption, or an empty string. Called again in `fit`, where a module may add
+    callbacks."""
     names = [type(each).__name__ for each in trainer.callbacks if isinstance(each, _CHANGING)]
     return f"{names[0]} changes weights or batches in ways that no state holds; leave it out" if names else ""
 
@@ -159,13 +150,11 @@ def _callback_problem(trainer: Any) -> str:
 class _Order(loader_order.Order):
     @property
     def sampler(self) -> _Order:
-        """Return this object: the fit loop looks for `set_epoch` on the `sampler` of the loader's batch sampler."""
+        """Return `self`, since the fit loop looks for `set_epoch` on the batch sampler's `sampler`."""
         return self
 
 
 class _Attachment:
-    """The state that `attach` adds to a trainer."""
-
     def __init__(self, trainer: Any, batch: int, seed: int) -> None:
         self.trainer, self.batch, self.seed = trainer, batch, seed
         self.session = session.attach(seed, output=Path(trainer.default_root_dir) / "out", quiet=True, batch=batch)
@@ -174,18 +163,16 @@ class _Attachment:
         self.position = _Position(trainer)
         self.order: _Order | None = None
         self.owing = False
-        """True if the step to continue from still has work left, such as its validation or the end of its epoch."""
+        """True if the resumed step has work left, such as its validation or the end of its epoch."""
         self.generators: dict[str, Any] = {}
         self.leavable = False
-        """True if all ranks have the same number of batches in the current validation."""
+        """True if ranks may leave the current validation, because all of them have the same number of batches."""
         self.ranked = bool(checkpoints.Retention.parse(os.environ).best)
-        """True if the job keeps its best checkpoints: a due checkpoint then waits for its step's validation, and gets the
-        metric."""
+        """True if the job keeps its best checkpoints. A due checkpoint then waits for its step's validation."""
         self.unmeasured = False
-        """True if a checkpoint waits for its step's validation."""
 
     def begin(self, ckpt_path: Any) -> bool:
-        """Open the session and read the position. Returns whether there is a state to continue from."""
+        """Open the session and load the position. Returns whether there is a state to continue from."""
         trainer = self.trainer
         problem = _callback_problem(trainer)
         if not trainer.lightning_module.automatic_optimization:
@@ -201,7 +188,7 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return the user's training loader, but with our order and with seeded samples."""
+        """Return a loader like the user's, but with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -215,7 +202,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, self.seed)
 
     def count_steps(self) -> None:
-        """Validate after the same number of optimizer steps in every world, although `val_check_batch` counts micro-batches."""
+        """Make every world validate after the same number of optimizer steps, although `val_check_batch` counts micro-batches."""
         trainer, every = self.trainer, self.trainer.val_check_interval
         if self.order is None or not isinstance(every, int | float):
             return
@@ -229,7 +216,7 @@ class _Attachment:
         trainer.val_check_batch = steps * self.order.accumulate
 
     def resume(self) -> None:
-        """Load the newest state, once Lightning has created the optimizers and schedules and has read any `ckpt_path`."""
+        """Load the newest state, once Lightning has made the optimizers and schedules and has read `ckpt_path`."""
         trainer, strategy, fit = self.trainer, self.trainer.strategy, self.trainer.fit_loop
         if len(strategy.optimizers) != 1:
             raise OutlastError(f"outlast.lightning: {len(strategy.optimizers)} optimizers; configure_optimizers must return one")
@@ -257,10 +244,10 @@ class _Attachment:
                 f"a step has {self.order.accumulate} batches here; begin with the checkpoint of an epoch's end"
             )
         self.order.seek(epoch.processed * self.order.steps_per_epoch + batches // self.order.accumulate)
-        iter(fit._data_fetcher)  # the one made by `setup_data` begins with the first batch
+        iter(fit._data_fetcher)  # the iterator made by `setup_data` begins with the first batch
 
     def begin_again(self) -> None:
-        """Make the loops continue as if never interrupted."""
+        """End the restart of the loops, and restore the random state."""
         self.owing = False
         fit = self.trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):
@@ -268,7 +255,7 @@ class _Attachment:
         checkpoint.set_generators(self.generators)
 
     def boundary(self) -> None:
-        """End an optimizer step: before its validation, and before the end of its epoch."""
+        """End an optimizer step, before its validation and the end of its epoch."""
         trainer, run = self.trainer, self.run
         assert run is not None
         step, every = trainer.global_step, trainer.log_every_n_steps
@@ -289,7 +276,8 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Validate without affecting training's random state. A collective, except for validation within a step."""
+        """Keep a validation from changing the random state, then save the checkpoint that waits for it. A collective between
+        steps."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():
@@ -308,21 +296,20 @@ class _Attachment:
                 self.save()
 
     def leave(self) -> None:
-        """If a rank is interrupted during a validation, save and leave; the validation is repeated after resuming."""
+        """If a rank is interrupted during a validation, save and leave. The validation is repeated after resuming."""
         if self.run is not None and self.leavable:
             self.run.alive()
             if self.run.interrupted():
                 self.save(metric=math.nan if self.ranked else None)
 
     def save(self, metric: float | None = None) -> None:
-        """Save the state at the end of the last step."""
         if self.run is not None and self.position.held is not None:
             with checkpoint.kept_generators():
                 checkpoint.set_generators(self.position.held.generators)
                 self.run.save(self.trainer.global_step, metric=metric)
 
 
-# What we override. The names are Lightning's, and `_missing` compares their parameters.
+# Our overrides, under Lightning's names. `_missing` compares their parameters.
 
 
 class _Mixin:
@@ -364,7 +351,7 @@ class _Checkpoints(_Mixin):
 
 class _Signals(_Mixin):
     def register_signal_handlers(self) -> None:
-        """Do nothing: Lightning's SIGTERM handler broadcasts in the middle of other collectives. Our ranks agree to leave."""
+        """Do nothing, since Lightning's SIGTERM handler broadcasts in the middle of other collectives."""
 
 
 class _Data(_Mixin):
@@ -405,7 +392,7 @@ class _EpochLoop(_Mixin):
         super().on_advance_end(data_fetcher)  # type: ignore[misc]
 
     def _broadcast_sigterm_tensor(self) -> None:
-        """Do nothing: no rank receives SIGTERM alone, and the broadcast would wait for the device in each batch."""
+        """Do nothing, since no rank receives SIGTERM alone, and the broadcast would wait for the device in each batch."""
 
 
 class _ValidationLoop(_Mixin):
@@ -428,24 +415,22 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""Mixins for the Trainer's class and for the classes of its parts."""
+"""Mixins for the Trainer and its parts, by attribute path."""
 
 
 class _Held(NamedTuple):
-    """A step's position, and the random generators' states at its end."""
-
     shared: dict[str, Any]
     own: dict[str, Any]
     generators: dict[str, Any]
 
 
 class _Position:
-    """A Trainer's state apart from weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
+    """A Trainer's state without weights, optimizer and schedules, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, kept while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 
@@ -462,7 +447,6 @@ class _Position:
         self.held = _Held(self.state_dict(), self.loader_state(), checkpoint.generators())
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state that all ranks share."""
         if self.held is not None:
             return self.held.shared
         trainer = self._trainer
@@ -482,13 +466,12 @@ class _Position:
         }
 
     def loader_state(self) -> dict[str, Any]:
-        """Return the values that only this rank has: its means of the values logged in this epoch, and its metrics."""
+        """Return this rank's metrics and its means of the values logged in this epoch."""
         if self.held is not None:
             return self.held.own
         return {"results": self._results(), "metrics": {name: _taken(each) for name, each in self._metrics().items()}}
 
     def load_state_dict(self, state: Mapping[str, Any], own: Mapping[str, Any] | None = None) -> None:
-        """Keep the state for `put_callbacks` and `put_loops`."""
         self._saved, self._rank = state, own
 
     def put_callbacks(self) -> None:
@@ -503,7 +486,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values, once the module is on its device. In another world, rank 0's are used."""
+        """Restore the loops and logged values, once the module is on its device. In another world, use rank 0's values."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -527,7 +510,7 @@ class _Position:
             trainer.fit_loop.epoch_loop._results[key] = logged
 
     def _converted(self, loops: dict[str, Any], convert: Any) -> dict[str, Any]:
-        """Convert the training loop's micro-batches to optimizer steps, or back. Other counts are the same in every world."""
+        """Convert micro-batches to optimizer steps, or back. Other counts are the same in every world."""
         for tracker in ("total", "current"):
             counts = loops["epoch_loop.batch_progress"][tracker]
             counts.update({name: convert(count, self._trainer.accumulate_grad_batches) for name, count in counts.items()})
@@ -538,7 +521,6 @@ class _Position:
         return {name: module for name, module in modules if isinstance(module, Metric)}
 
     def _results(self) -> dict[str, Any]:
-        """Return the values that the module has logged in this epoch, by key in Lightning's collection."""
         return {
             key: {
                 "meta": {name: getattr(each.meta, name) for name in _META} | {"reduce_fx": each.meta.reduce_fx.__name__},

@@ -1,14 +1,11 @@
-"""The order of samples, which depends only on (seed, epoch, position), not on the number of ranks, restarts or any generator.
-
-This module needs only numpy, and not the rest of Outlast. A `BatchSampler` gives a DataLoader one rank's micro-batches, so that
-all ranks together see the same global batches in every world:
+"""The order of samples, which depends only on (seed, epoch, position). This module needs only numpy, not the rest of Outlast.
 
     sampler = BatchSampler(len(dataset), batch=64, rank=rank, ranks=ranks, most=8, seed=0)
     loader = DataLoader(dataset, batch_sampler=sampler)     # sampler.accumulate micro-batches make one optimizer step
     sampler.seek(step)                                      # after a restart, with any number of ranks
 
-`permuted` shuffles all samples in an epoch. `Windows` shuffles samples in shards such that only a few shards are read at a time:
-it shuffles the shards, groups them into windows, and shuffles the samples within each window.
+All ranks together see the same global batches in every world. `permuted` shuffles all samples of an epoch. `Windows` shuffles the
+shards, groups them into windows, and shuffles the samples within each window, so only a few shards are read at a time.
 """
 
 from __future__ import annotations
@@ -27,18 +24,16 @@ Indices = NDArray[np.int64]
 
 _ROUNDS = 8
 _AT_A_TIME = 4096
-"""Number of a rank's positions that are permuted at a time."""
+"""Number of positions that are permuted at a time."""
 VERSION = 1
-"""The permutation's version, which is part of every key. If the permutation changed without this number, resumed runs would
-repeat and skip samples."""
+"""This number is part of every key. It must change with the permutation, or resumed runs would repeat and skip samples."""
 
 
 def permuted(positions: Indices, samples: int, seed: int, epoch: int) -> Indices:
     """Return the samples at `positions` in a shuffled epoch: a bijection on 0 to samples-1, computed without a table.
 
-    This is a Feistel network over Z_rows x Z_columns, a near-square just large enough for `samples`, with cycle walking (Black
-    and Rogaway, "Ciphers with arbitrary finite domains", 2002). It uses no library's random generator, so the order never
-    changes.
+    This is a Feistel network over a near-square just large enough for `samples`, with cycle walking (Black and Rogaway, "Ciphers
+    with arbitrary finite domains", 2002). No library's random generator is used, so the order never changes.
     """
     return _permuted(positions, samples, f"outlast stream {VERSION} {seed} {epoch}")
 
@@ -68,13 +63,13 @@ def _mixed(x: NDArray[np.uint64]) -> NDArray[np.uint64]:
 
 
 class Windows:
-    """The order of samples in shards with `sizes` samples, shuffled in windows of `window` shards."""
+    """The order of samples in shards of `sizes` samples, shuffled in windows of `window` shards."""
 
     def __init__(self, sizes: Sequence[int], window: int, seed: int) -> None:
         self._sizes = np.asarray(sizes, dtype=np.int64)
         self._starts = np.cumsum(self._sizes) - self._sizes
         self._window, self._seed = window, seed
-        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # this epoch's and the next one's
+        self._layout = functools.lru_cache(maxsize=2)(self._laid_out)  # for this epoch and the next
 
     def at(self, positions: Indices, epoch: int) -> Indices:
         """Return the samples at `positions` in an epoch, numbered in the order of the shards: a bijection on 0 to samples-1."""
@@ -92,10 +87,8 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """Return the shards in the next `windows` windows, in order of use, starting with the window that holds `position`.
-
-        After the epoch's last window come the windows of the next epoch.
-        """
+        """Return the shards of `windows` windows in order of use, from the one that holds `position` on and into the next
+        epoch."""
         shards, _, lasts = self._layout(epoch)
         first = self.window(position, epoch)
         ahead = shards[first * self._window : (first + windows) * self._window].tolist()
@@ -104,7 +97,7 @@ class Windows:
         return list(dict.fromkeys(ahead))
 
     def window(self, position: int, epoch: int) -> int:
-        """Return the number of the window that holds `position`, counting from 0."""
+        """Return the number of the window that holds `position`."""
         return int(np.searchsorted(self._layout(epoch)[2], position, side="right"))
 
     def _laid_out(self, epoch: int) -> tuple[Indices, Indices, Indices]:
@@ -126,15 +119,14 @@ class Plan(NamedTuple):
 
 
 def worlds(batch: int) -> list[int]:
-    """Return the numbers of ranks that can share a global batch of `batch` samples equally."""
+    """Return the numbers of ranks that can share a batch equally."""
     return [ranks for ranks in range(1, batch + 1) if batch % ranks == 0]
 
 
 def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
-    """Share a global batch of `batch` samples equally among `ranks`, in micro-batches of at most `most` samples.
+    """Share `batch` samples equally among `ranks`, in the largest possible micro-batches of at most `most` samples.
 
-    Uses the largest micro-batch possible. If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that
-    can.
+    If `ranks` cannot share the batch, raises ValueError with the numbers of ranks that can.
     """
     for name, value in (("batch", batch), ("ranks", ranks), ("most", most)):
         if value is not None and (isinstance(value, bool) or not isinstance(value, int) or value < 1):
@@ -149,12 +141,12 @@ def plan(batch: int, ranks: int, most: int | None = None) -> Plan:
 
 
 class BatchSampler:
-    """One rank's micro-batches, for `DataLoader(dataset, batch_sampler=...)`: lists of sample numbers.
+    """One rank's micro-batches, as lists of sample numbers for `DataLoader(dataset, batch_sampler=...)`.
 
     `samples` is the length of the dataset, and `batch` the number of samples per optimizer step over all ranks. Each rank gets an
-    equal share of every global batch, in micro-batches of at most `most` samples. An epoch's last batch is filled up with the
-    epoch's first samples, or dropped if `drop_last` is set, in the same way in every world. An iteration yields the rest of one
-    epoch; call `set_epoch` or `seek` before the next one. Raises ValueError if `ranks` cannot share the batch.
+    equal share of every batch, in micro-batches of at most `most` samples. An epoch's last batch is filled up with the epoch's
+    first samples unless `drop_last` is set. An iteration yields the rest of an epoch; call `set_epoch` or `seek` before the next
+    one. Raises ValueError if `ranks` cannot share the batch.
     """
 
     def __init__(
@@ -173,16 +165,15 @@ class BatchSampler:
         if not 0 <= rank < ranks:
             raise ValueError(f"rank {rank} is not one of {ranks} ranks, which are counted from 0")
         self.steps_per_epoch = samples // batch if drop_last else -(-samples // batch)
-        """Number of optimizer steps in an epoch, the same in every world."""
         if samples < 1 or not self.steps_per_epoch:
             raise ValueError(f"a dataset of {samples} samples has no batch of {batch}")
         self.samples, self.batch, self.rank, self.ranks = samples, batch, rank, ranks
         self.seed, self.shuffle, self.drop_last = seed, shuffle, drop_last
         self.epoch = 0
         self.step = 0
-        """How many of this epoch's optimizer steps the next iteration skips."""
+        """Number of steps of this epoch that the next iteration skips."""
         self._computed: tuple[object, Indices] = None, np.empty((0, 0), np.int64)
-        """A key, and this rank's samples in the steps computed for that key, of shape (steps, share)."""
+        """A key, and this rank's samples in the steps of that key, of shape (steps, share)."""
 
     def set_epoch(self, epoch: int) -> None:
         """Start with the first batch of `epoch`, unless `seek` has chosen a step in that epoch."""
@@ -190,7 +181,7 @@ class BatchSampler:
             self.epoch, self.step = epoch, 0
 
     def seek(self, step: int) -> None:
-        """Continue after `step` optimizer steps, counted from the beginning of the first epoch."""
+        """Continue after `step` optimizer steps, counted from the beginning of the run."""
         self.epoch, self.step = divmod(step, self.steps_per_epoch)
 
     def __len__(self) -> int:
@@ -208,7 +199,7 @@ class BatchSampler:
             yield piece.tolist()
 
     def _share(self, step: int) -> Indices:
-        """Return this rank's samples in one step, of shape (share,). Computes many steps at once, which costs little more."""
+        """Return this rank's samples in one step, of shape (share,). Computing many steps at once costs little more."""
         share = self.batch_size * self.accumulate
         count = max(1, _AT_A_TIME // share)
         block, row = divmod(step, count)
@@ -225,8 +216,7 @@ class BatchSampler:
 class Loader:
     """Endless micro-batches from a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
 
-    `sampler` is a `BatchSampler`, and `collate` joins a list of samples. The state is the number of optimizer steps whose
-    micro-batches have been handed out, the same on all ranks. Take the state between two optimizer steps.
+    `collate` joins a list of samples. The state is the number of optimizer steps done. Take it between two steps.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, collate: Callable[[list[Any]], Any]) -> None:
@@ -243,14 +233,14 @@ class Loader:
                     yield self.collate([self.dataset[index] for index in indices])
 
     def state_dict(self) -> dict[str, int]:
-        """Return the position: the number of optimizer steps completed. Raises ValueError within a step."""
+        """Return the position. Raises ValueError within a step."""
         steps, begun = divmod(self._handed_out, self.sampler.accumulate)
         if begun:
             raise ValueError(f"the loader is {begun} of {self.sampler.accumulate} micro-batches into a step; save between steps")
         return {"version": VERSION, "steps": steps, "batch": self.sampler.batch, "samples": self.sampler.samples}
 
     def load_state_dict(self, state: Mapping[str, int]) -> None:
-        """Continue at the position in `state`. Raises ValueError if the batch or the dataset is different."""
+        """Continue at the position in `state`. Raises ValueError if the batch or the number of samples has changed."""
         for name in ("batch", "samples"):
             if state[name] != getattr(self.sampler, name):
                 raise ValueError(f"the position was saved with {name}={state[name]}, and it is {getattr(self.sampler, name)} now")

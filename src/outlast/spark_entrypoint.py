@@ -4,9 +4,9 @@
     executor                                                     an executor, configured by SPARK_...
     any other command                                            the command itself, so that the image also runs `outlast ...`
 
-Spark passes `driver` or `executor` to an image's entrypoint as an argument, and the rest as variables
-(https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). With this entrypoint, Spark can use any image
-that has Outlast, PySpark and Java. The process becomes the command (exec), so signals and exit codes are the command's own.
+Spark passes `driver` or `executor` as an argument, and the rest as environment variables. So Spark can use any image with
+Outlast, PySpark and Java (https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). The process becomes the
+command (exec).
 """
 
 from __future__ import annotations
@@ -37,10 +37,8 @@ _OPTIONS = {
 
 
 def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, java_home: Path) -> list[str]:
-    """Return a container's command line. `spark` is Spark's directory (SPARK_HOME), with `bin` and `jars`.
-
-    Raises OutlastError if a variable is missing.
-    """
+    """Return a container's command line. `spark` is Spark's directory (SPARK_HOME). Raises OutlastError if a variable is
+    missing."""
     if words[0] == "executor":
         return _executor(environ, spark, java_home / "bin" / "java")
     if words[0] != "driver":
@@ -68,7 +66,6 @@ def _executor(environ: Mapping[str, str], spark: Path, program: Path) -> list[st
 
 
 def _classpath(environ: Mapping[str, str], spark: Path) -> str:
-    """Return the class path: the configuration, spark.executor.extraClassPath, Spark itself, and what the image adds."""
     configured = (environ.get("SPARK_CONF_DIR") or str(spark / "conf"), environ.get("HADOOP_CONF_DIR"))
     added = (environ.get("SPARK_EXTRA_CLASSPATH"), environ.get("SPARK_DIST_CLASSPATH"))
     return _joined(*configured, environ.get("SPARK_CLASSPATH"), str(spark / "jars" / "*"), *added)

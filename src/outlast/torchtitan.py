@@ -1,7 +1,6 @@
 """Exact, elastic resume for torchtitan's Trainer, as two components of its configuration.
 
     import outlast.torchtitan
-
     Trainer.Config(
         training=TrainingConfig(local_batch_size=2, global_batch_size=64, ...),
         dataloader=outlast.torchtitan.Loader.Config(make=my_loader, batch=64),
@@ -9,8 +8,8 @@
         ...
     )
 
-A killed run continues from the newest state, in memory or on disk, with the same samples and the same global batch. With the
-same number of ranks, results are bit-identical. Design: docs/decisions/0060.
+A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
+results are bit-identical. Design: docs/decisions/0060.
 """
 
 # mypy: allow-untyped-calls, allow-subclassing-any
@@ -35,7 +34,6 @@ from outlast.training.samples.stream import kind
 from outlast.training.state import checkpoint, weights
 
 TESTED = "0.3.0"
-"""The torchtitan version that the tests cover."""
 _OTHER = f"torchtitan {torchtitan.__version__} has another {{}} than this Outlast knows; tested: {TESTED}"
 
 try:
@@ -45,16 +43,15 @@ except ImportError as problem:
     raise OutlastError(_OTHER.format(problem.name)) from problem
 
 _HOOKS: dict[str, tuple[str, ...]] = {"_load": ("step",), "_save": ("curr_step", "last_step"), "_close": ()}
-"""Methods in torchtitan's checkpoint manager that we override, each with the parameters that we rely on."""
+"""Methods that we override, with the parameters that we rely on."""
 _TRAINER = ("config", "dataloader", "metrics_processor", "model_parts", "ntokens_seen", "optimizers", "parallel_dims", "step")
-"""Trainer attributes that are read or set."""
 
 
 class Loader(order.Loader, BaseDataLoader):
-    """Endless micro-batches, in an order that does not depend on the number of ranks.
+    """Yields micro-batches endlessly, in an order that does not depend on the number of ranks.
 
-    The state is the position, which is equal on all ranks. Unlike with torchtitan's own loaders, a run can therefore continue
-    with a different degree of data parallelism. Does not need our `CheckpointManager`.
+    The state is the same on all ranks, so a run can continue with another degree of data parallelism, unlike with torchtitan's
+    loaders. The loader also works without our `CheckpointManager`.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -62,13 +59,13 @@ class Loader(order.Loader, BaseDataLoader):
         """The Trainer's `dataloader`."""
 
         make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
-        """Function of the tokenizer and `seq_len` that returns a DataLoader. The dataset has a length, and its samples are pairs
-        `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,). We take dataset, collator, workers, `shuffle` and
-        `drop_last` from it; micro-batches have `training.local_batch_size` samples."""
+        """Function of the tokenizer and `seq_len` that returns a DataLoader, of which we use the dataset, collator, workers,
+        `shuffle` and `drop_last`. Samples are pairs `({"input": tokens, ...}, labels)` of tensors of shape (seq_len,), and the
+        dataset has a length. Micro-batches have at most `training.local_batch_size` samples."""
         batch: int
-        """Number of samples per optimizer step over all ranks, equal to `training.global_batch_size`."""
+        """Number of samples per optimizer step over all ranks, as in `training.global_batch_size`."""
         seed: int = 0
-        """Seed for the order, and for random samples."""
+        """Seed of the order and of random samples."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
@@ -95,10 +92,9 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Training continues from Outlast's newest state. A run that has no state yet imports torchtitan's checkpoint, according to
-    torchtitan's options (`initial_load_path`, `load_step`, an existing `folder`); a run that continues does not read it.
-    Torchtitan's checkpoints are still written every `interval` steps and at the end, unless `load_only` is set. Raises
-    OutlastError before the first step if training cannot continue exactly.
+    Torchtitan's checkpoints are read (`initial_load_path`, `load_step`, an existing `folder`) only if the run has no state of
+    Outlast's. They are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError before
+    the first step if training cannot continue exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
@@ -106,12 +102,10 @@ class CheckpointManager(checkpointer.CheckpointManager):
         """The Trainer's `checkpoint`, with all of torchtitan's options."""
 
         enable: bool = True
-        """True to save and resume."""
 
     run: Session | None = None
-    """The session while training runs, for example for `run.gather`."""
+    """The session while training runs."""
     _logged: tuple[int, dict[str, Any]] = (0, {})
-    """The last step that had metrics, and those metrics."""
 
     def _load(self, step: int = -1) -> bool:
         trainer, loader = self.states[checkpointer.TRAIN_STATE], self.states[checkpointer.DATALOADER]
@@ -133,11 +127,11 @@ class CheckpointManager(checkpointer.CheckpointManager):
         if not self.run.resume({**things, **others}):
             return bool(super()._load(step))
         if config.validator.enable and trainer.validator.should_validate(trainer.step):
-            trainer.validator.validate(trainer.model_parts, trainer.step)  # validation follows the saved boundary
+            trainer.validator.validate(trainer.model_parts, trainer.step)  # the step was saved before its validation
         return True
 
     def _observe(self, trainer: Any, run: Session) -> None:
-        """Record each step's metrics. Validations neither affect training's random state nor count as hangs."""
+        """Record each step's metrics, and keep validations from changing the random state or counting as hangs."""
         log = trainer.metrics_processor.logger.log
 
         def noted(metrics: dict[str, Any], step: int) -> None:
@@ -177,13 +171,13 @@ class CheckpointManager(checkpointer.CheckpointManager):
             run.__exit__(*sys.exc_info())
 
     def __del__(self) -> None:
-        """Release threads without ending the session, which would wait for the other ranks."""
+        """Release threads without ending the session, which would wait for other ranks."""
         if getattr(self, "enable", False):
             super()._close()
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """Return why a Trainer cannot continue exactly, with the remedy; empty if it can."""
+    """Return why a Trainer cannot continue exactly, and what to do, or an empty string if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):
@@ -203,7 +197,7 @@ def _unsupported(trainer: Any, loader: Any) -> str:
 
 
 class _Position:
-    """A Trainer's steps and tokens, with `state_dict` and `load_state_dict`, for any number of ranks."""
+    """A Trainer's steps and tokens, for any number of ranks, with `state_dict` and `load_state_dict`."""
 
     def __init__(self, trainer: Any, ranks: int) -> None:
         self._trainer, self._ranks = trainer, ranks

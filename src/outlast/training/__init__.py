@@ -29,7 +29,7 @@ _MODULES = {
     "checkpoint": "state.checkpoint",
     "session": "session",
 }
-"""The module that defines each name. Modules are imported when a name is first used, since `progress` needs no torch."""
+"""The module of each name. It is imported when the name is first used, since `progress` needs no torch."""
 
 
 def __getattr__(name: str) -> Any:

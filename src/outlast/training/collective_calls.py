@@ -1,14 +1,10 @@
-"""A session's collective calls, and the error message when ranks do not make the same calls.
+"""A session's collective calls, which raise an error on all ranks if the ranks make different calls.
 
-Every such call begins with the same small all-reduce. It carries a hash of the call's name, its step and the stream's position,
-so a mismatch is detected at once: otherwise ranks would wait for each other or mix up their numbers. Sums that a call needs
-anyway (votes, losses) are in the same message, so the check costs nothing. `hangs.deadlocks` detects ranks that are in no call of
-the session.
+Each call begins with a small all-reduce, which carries a hash of the call's name, its step and the stream's position, and the
+sums that the call needs anyway (votes, losses). `hangs.deadlocks` detects ranks that are in no call.
 
-With as many ranks as cores, such a call delays a step by milliseconds, since the threads that run it need the same cores. So the
-ranks vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`): rank 0 measures
-them, and each vote proposes the number of steps to the next. A later vote delays the next snapshot, and the response to an
-interruption, by as much.
+With as many ranks as cores, a call delays a step by milliseconds, since the threads that run it need the same cores. So the ranks
+vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`).
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ from outlast.worker.hangs import deadlocks
 _ROOM = 14
 """Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few bytes."""
 _BITS = 20
-"""Bits in a call's hash: the squares of 8,192 20-bit hashes still add up exactly in a double."""
+"""The squares of 8,192 hashes of this many bits still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 
@@ -54,14 +50,11 @@ class Calls:
         self._numbers = self._message.numpy()
         self._store = deadlocks.store() if self.ranks > 1 else None
         self.waited_s = 0.0
-        """Seconds that this rank has spent in calls' first messages, mostly waiting for other ranks."""
+        """Seconds spent in the first messages of calls, mostly waiting for other ranks."""
 
     def meet(self, call: str, position: int, numbers: Sequence[float] = ()) -> list[float]:
-        """Return the sums of `numbers` over all ranks.
-
-        Raises OutlastError on all ranks if the ranks are in different calls or at different positions of their streams. A
-        collective.
-        """
+        """Return the sums of `numbers` over all ranks. Raises OutlastError on all ranks if they are in different calls or at
+        different positions of their streams. A collective."""
         if self.ranks == 1:
             return list(numbers)
         watch = deadlocks.watch()
@@ -99,7 +92,7 @@ class Calls:
         self._group = self._store = None
 
     def _who_left(self, call: str) -> str:
-        """Return the error message if a rank has left the session while this rank is in a call, otherwise an empty string."""
+        """Return an error message if another rank has left the session during this rank's `call`, or an empty string."""
         try:
             if self._store is None:
                 return ""
@@ -113,20 +106,19 @@ class Calls:
 
 
 def differing(calls: Sequence[tuple[str, int]]) -> str:
-    """Return the error message about ranks in different calls, given each rank's (call, stream position)."""
+    """Return an error message for ranks in different calls. `calls` has each rank's (call, stream position)."""
     positions = {position for _, position in calls}
     places = [f"{call} after batch {position}" if len(positions) > 1 else call for call, position in calls]
     return f"{deadlocks.listed(places, 'in')}; {REMEDY}"
 
 
 _VOTES = 15
-"""Number of recent votes whose mean duration is used."""
+"""The duration of a vote is averaged over this many votes."""
 _LONGEST_S = 0.25
-"""Maximum number of seconds between two votes."""
 
 
 def interval(vote_s: float, step_s: float) -> int:
-    """Return the number of steps from one vote to the next, given how many seconds a vote and a step take."""
+    """Return the number of steps between votes, given the durations of a vote and of a step."""
     most = max(1, int(_LONGEST_S / step_s)) if step_s > 0 else 1
     return min(most, snapshot_taking.interval(vote_s, step_s))
 
@@ -134,16 +126,15 @@ def interval(vote_s: float, step_s: float) -> int:
 class Pace:
     def __init__(self) -> None:
         self.agreed, self.next = 1, 0
-        """The interval agreed on in the last vote, and the step of the next vote."""
+        """The interval on which the ranks have agreed, and the step of the next vote."""
         self._votes_s: collections.deque[float] = collections.deque(maxlen=_VOTES)
 
     @contextlib.contextmanager
     def voting(self) -> Iterator[None]:
-        """Measure the vote in this block."""
         begun = time.monotonic()
         yield
         self._votes_s.append(time.monotonic() - begun)
 
     def interval(self, step_s: float) -> int:
-        """Return the interval that this rank proposes; 1 until enough votes have been measured."""
+        """Return the interval that this rank proposes, which is 1 until enough votes have been measured."""
         return interval(statistics.fmean(self._votes_s), step_s) if len(self._votes_s) == _VOTES else 1

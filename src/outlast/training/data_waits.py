@@ -1,7 +1,4 @@
-"""Waits for data in training, and a warning if they are long.
-
-A stream measures its waits (`timed`), the session writes them to the ledger with its steps, and `Stalls` decides when to warn.
-"""
+"""Measures how long training waits for data. The session writes these times to the ledger, and `Stalls` warns about long ones."""
 
 from __future__ import annotations
 
@@ -15,10 +12,10 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""Minimum duration of a stall in seconds: a shorter wait is only the hand-over from the read-ahead thread."""
+"""Shorter waits are only the hand-over from the read-ahead thread."""
 _LOOK_S = 60.0
 _MUCH = 0.2
-"""Minimum share of a period spent waiting that causes a warning; arbitrary."""
+"""Waiting for more than this share of a period causes a warning; arbitrary."""
 _QUIET_S = 900.0
 
 
@@ -33,7 +30,7 @@ class Waits(Protocol):
 
 
 def timed(batches: Generator[T, None, None], reader: Waits) -> Iterator[T]:
-    """Yield `batches`, and add the time spent waiting for each to `reader.waited_s`."""
+    """Yield `batches`, and add the time spent waiting to `reader.waited_s`."""
     with contextlib.closing(batches):
         while True:
             begun = time.monotonic()
@@ -54,17 +51,14 @@ class Stalls:
         self._warned = float("-inf")
 
     def since(self, now: float, readers: Sequence[Waits]) -> tuple[float, str]:
-        """Return the seconds that steps have waited for all readers since the last call, and any due warning (else "")."""
+        """Return the seconds of waiting since the last call, and a warning if one is due, or an empty string."""
         waited = sum(reader.waited_s for reader in readers)
         previous, self._reported = self._reported, waited
         remedy = max(readers, key=lambda reader: reader.waited_s).remedy if readers else ""
         return waited - previous, self.warning(now, waited, remedy)
 
     def warning(self, now: float, waited: float, remedy: str) -> str:
-        """Return the warning if training has waited for much of the last period, otherwise an empty string.
-
-        `waited` is the total so far, in seconds.
-        """
+        """Return a warning if much of the last period was spent waiting, or an empty string. `waited` is the total in seconds."""
         if (period := now - self._since) < _LOOK_S:
             return ""
         share, first = (waited - self._waited) / period, self._since == self._first

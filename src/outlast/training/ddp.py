@@ -9,12 +9,11 @@ import torch
 from torch.nn.parallel import DistributedDataParallel
 
 wrapped: weakref.WeakSet[DistributedDataParallel] = weakref.WeakSet()
-"""The modules passed to `settle`; `own_time` measures their waits."""
+"""Modules passed to `settle`, whose waits `own_time` measures."""
 
 
 def wrap(model: torch.nn.Module, device: torch.device, **options: Any) -> DistributedDataParallel:
-    """`DistributedDataParallel(model, **options)` on `device`, with its final gradient buckets from the first step on. A
-    collective."""
+    """Wrap a model in DDP on `device`, with the final gradient buckets from the first step on. A collective."""
     net = DistributedDataParallel(model.to(device), device_ids=None if device.index is None else [device.index], **options)
     settle(net)
     return net
@@ -31,10 +30,8 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by running an empty backward pass.
-
-    Gradients and weights are unchanged. Does nothing if the module is not wrapped in DDP. A collective.
-    """
+    """Give DDP its final gradient buckets before the first step, by an empty backward pass. A collective. Gradients are None
+    afterwards. Does nothing if the module is not wrapped in DDP."""
     if not isinstance(net, DistributedDataParallel):
         return
     wrapped.add(net)

@@ -5,8 +5,7 @@
     with device.of(x.device).autocast(torch.bfloat16):
         ...
 
-An accelerator in `outlast.job.accelerators` whose torch module is like `torch.cuda` needs nothing here; any other accelerator
-gets a subclass of `Device`, named in `_SPECIAL`. The CPU is a device as well, so callers need no special case for it.
+Accelerators whose torch module differs from `torch.cuda` have a subclass of `Device` in `_SPECIAL`.
 """
 
 from __future__ import annotations
@@ -28,7 +27,6 @@ from outlast.job import accelerators
 
 
 def versions() -> dict[str, str]:
-    """Return the versions of the software that training uses here, by name."""
     found = {"outlast": __version__, "Python": platform.python_version(), "torch": str(torch.__version__)}
     return found | ({"CUDA": torch.version.cuda} if torch.version.cuda else {})
 
@@ -55,12 +53,11 @@ class Device:
         return self._module is not None and bool(self._module.is_available())
 
     def bind(self, index: int) -> torch.device:
-        """Make device `index` the current device of this process."""
+        """Make device `index` this process's current device."""
         self._module.set_device(index)
         return torch.device(self.type, index)
 
     def name(self) -> str:
-        """Return the model name of the current device."""
         return str(self._module.get_device_name())
 
     def peak_flops(self) -> float | None:
@@ -81,20 +78,17 @@ class Device:
         return tensor.pin_memory() if self.pins and tensor.device.type == "cpu" else tensor
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Allocate CPU memory for a copy of a tensor on the device, pinned if that makes the copy faster.
-
-        Memory for a device other than the current one is not pinned: copies into pinned memory run in the background, and
-        `synchronize` waits only for the current device's copies.
-        """
+        """Allocate CPU memory for a copy of a device's tensor, pinned if that makes the copy faster. Memory for a device other
+        than the current one is not pinned, since `synchronize` would not wait for its copies, which run in the background."""
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
     def place(self, tensor: torch.Tensor) -> int:
-        """Return a number that is the same for tensors on this device that share memory."""
+        """Return a number that is equal for tensors on this device that share memory."""
         return tensor.data_ptr()
 
     def seed(self, seed: int) -> None:
-        """Seed torch's random number generators: the CPU's and the current device's."""
+        """Seed torch's generators for the CPU and the current device."""
         torch.manual_seed(seed)
         self._module.manual_seed(seed)
 
@@ -109,13 +103,13 @@ class Device:
         self._module.synchronize()
 
     def copy_stream(self) -> CopyStream | None:
-        """Return a stream for copies to the CPU in parallel with the computation, or None if the device has no streams."""
+        """Return a stream for copies in parallel with the computation, or None if the device has no streams."""
         module = self._module
         names = ("Stream", "Event", "stream", "current_stream")
         return CopyStream(module) if all(hasattr(module, name) for name in names) else None
 
     def register(self, memory: torch.Tensor) -> bool:
-        """Pin CPU memory that was allocated elsewhere, for faster copies. Returns whether the memory is pinned."""
+        """Pin CPU memory that was allocated elsewhere, for faster copies. Returns whether it is pinned."""
         return False
 
     def unregister(self, memory: torch.Tensor) -> None:
@@ -126,7 +120,7 @@ class Device:
 
 
 class CopyStream:
-    """A stream that runs one batch of copies at a time in parallel with the current device's computation."""
+    """Runs one batch of copies at a time in parallel with the current device's computation."""
 
     def __init__(self, module: Any) -> None:
         self._module, self._stream, self._index = module, module.Stream(), module.current_device()
@@ -134,18 +128,18 @@ class CopyStream:
         """The event at the end of the copies; None after `wait`."""
 
     def covers(self, tensor: torch.Tensor) -> bool:
-        """Return whether a tensor is on this stream's device. `wait` does not wait for copies from other devices."""
+        """Return whether a tensor is on this stream's device, so that `wait` waits for its copies."""
         return tensor.device.type != "cpu" and tensor.device.index == self._index
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies on the current stream, from the second tensor of each pair into the first."""
+        """Queue copies of each pair's second tensor into the first on the current stream."""
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Run copies that are queued in the block after the computation that is queued before the block."""
+        """Run copies queued in the block after the computation queued before it."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield
@@ -153,7 +147,7 @@ class CopyStream:
         self._copied.record(self._stream)
 
     def before_changes(self) -> None:
-        """Make computation that is queued from now on wait for the copies, since it may change their sources."""
+        """Make later computation wait for the copies, since it may change their sources."""
         if (copied := self._copied) is not None:
             self._module.current_stream().wait_event(copied)
 
@@ -233,10 +227,8 @@ class _Neuron(Device):
 
 
 class _Xla(Device):
-    """torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one device.
-
-    XLA's process group accepts only tensors on XLA devices; the session has a separate group for the CPU.
-    """
+    """Devices of torch_xla: TPUs, and Trainium with an SDK before TorchNeuron. A process has exactly one of them. XLA's process
+    group accepts only tensors on XLA devices, so the session has a separate group for the CPU."""
 
     pins = False
 
@@ -285,13 +277,12 @@ class _Xla(Device):
 
 
 _SPECIAL: dict[str, type[Device]] = {"cuda": _Cuda, "neuron": _Neuron, "xla": _Xla}
-"""The classes for torch modules that differ from `torch.cuda`, by torch's device type."""
 CPU = _Cpu()
 
 
 @functools.cache
 def _imported(package: str) -> bool:
-    """Import the package that adds a device to torch. Returns whether the package is installed."""
+    """Import the package that adds a device to torch. Returns False if it is not installed."""
     try:
         return bool(package and importlib.import_module(package))
     except ModuleNotFoundError as error:
@@ -302,10 +293,8 @@ def _imported(package: str) -> bool:
 
 @functools.cache
 def _has_xla() -> bool:
-    """Return whether torch_xla has an accelerator or $PJRT_DEVICE requests its CPU.
-
-    The result is cached, since torch_xla sets the variable itself.
-    """
+    """Return whether torch_xla has an accelerator or $PJRT_DEVICE asks for its CPU. Cached, since torch_xla sets $PJRT_DEVICE,
+    too."""
     forced = "PJRT_DEVICE" in os.environ
     return _imported("torch_xla") and (forced or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
 
@@ -320,7 +309,7 @@ def find() -> Device:
 
 
 def join(backend: str) -> bool:
-    """Join the process group that the environment describes, or a world of one. Returns False if a library has already joined."""
+    """Join the environment's process group, or a world of one. Returns False if a library has already joined a group."""
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:
@@ -331,17 +320,14 @@ def join(backend: str) -> bool:
 
 
 def of(where: torch.device) -> Device:
-    """Return the device of tensors on `where`."""
+    """Return the `Device` of tensors on `where`."""
     row = accelerators.DEVICES.get(where.type)
     return CPU if where.type == "cpu" else _made(row) if row else Device(where.type)
 
 
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
-    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster.
-
-    Ranks on different hardware must use the same type. Pass `run.gather` in that case: `auto` is then bfloat16 only if that is
-    faster on all ranks. A collective if `gather` is given.
-    """
+    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster. Ranks
+    on different hardware must pass `run.gather`, a collective: `auto` is then bfloat16 only if it is faster on all."""
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
 

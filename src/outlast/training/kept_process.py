@@ -1,9 +1,8 @@
-"""Decides whether a training process continues in the next world instead of being replaced, and prepares it for that.
+"""Lets a training process continue in the next world, instead of being replaced, if its script allows that.
 
 At a planned change of the world, the ranks save, close their groups and wait. The agent gives each process its place in the next
-world, and the session opens again in the same process. It loads its state as in a new process, so the bits are the same. A
-waiting process can be killed at any time: its state is saved, and a new process takes its place. Reasons:
-docs/decisions/0072-survivors-keep-their-process.md.
+world, where the session opens again and loads its state like a new process. A waiting process can be killed at any time, since
+its state is saved. See docs/decisions/0072-survivors-keep-their-process.md.
 """
 
 from __future__ import annotations
@@ -36,42 +35,40 @@ from outlast.worker.launch import os_calls, script_files, training_process
 log = logging.getLogger("outlast")
 
 _PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
-"""Initial and maximum interval, in seconds, between checks for the place in the next world."""
+"""Shortest and longest interval between checks for the place in the next world."""
 _BACKENDS = "gloo", "nccl"
 _OPTIONS = {"broadcast_buffers", "bucket_cap_mb", "dim", "find_unused_parameters", "gradient_as_bucket_view"}
-"""DDP options that have the same meaning when DDP is initialized again."""
+"""DDP options that may be passed again when DDP is initialized again."""
 _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resume("
 
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A session's facts about its script, before the first batch and before waiting. The defaults let the process continue."""
+    """A session's knowledge of its script. The default values let the process continue."""
 
     agent: bool = True
-    """True if an agent gives this process its place in the next world."""
+    """True if an agent has started this process."""
     calls: Sequence[str] = (_DDP, _RESUME)
-    """The session's calls since it was opened, in order."""
     collectives: int | None = 0
-    """Number of other collectives since the session was opened; None if they cannot be counted."""
+    """Number of other collectives since the session was opened; None if unknown."""
     groups: int = 1
-    """Number of process groups besides the session's own."""
+    """Number of process groups other than the session's own."""
     streams: int = 1
-    """Number of Streams that were passed to `resume`; 0 while `for batch in stream` has read none."""
+    """Number of Streams in the state; 0 while `for batch in stream` has read none."""
     foreign: Sequence[str] = ()
-    """Names, in the state, of objects that are bound to this world and cannot move to another, such as FSDP2's modules."""
+    """Names of objects in the state that are bound to this world, such as FSDP2's modules."""
     hooks: bool = False
     """True if a module wrapped by `run.ddp` has hooks, or options that add hooks or name a process group."""
     backend: str = "gloo"
-    """Backend of the process group."""
     compiled: bool = False
-    """True if torch has compiled code in this process: for new shapes, it would compile differently than in a new process."""
+    """True if torch has compiled code in this process, since a new process would compile it differently for new shapes."""
     thread: bool = False
     """True if a thread other than the session's reads the Stream."""
 
 
 def refusal(facts: Facts) -> str:
-    """Return why the process cannot continue in the next world, or an empty string if it can. In each collective before their
-    first batch, new processes wait for the others, so only `run.ddp` and `run.resume` may call one."""
+    """Return why the process cannot continue in the next world, or an empty string if it can. A new process waits in each
+    collective before its first batch, and a kept process repeats only those of `run.ddp` and `run.resume`."""
     *first, last = facts.calls or [""]
     others = [call for call in first if call != _DDP] or [last][: not last.startswith(_RESUME)]
     if not facts.agent:
@@ -98,14 +95,14 @@ def refusal(facts: Facts) -> str:
 
 
 class Keeper:
-    """The part of a session that outlives a world, so that its process can continue in the next one."""
+    """The part of a session that outlives a world if its process continues in the next one."""
 
     def __init__(self) -> None:
         self.models: list[tuple[DistributedDataParallel, Mapping[str, Any]]] = []
         self.departure: int | None = None
-        """The saved step after which this process leaves its world at the next batch; None if it stays."""
+        """The saved step after which this process leaves its world; None if it stays."""
         self.refusal: str | None = None
-        """Why the process cannot continue in the next world, an empty string if it can, or None before the first batch."""
+        """Why the process cannot continue in the next world; empty if it can, None before the first batch."""
         self.warning = ""
         self._facts = Facts()
         self._thread = threading.get_ident()
@@ -114,23 +111,20 @@ class Keeper:
         self._mixed = False
         """True if a process in this world was started in an earlier one."""
         self._opened_at = self._resumes_at = _counted()
-        """The number of collectives when the session was opened, and when its `resume` began; None if they cannot be counted."""
+        """Number of collectives when the session was opened, and when its `resume` began; None if unknown."""
         self._own = 0
 
     def opened(self, meet: Callable[[str, float], Sequence[float]]) -> None:
         """Start counting the calls before the first batch. Raises OutlastError if only some ranks keep their processes. A
-        collective.
-
-        While kept processes may make other calls than new ones, a mistake in the script restarts the world with new processes
-        instead of ending the job.
-        """
+        collective. If kept and new processes make different calls before the second batch, the world restarts instead of ending
+        the job."""
         self._mixed = any(meet(_OPEN, training_process.kept))
         deadlocks.watch().call = ""
         deadlocks.watch().code = Exit.FAILED if self._mixed else Exit.MISCONFIGURED
         self._calls, self._own, self._batches, self._opened_at = [], 0, 0, _counted()
 
     def meet(self, calls: Calls, call: str, position: int, numbers: Sequence[float]) -> list[float]:
-        """Like `Calls.meet`; also records the call. A collective."""
+        """Record a call, and make it with `Calls.meet`. A collective."""
         if self.refusal is None:
             self._calls.append(call)
         if call.startswith(_RESUME):
@@ -138,7 +132,7 @@ class Keeper:
         return calls.meet(call, position, numbers)
 
     def wrap(self, model: torch.nn.Module, device: torch.device, options: Mapping[str, Any]) -> DistributedDataParallel:
-        """Like `ddp.wrap`; also records the model. A collective."""
+        """Wrap and record the model. A collective."""
         before = _counted()
         net = ddp.wrap(model, device, **options)
         self._own += _difference(before)
@@ -148,30 +142,29 @@ class Keeper:
         return net
 
     def wrap_again(self, device: torch.device, meet: Callable[[str], object]) -> None:
-        """Bind all models to the current world, with the same collectives as in a new process."""
+        """Bind all models to the current world, with the collectives of a new process."""
         for net, options in self.models:
             meet(_DDP)
             ddp.wrap_again(net, device, **options)
 
     def resumed(self, state: Mapping[str, Any], between: Callable[[], bool]) -> None:
-        """Have a state's Streams call `between`, which may change the world, before each batch."""
+        """Make a state's Streams call `between`, which may change the world, before each batch."""
         self._own += _difference(self._resumes_at)
         for thing in state.values():
             if isinstance(thing, Stream):
                 thing._between = between
 
     def resume(self, resume: Callable[[Mapping[str, Any]], int], state: Mapping[str, Any], step: int) -> None:
-        """Have `resume` load the state saved at `step`. Raises NotRestored if it loads another step. A collective."""
+        """Load the state saved at `step`. Raises NotRestored if `resume` loads another step. A collective."""
         with same_groups(state):
             restored = resume(state)
         if restored != step:
             raise NotRestored(f"step {step} was saved, and only step {restored} can be read; the next start goes on there")
 
     def before_batch(self, state: Mapping[str, Any], meet: Callable[[str], object]) -> str:
-        """Decide before the first batch whether this process can continue in the next world. If not, returns a warning, once.
-
-        If a world has kept processes, its first batch is a collective, which new processes cannot pass with any other call.
-        """
+        """Decide before the first batch whether this process can continue in the next world, and return a warning once if it
+        cannot. In a world with kept processes, the first batch is a collective, so a new process that makes another call is
+        detected."""
         self._batches, known = self._batches + 1, self.warning
         if self._batches > 1:
             deadlocks.watch().code = Exit.MISCONFIGURED
@@ -222,7 +215,7 @@ class Keeper:
 
 @contextlib.contextmanager
 def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
-    """Load a state, but keep each optimizer's parameter groups, which the script may reference and torch would replace."""
+    """Keep each optimizer's parameter groups while the block loads a state, since the script may refer to them."""
     optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
     held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
     yield
@@ -238,7 +231,7 @@ def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
 
 
 def _counted() -> int | None:
-    """Return the number of collectives so far in the script's groups; None if they cannot be counted."""
+    """Return the number of collectives in the script's groups so far, or None if unknown."""
     counts = deadlocks.watch().begun()
     return sum(counts.values()) if counts else None
 
@@ -248,7 +241,7 @@ def _difference(before: int | None) -> int:
 
 
 def _bound(thing: Any, models: Sequence[DistributedDataParallel]) -> bool:
-    """Return whether an object in a state is bound to its world by anything but these models."""
+    """Return whether an object is bound to its world by anything but these models."""
     if isinstance(thing, torch.nn.Module):
         parts = list(thing.modules())
         tensors = [*thing.parameters(), *thing.buffers()]
@@ -264,7 +257,7 @@ def _hooks(model: DistributedDataParallel) -> bool:
 
 
 def _compiled(state: Mapping[str, Any]) -> bool:
-    """Return whether torch has compiled code in this process, or will do so."""
+    """Return whether torch has compiled code in this process, or will."""
     dynamo = sys.modules.get("torch._dynamo.convert_frame")
     modules = [part for thing in state.values() if isinstance(thing, torch.nn.Module) for part in thing.modules()]
     return bool(dynamo and getattr(dynamo, "FRAME_COUNTER", 1)) or any(

@@ -1,5 +1,4 @@
-"""Shared parts of the integrations with training libraries: `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and
-`outlast.torchtitan`."""
+"""Shared parts of `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and `outlast.torchtitan`."""
 
 from __future__ import annotations
 
@@ -12,7 +11,7 @@ if TYPE_CHECKING:
 
 
 def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
-    """Return the first of an object's methods that is missing or lacks parameters that we use, or an empty string."""
+    """Return the first of `hooks` that `owner` lacks or has with other parameters, or an empty string."""
     for name, parameters in hooks.items():
         method = getattr(owner, name, None)
         if method is None or not set(parameters) <= set(inspect.signature(method).parameters):
@@ -23,11 +22,11 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
 SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
-"""Parameters of `Session.log`; a logged value cannot have these names."""
+"""A logged value cannot have the name of a parameter of `Session.log`."""
 
 
 def split(accelerator: Any) -> str:
-    """Return why Accelerate's `accelerator` does not have a whole model on each rank; empty if it does."""
+    """Return why a rank of Accelerate's `accelerator` does not have a whole model, or an empty string if it does."""
     mesh = getattr(accelerator, "parallelism_config", None)
     if mesh is None or mesh.non_data_parallel_size == 1:
         return ""
@@ -35,10 +34,7 @@ def split(accelerator: Any) -> str:
 
 
 def boundary(run: Session, step: int, *, measured_later: bool) -> bool:
-    """End a step. Returns whether a checkpoint is due that must wait for the step's evaluation. A collective.
-
-    With `measured_later`, an evaluation follows that ranks checkpoints, so the caller saves the due checkpoint after it.
-    """
+    """End a step. With `measured_later`, return whether the caller must save after the step's evaluation. A collective."""
     if not measured_later:
         run.boundary(step)
     elif run.interrupted():

@@ -1,8 +1,7 @@
 """`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-Rank 0 appends. When a run resumes from an earlier step, the lines for later steps are cut off, because these steps are repeated.
-If workers have separate disks, every disk has the lines up to its newest checkpoint (`Copy`), so that rank 0 may run on any
-worker after a restart.
+A run that resumes from an earlier step cuts off the lines of later steps, which it repeats. If workers have separate disks, every
+disk has the lines up to its newest checkpoint, so rank 0 may run on any worker after a restart.
 """
 
 from __future__ import annotations
@@ -37,7 +36,7 @@ def append(path: Path, line: dict[str, Any]) -> None:
 
 
 def truncate_after(path: Path, step: int) -> None:
-    """Remove lines for steps after `step`, and any partial line left by a killed process."""
+    """Remove the lines after `step`, and any partial line left by a killed process."""
     if not path.exists() or not path.stat().st_size:
         return
     with path.open("r+b") as file:
@@ -49,7 +48,7 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _is_up_to(line: bytes, step: int) -> bool:
-    """Return whether a line is complete and its step is `step` or earlier."""
+    """Return whether a line is complete and not later than `step`."""
     try:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
@@ -57,7 +56,7 @@ def _is_up_to(line: bytes, step: int) -> bool:
 
 
 def last(path: Path, name: str, step: int) -> float | None:
-    """Return the newest value of `name` that was logged up to `step`, or None."""
+    """Return the newest value of `name` logged up to `step`, or None."""
     if not path.exists() or not path.stat().st_size:
         return None
     key = json.dumps(name).encode() + b":"
@@ -76,7 +75,6 @@ def last(path: Path, name: str, step: int) -> float | None:
 _BLOCK = 1 << 20
 _MOST_RECENT = 1 << 20
 _MOST = 64 << 20
-"""Maximum number of bytes sent to other disks with one save."""
 
 
 @dataclass(frozen=True)
@@ -88,20 +86,18 @@ class News:
 
 
 class Copy:
-    """`metrics.jsonl` on one of several disks, kept equal to rank 0's."""
+    """`metrics.jsonl` on one of several disks, kept equal to rank 0's file."""
 
     def __init__(self, path: Path) -> None:
         self.path = path
         self.same = 0
-        """Number of leading bytes known to be the same as rank 0's."""
+        """Number of leading bytes known to equal those of rank 0's file."""
         self.everywhere = 0
-        """On rank 0, the number of leading bytes that all disks are known to have."""
+        """On rank 0, the number of leading bytes known to be on all disks."""
 
     def even_out(self, disks: Disks, step: int) -> str:
-        """Remove the lines for steps after `step`, and copy the file with the most remaining steps to all disks.
-
-        Returns why the copy failed on this rank, or an empty string. A collective of the leaders, in the training thread.
-        """
+        """Remove the lines after `step`, and copy the file with the most remaining steps to all disks. Returns why this failed on
+        this rank, or an empty string. A collective of the leaders, in the training thread."""
         problem, own = "", (-1, 0, 0)
         try:
             truncate_after(self.path, step)
@@ -128,7 +124,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Return the lines that other disks may lack, for a snapshot; empty if the lines are unreadable or too long."""
+        """Return lines for a snapshot that other disks may lack; empty if they are unreadable or too long."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -138,7 +134,7 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append the lines from a snapshot, up to `step`, that this disk lacks. Raises OSError."""
+        """Append the lines up to `step` that this disk lacks. Raises OSError."""
         truncate_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
@@ -146,7 +142,7 @@ class Copy:
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """Return the last step in the file, the file's size in bytes, and its crc32."""
+        """Return the file's last step, its size in bytes, and its crc32."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:
@@ -162,7 +158,7 @@ class Copy:
         return step, size, crc
 
     def resumed(self, step: int, disks: Disks, lines: str) -> None:
-        """Drop the steps after `step`, and make the file the same on all disks, with the `lines` from a snapshot. A collective of
+        """Remove the lines after `step`, add the `lines` of a snapshot, and make the files on all disks equal. A collective of
         the leaders."""
         if not disks.several and disks.rank == 0:
             with contextlib.suppress(OSError):  # the file may then have some steps twice
@@ -210,11 +206,10 @@ class Screen:
         self._step = 0
         self._steps: Callable[[], int | None] = lambda: None
         self._values: dict[str, float] = {}
-        """The newest value logged under each name since the last line was printed."""
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Add `values` to the next line, and print the line if it is due. `steps` returns the run's total number of steps."""
+        """Add `values` to the next line, and print it if it is due. `steps` returns the run's number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

@@ -1,7 +1,6 @@
 """Mistakes in training scripts, and their error messages.
 
-Each check inspects a script's arguments to a session. It raises OutlastError if the run would train on the wrong samples or save
-an incomplete state without any other error. `Session` checks as early as a mistake can be detected.
+Each check raises OutlastError if the run would train on the wrong samples or save an incomplete state without any other error.
 """
 
 from __future__ import annotations
@@ -29,11 +28,10 @@ State = Mapping[str, Any]
 Method = TypeVar("Method", bound=Callable[..., Any])
 
 _LENGTHS = ("total_steps", "T_max", "total_iters")
-"""Attributes in which torch's schedulers store their number of steps."""
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Decorate a public method: arguments that do not fit its signature raise OutlastError, which quotes `example`."""
+    """Make a public method raise OutlastError, which quotes `example`, for arguments that do not fit its signature."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -83,7 +81,7 @@ def check_mapping(state: Any) -> None:
 
 
 def check_sharding(state: State) -> None:
-    """If several ranks share one copy of a model, make the state's streams raise OutlastError when they are read."""
+    """Make reading the state's streams raise OutlastError if several ranks share one copy of a model."""
     problem = next((problem for name, thing in state.items() if (problem := _sharding_problem(name, thing))), "")
     for stream in streams_of(state):
         stream.not_shardable = problem
@@ -98,7 +96,7 @@ def _sharding_problem(name: str, thing: Any) -> str:
     for part in thing.modules():
         if isinstance(part, FSDPModule):
             state: Any = part._get_fsdp_state()
-            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # one, in older torch
+            for group in getattr(state, "_fsdp_param_groups", None) or [state._fsdp_param_group]:  # older torch has one
                 if group is not None:
                     groups.append(group.mesh_info.mesh.size())
                     sharded.update(id(parameter) for parameter in part.parameters())
@@ -114,18 +112,17 @@ def _sharding_problem(name: str, thing: Any) -> str:
 
 
 def streams_of(state: State) -> list[Stream | Stateful]:
-    """Return the streams and loaders in a state."""
     return [thing for thing in state.values() if isinstance(thing, Stream | Stateful)]
 
 
 def described(state: State) -> list[str]:
-    """Return the names in a state, with fingerprints of its data. All ranks must have the same result."""
+    """Return the names in a state, with fingerprints of its data, which must be the same on all ranks."""
     prints = {name: thing.fingerprint for name, thing in state.items() if isinstance(thing, Stream)}
     return [f"{name} over data {prints[name]}" if prints.get(name) else name for name in state]
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """Return the number of steps of each scheduler in a state, by name and attribute."""
+    """Return each scheduler's number of steps, by name and attribute."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -134,11 +131,8 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a warning if a resumed run has a new batch size, otherwise an empty string.
-
-    `made` is the result of `lengths` before the resume. Raises OutlastError if a scheduler was saved with a number of steps that
-    the new batch size changes.
-    """
+    """Return a warning if a resumed run has a new batch size, or an empty string. `made` has the `lengths` before the resume.
+    Raises OutlastError if the new batch size changes the number of steps with which a scheduler was saved."""
     warning = ""
     for stream in streams_of(state):
         if stream.saved_with is None or stream.saved_with[0] == stream.batch:
@@ -159,7 +153,7 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, before: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read was not saved. `before` is the result of `saves` before the capture."""
+    """Raise OutlastError if a stream that is being read was not saved. `before` has the `saves` before the capture."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(

@@ -1,8 +1,7 @@
-"""A rank's own time per step: the step's duration minus the time in collectives. `job.slow_ranks` uses it to find slow ranks.
+"""Measures a rank's own time per step, without the time in collectives, from which `job.slow_ranks` finds slow ranks.
 
-Waits in the session's calls are known (`Calls.waited_s`). In every n-th step, DDP's logger measures how long the
-backward pass waits for the last gradients, by the clock on a CPU and by events on a GPU: this is the communication time minus
-its overlap with computation. A step's numbers are available once the next step's forward pass has begun. See
+In every n-th step, DDP's logger measures how long the backward pass waits for the last gradients, by the clock on a CPU and by
+events on a GPU. The numbers are available once the next step's forward pass has begun. See
 docs/decisions/0067-slow-and-differing-ranks.md.
 """
 
@@ -29,14 +28,12 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples on a CPU and on a GPU. Reading a GPU's times waits for its stream, and these times vary less."""
+"""Seconds between two samples on a CPU and on a GPU, where reading the times waits for the stream."""
 _RATE = 100
 """Maximum number of steps between two samples, as in torch."""
 
 
 class OwnTimes:
-    """This rank's own times, and the world's slow ranks."""
-
     def __init__(
         self, calls: Calls, gather: Callable[[Any], list[Any]], ledger: Ledger, report: Callable[..., None], *, gpu: bool
     ) -> None:
@@ -44,15 +41,15 @@ class OwnTimes:
         self._clock = time.monotonic
         self._windows: collections.deque[slow_ranks.Window] = collections.deque(maxlen=slow_ranks.WINDOWS)
         self._named: dict[int, float] = {}
-        """The slow ranks, each with the fraction by which its own time exceeds the others'."""
+        """The slow ranks, each with the fraction by which its own time exceeds the other ranks' median."""
         self.begin({})
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Begin a window, with the modules and streams of this state; the time since the last step does not count as a step."""
+        """Begin a window for the streams in `state`. The time since the last step does not count as a step."""
         self._work = _work(state, self._calls.ranks)
         self._last: tuple[float, float] | None = None
         self._step: tuple[float, float] | None = None
-        """Seconds that the last step took, and how many of them it spent in the session's calls."""
+        """Seconds that the last step took, and seconds that it spent in the session's calls."""
         self._count = self._next = self._missed = self._iteration = self._rate = 0
         self._samples: list[float] = []
         self._opened = self._clock()
@@ -62,7 +59,7 @@ class OwnTimes:
         return self._calls.rank == 0 and len(self._samples) >= _LEAST and self._clock() - self._opened >= WINDOW_S
 
     def step(self, record: Progress, *, compare: bool) -> None:
-        """Record the end of a step. With `compare`, the window ends, and the call is a collective."""
+        """Record the end of a step. With `compare`, also end the window, as a collective."""
         self._sample()
         if compare:
             self._compare(record)
@@ -88,7 +85,7 @@ class OwnTimes:
             self._samples.append(max(0.0, step_s - in_collectives_s))
 
     def _choose_rate(self, step_s: float) -> int:
-        """Return the number of steps between samples, after setting it in DDP."""
+        """Choose the number of steps between samples, and set it in DDP."""
         every_s = _EVERY_GPU_S if self._gpu else _EVERY_S
         rate = min(_RATE, max(1, round(every_s / max(step_s, 1e-6))))
         if self._rate and self._rate / 2 < rate < self._rate * 2:
@@ -98,7 +95,7 @@ class OwnTimes:
         return rate
 
     def _compare(self, record: Progress) -> None:
-        """End the window, and name the ranks whose own time exceeds the others'. A collective."""
+        """End the window, and report ranks that have become slow or have stopped being slow. A collective."""
         samples, self._samples, self._opened = self._samples, [], self._clock()
         own_s, error_s = slow_ranks.measured(samples) if len(samples) >= _LEAST else (0.0, 0.0)
         every = self._gather((own_s, error_s, int(os.environ.get(Env.WORKER, record.rank)), os.environ.get(Env.NODE, "")))
@@ -114,7 +111,7 @@ class OwnTimes:
 
 
 def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
-    """Return the number of micro-batches, or of samples, in each rank's share of a batch."""
+    """Return the number of micro-batches, or samples, in each rank's share of a batch."""
     for stream in (thing for thing in state.values() if isinstance(thing, Stream)):
         shares = [share_of(-(-stream.batch // (stream.microbatch or 1)), ranks, rank) for rank in range(ranks)]
         return [max(1, end - start) for start, end in shares]
@@ -122,7 +119,7 @@ def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
 
 
 def _backward_wait_s(stats: Sequence[Mapping[str, Any]]) -> float | None:
-    """Return the seconds that a step's backward passes waited for gradients; None if DDP has not measured them."""
+    """Return the seconds that backward passes waited for gradients, or None if DDP has not measured them."""
     trained = [each for each in stats if each.get("backward_comm_time")]
     waits = [each["backward_comm_time"] - each.get("backward_compute_comm_overlap_time", 0) for each in trained]
     return max(0, sum(waits)) / 1e9 if waits else None

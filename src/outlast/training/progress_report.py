@@ -1,4 +1,4 @@
-"""Progress reports from scripts that have no session: `progress` reports the step. Needs no torch."""
+"""Reports the step of a script that has no session. This module needs no torch."""
 
 from __future__ import annotations
 
@@ -16,8 +16,6 @@ from outlast.job.workerfiles.progress_file import Progress, Writer
 
 
 class _Reported:
-    """The progress that this process has reported."""
-
     def __init__(self) -> None:
         self.lock = threading.Lock()
         self.pid = 0

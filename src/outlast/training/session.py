@@ -11,9 +11,9 @@
             if leaving or run.due(step):
                 run.save(step)
 
-This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). Invariants: a run that is killed
-and resumed with the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step
-whether to save and whether to leave.
+This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). A run that is killed and resumed with
+the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step whether to save and
+whether to leave.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy", "_own")
 _LAST_SAVE_S = 10.0
-"""Seconds to wait for the save in progress when a process ends with an exception; arbitrary."""
+"""Seconds to wait for the save in progress if a process ends with an exception; arbitrary."""
 
 
 def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
@@ -78,9 +78,9 @@ def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> S
     not printed.
 
     With `keep_process`, a planned change of the world ends only the processes of workers that leave: `save` returns, and the next
-    batch comes in the next world. `rank`, `world_size` and `generation` then have new values. What `resume` was given is loaded
-    again, everything else stays as it is: nothing made before the loop may depend on rank or size. All ranks pass the same value.
-    If a process cannot go on in the next world, a warning says why, and each change replaces it as without `keep_process`.
+    batch comes in the next world, with new values of `rank`, `world_size` and `generation`. The state passed to `resume` is
+    loaded again, and everything else stays as it is, so nothing made before the loop may depend on rank or size. All ranks pass
+    the same value. If a process cannot go on in the next world, a warning says why, and each change replaces the process.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
     exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
@@ -92,9 +92,9 @@ def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> S
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
     """Open the session of a process in which a library has already joined a process group and seeded the generators.
 
-    The process group stays open at the end; if there is none, the world has one rank. `output` is the directory of checkpoints,
-    metrics and results outside a job; the default is the same as for `open`. `batch` is the number of samples per step: a job's
-    later worlds only have sizes whose ranks can share it equally. Otherwise like `open`. A collective.
+    The process group stays open at the end; if there is none, the world has one rank. `output` is the output directory outside a
+    job. `batch` is the number of samples per step: a job's later worlds only have sizes whose ranks can share it equally.
+    Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
 
@@ -111,16 +111,16 @@ class Session:
     device: torch.device
     """This rank's accelerator, or the CPU."""
     generation: int
-    """Which world of this run this is, counting from 1. A new world forms each time the run starts or its set of workers changes,
-    but not after a crash in which the same workers restart their processes."""
+    """Number of this world in the run, counting from 1. A new world forms each time the run starts or its set of workers changes,
+    but not when the same workers restart their processes after a crash."""
     output: Path
     """Directory of the run's checkpoints, metrics and results. If workers have separate disks, every disk has the checkpoints and
     metrics, and rank 0's disk has the results."""
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds left to save and leave, as of the last `interrupted`: the minimum over all workers, the same on all ranks. Infinity
-    while no worker is interrupted. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
+    """Seconds left to save and leave, as of the last `interrupted`; infinity while no worker is interrupted. All ranks have the
+    same value, the minimum over all workers. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(
         self, seed: int, quiet: bool, *, attached: bool = False, output: Path | None = None, batch: int = 0, keeps: bool = False
@@ -132,10 +132,9 @@ class Session:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin in the world that the environment describes."""
         env = os.environ
         self._joined = False
-        """Whether this session itself has joined the process group, and so leaves it at the end."""
+        """True if this session has joined the process group itself, and so leaves it at the end."""
         self.rank, self.world_size = int(env.get("RANK", 0)), int(env.get("WORLD_SIZE", 1))
         self.local_rank = int(env.get("LOCAL_RANK", 0))
         self.data = Path(env[Env.DATA]) if Env.DATA in env else None
@@ -265,7 +264,7 @@ class Session:
 
         Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, that changes the bits of
         the gradients' sum, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before
-        the first step, with an empty backward pass (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
+        the first step (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -279,9 +278,9 @@ class Session:
         """Load this run's newest state into `state` and return its step, or 0 if there is none.
 
         The newest state is a snapshot in the workers' memory or the newest valid checkpoint, whichever is later. `state` maps
-        names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects. The
-        random number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks,
-        one valid copy of a checkpoint is enough: it is sent to the other disks. If the output cannot be written, a resumed run
+        names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects. Random
+        number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks, one
+        valid copy of a checkpoint is enough, and is sent to the other disks. If the output cannot be written, a resumed run
         warns, and saves fail until it can.
 
         Raises OutlastError if the saved state does not fit `state`, or if a run without saved state cannot write its output.
@@ -338,8 +337,8 @@ class Session:
         """Load a part of this run's newest state and return its step, or 0 if there is none.
 
         Libraries call this to learn the position before modules and optimizers exist, so `state` contains none of these. The
-        `resume` that must follow loads the whole state of the same step. Random numbers are not restored yet. Raises the same
-        errors as `resume`. A collective.
+        `resume` that must follow loads the whole state of the same step and restores random numbers. Raises the same errors as
+        `resume`. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -369,7 +368,7 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record on rank 0 that the search found a checkpoint `damaged`, or `copied` one to other disks."""
+        """Record on rank 0 that a checkpoint is `damaged` or was `copied` to other disks."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -384,10 +383,10 @@ class Session:
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
         """Write `model`'s weights to the file `run.output / name`, for use without Outlast, and return the file's path.
 
-        `torch.load(path, weights_only=True)` reads the file. If the name ends in `.safetensors`, safetensors reads it (`pip
-        install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor by
-        tensor. Rank 0 writes the file and needs CPU memory for the whole model. The file appears once it is complete, and the
-        call then returns on all ranks. Raises OutlastError on all ranks if the file cannot be written. A collective.
+        `torch.load(path, weights_only=True)` reads the file or, if the name ends in `.safetensors`, safetensors (`pip install
+        safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor by tensor.
+        Rank 0 writes the file and needs CPU memory for the whole model. The call returns on all ranks once the file is complete.
+        Raises OutlastError on all ranks if the file cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -400,7 +399,7 @@ class Session:
         """Report that `step` has ended and log `values`, which are returned as floats.
 
         Each value is a number or a tensor of one element; the call waits for tensors on a GPU. Rank 0 appends the values to
-        `metrics.jsonl`. It prints the first and the last values to stderr, and others at most every 10 seconds. With `reduce`,
+        `metrics.jsonl`, and prints the first and the last values to stderr, and others at most every 10 seconds. With `reduce`,
         values are averaged over the ranks, and the call is a collective: the sum of `loss * share` over each rank's micro-batches
         becomes the mean loss of the global batch. Raises OutlastError for a value that is not a single number.
         """
@@ -459,7 +458,7 @@ class Session:
 
     @mistakes.public("leaving = run.interrupted()")
     def interrupted(self) -> bool:
-        """Return whether to save and leave, the same on all ranks: True once any rank is interrupted. Call this once per step.
+        """Return whether to save and leave: True on all ranks once any rank is interrupted. Call this once per step.
 
         Ctrl-C, a change of size and a reclaimed machine interrupt a run. `run.seconds_left` is then the time left. Each call
         costs one small all-reduce. A collective.
@@ -485,11 +484,11 @@ class Session:
 
     @mistakes.public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks.
+        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks, and take snapshots in
+        memory.
 
-        The call also takes snapshots in memory. `step` is the number of optimizer steps done. The result is False while a save is
-        in progress. Calls `interrupted` if the script has not called it in this step. Raises OutlastError if `step` does not
-        advance with the stream. A collective.
+        `step` is the number of optimizer steps done. The result is False while a save is in progress. Calls `interrupted` if the
+        script has not called it in this step. Raises OutlastError if `step` does not advance with the stream. A collective.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -531,14 +530,14 @@ class Session:
 
         `metric` is the quality of the checkpoint: a number or a tensor of one element. Only rank 0's metric counts, so average it
         first, e.g. with `run.log(step, reduce=True, val_loss=...)`. The default is the last value logged up to this step under
-        the name in the job's `checkpoint.by`. The best checkpoints, as many as the job's `checkpoint.best`, are kept besides the
-        newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
+        the name in the job's `checkpoint.by`. The job's `checkpoint.best` is the number of best checkpoints that are kept besides
+        the newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
 
         After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75); with
         `keep_process`, it returns, and the next batch comes in the next world or ends the process. If the last saves took longer
-        than the time left, the call only waits for the save in progress, and training later continues from that step. A save that
-        fails, e.g. because the disk is full, is reported, and training continues. Raises OutlastError before `resume`, if `step`
-        does not advance with the stream, or if a Stream that is being read is not in the state. A collective.
+        than the time left, the call only waits for the save in progress, and training later continues from that step. If a save
+        fails, e.g. because the disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if
+        `step` does not advance with the stream, or if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)

@@ -1,5 +1,4 @@
-"""The order of samples in other libraries' training loops: which loaders are refused, and the loader that replaces accepted ones.
-Shared by `outlast.hf`, `outlast.accelerate`, `outlast.lightning` and `outlast.torchtitan`."""
+"""Puts the samples of other libraries' training loops into Outlast's order, and refuses loaders for which that is impossible."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ from outlast.training.samples.stream import kind
 
 
 def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
-    """Like `order.plan`, but raises OutlastError."""
+    """Call `order.plan`, but raise OutlastError instead of ValueError."""
     try:
         return order.plan(batch, ranks, most)
     except ValueError as problem:
@@ -24,14 +23,14 @@ def plan(batch: int, ranks: int, most: int | None) -> order.Plan:
 
 
 def unordered(dataset: Any) -> str:
-    """Return why a dataset has no order from which a run could resume, with the remedy, or an empty string if it has one."""
+    """Return why a run could not resume in this dataset's order, and what to do, or an empty string if it could."""
     if isinstance(dataset, IterableDataset) or not hasattr(dataset, "__len__") or not hasattr(dataset, "__getitem__"):
         return f"the training data is {kind(dataset)} without an order to continue; give a dataset with __getitem__ and __len__"
     return ""
 
 
 def unordered_loader(loader: Any) -> str:
-    """Like `unordered`, for a training loader, whose sampler chooses the order."""
+    """Return what `unordered` returns, but for a loader, whose sampler chooses the order."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"
@@ -49,12 +48,11 @@ def unordered_loader(loader: Any) -> str:
 
 
 def shuffled(loader: DataLoader[Any]) -> bool:
-    """Return whether a loader's sampler shuffles."""
     return bool(getattr(loader.sampler, "shuffle", isinstance(loader.sampler, RandomSampler)))
 
 
 class Order(order.BatchSampler):
-    """Micro-batches of `seeded.Key`s. Raises OutlastError if `ranks` cannot share the batch."""
+    """Yields micro-batches of `seeded.Key`s. Raises OutlastError if `ranks` cannot share the batch."""
 
     def __init__(self, samples: int, batch: int, *, ranks: int, most: int | None, **options: Any) -> None:
         plan(batch, ranks, most)
@@ -62,7 +60,7 @@ class Order(order.BatchSampler):
 
     @property
     def num_processes(self) -> int:
-        """The number of ranks, from which accelerate computes the size of a batch over all ranks."""
+        """The number of ranks, which accelerate needs to compute the size of a global batch."""
         return self.ranks
 
     def micro_batches(self, step: int) -> Iterator[list[Any]]:

@@ -16,11 +16,10 @@ from outlast.order import VERSION
 from outlast.training import device
 
 Key = tuple[int, int]
-"""A sample's (epoch, index)."""
 
 
 class Seeded(Dataset[Any]):
-    """A dataset of `Key`s. A sample's random numbers depend only on the seed and its key."""
+    """A dataset of `Key`s, (epoch, index). A sample's random numbers depend only on the seed and its key."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -35,11 +34,8 @@ class Seeded(Dataset[Any]):
 
 
 class Batches(Dataset[Any]):
-    """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`.
-
-    It reads and joins a whole micro-batch at once. `collate` continues with the random numbers of the last sample, so those of a
-    random collator are a function of the micro-batch, too; the default generators stay as they are.
-    """
+    """A dataset for a DataLoader whose batch sampler yields lists of `Key`s, with `collate_fn=only`. It joins a whole micro-batch
+    at once, so `collate` continues with the random numbers of the last sample and is reproducible, too."""
 
     def __init__(self, dataset: Any, collate: Callable[[list[Any]], Any], seed: int) -> None:
         self._dataset, self._seeded, self._collate = dataset, Seeded(dataset, seed), collate
@@ -56,14 +52,14 @@ class Batches(Dataset[Any]):
 
 
 def only(batches: list[Any]) -> Any:
-    """Return the single batch in the result of `Batches.__getitems__`."""
+    """Return the only batch in the list from `Batches.__getitems__`."""
     [batch] = batches
     return batch
 
 
 @contextlib.contextmanager
 def preserved_generators() -> Iterator[None]:
-    """Restore Python's, numpy's and torch's default generators at the end of the block."""
+    """Restore the default generators of Python, numpy and torch at the end of the block."""
     states = random.getstate(), np.random.get_state(), torch.get_rng_state()
     try:
         yield
@@ -74,7 +70,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators: the same on every rank if only `seed` is given, otherwise as a function of (seed, rank, step)."""
+    """Seed all generators as a function of (seed, rank, step), or alike on every rank if only `seed` is given."""
     if rank is not None:
         seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)
@@ -83,5 +79,4 @@ def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
 
 
 def _hashed(text: str) -> int:
-    """Hash text to a 64-bit seed."""
     return int.from_bytes(hashlib.shake_256(text.encode()).digest(8), "little")

@@ -1,12 +1,12 @@
-"""Shards in a store, for training: they are fetched into this machine's cache, and read from there.
+"""Fetches shards from a store into this machine's cache, for training.
 
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
     <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
 
 `prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait.
-A process that needs a shard at once fetches it, and may exceed the cache's limit. Threads fetch announced shards (`announce`) and
-protect them from removal until they have been read. A waiting process signals that it is alive, since an unreachable store is
-not a hang. No other module of training imports stores, and this one is imported only for data in a store.
+Threads fetch announced shards and protect them from removal until they are read; a shard that is needed at once may exceed the
+cache's limit. A waiting process signals that it is alive, since an unreachable store is not a hang. This module, which imports
+stores, is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -46,21 +46,20 @@ MANIFEST = "manifest.json"
 _THREADS = 4
 _POLL_S, _LONGEST_POLL_S = 0.02, 0.2
 _WARN_S, _WARN_AGAIN_S = 10.0, 60.0
-"""Seconds of waiting before the first warning, and between warnings."""
+"""Seconds of waiting before the first warning and between warnings."""
 _STORE_S = 20.0
 """Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Number of attempts if a shard is damaged or the disk is full, and the pause between them in seconds. During the pause, other
-processes drop shards that they have read ahead."""
+"""Attempts if a shard is damaged or the disk is full, and the pause between them, in which other processes may drop shards."""
 _PAUSE_S = 5.0
-"""Seconds between attempts to read ahead while the store is unreachable or the cache is full."""
+"""Seconds between attempts to read ahead if the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
-"""Seconds to wait for unfinished downloads at the end of the process."""
+"""Seconds to wait for unfinished downloads at exit."""
 _REST = "see that nothing writes there, or prepare the data again and start a new run"
 
 
 class Held:
-    """A lock that protects a shard from removal while the object is referenced."""
+    """Protects a shard from removal while this object is referenced."""
 
     def __init__(self, path: Path) -> None:
         self.fd = os.open(path, os.O_RDONLY | os.O_CLOEXEC)
@@ -76,8 +75,6 @@ class Damaged(OutlastError):
 
 
 class Fetched:
-    """The shards in a store, and their files in this machine's cache."""
-
     remote = True
 
     def __init__(self, url: str, window: int, patience_s: float) -> None:
@@ -99,7 +96,7 @@ class Fetched:
         return Fetched, (self.name, self.keeps, self._patience_s)
 
     def begin(self) -> None:
-        """Reset to the initial state, at the start and in a forked process."""
+        """Reset the state, at the start and in a forked process."""
         self._store: Store | None = None
         self._ahead_held: dict[str, Held] = {}
         """The announced shards in the cache, by sha256."""
@@ -108,12 +105,12 @@ class Fetched:
         self.announced = threading.Event()
         """Set, and then replaced, when shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
-        """The lock, and the number of threads that fetch ahead. A thread ends once no announced shard is left."""
+        """The number of threads that fetch ahead. Each ends once no announced shard is left."""
         self._failed: Exception | None = None
-        """An unexpected error in a thread that fetches ahead; the next reader of a shard raises it."""
+        """An unexpected error in a thread that fetches ahead, raised by the next reader of a shard."""
 
     def manifest(self) -> Manifest:
-        """Return the store's manifest or, if the store is unreachable, the last manifest fetched."""
+        """Return the store's manifest or, if the store is unreachable, the last one fetched."""
         path, new = self._home / MANIFEST, files.beside(self._home / MANIFEST)
 
         def fetch() -> Manifest:
@@ -197,10 +194,8 @@ class Fetched:
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard; returns None if another process is fetching it.
-
-        Raises NoRoom if the cache is full and the shard is not needed `now`.
-        """
+        """Fetch a shard, or return None if another process does. Raises NoRoom if the cache is full, unless it is needed
+        `now`."""
         if self._failed is not None:
             raise self._failed
         with data_cache_eviction.claimed(self._cache, shard.sha256, shard.bytes, data_cache.things, os.environ) as (
@@ -225,7 +220,7 @@ class Fetched:
             return held
 
     def _download(self, key: str, path: Path, size: int | None = None) -> Path:
-        """Download an object to a file; only shards have a `size`. Raises StoreError, OSError."""
+        """Download an object, which is a shard if it has a `size`. Raises StoreError, OSError, OutlastError."""
         global _used
         if _forked:  # a store's client hangs in a fork of a process that has used a client
             argv = [self.name, key, str(path), *([] if size is None else [str(size)])]
@@ -255,10 +250,8 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while it returns None (another process fetches the object), or while the store is unreachable.
-
-        Raises OutlastError once `patience` has passed.
-        """
+        """Repeat `attempt` while it returns None (another process fetches the object) or the store is unreachable, at most for
+        `patience` seconds without the store. Raises OutlastError."""
         begun, warn_at = time.monotonic(), time.monotonic() + _WARN_S
         pause, tries = _POLL_S, 0
         with deadlocks.watch().alive():
@@ -288,7 +281,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """Return a sentence about an error, and whether the error is transient."""
+        """Describe an error, and return whether it is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -308,7 +301,6 @@ def _digest(content: bytes) -> str:
 
 
 def _read_ahead(reference: weakref.ref[Fetched]) -> None:
-    """Fetch all announced shards, in a thread."""
     while not _leaving.is_set() and (place := reference()) is not None:
         announced = place.announced
         if (pause := place.fetch_ahead()) is None:
@@ -319,13 +311,13 @@ def _read_ahead(reference: weakref.ref[Fetched]) -> None:
 
 _all: weakref.WeakSet[Fetched] = weakref.WeakSet()
 _used = _forked = False
-"""Two flags: whether this process has used a store, and whether it was forked from a process that had."""
+"""Whether this process has used a store, and whether it was forked from one that had."""
 _leaving = threading.Event()
 _under_way: set[Path] = set()
 
 
 def _leave() -> None:
-    """Wait for downloads at exit: no thread may be in a store's client while the interpreter shuts down."""
+    """Wait for downloads at exit, since no thread may be in a store's client while the interpreter shuts down."""
     _leaving.set()
     deadline = time.monotonic() + _LEAVE_S
     while _under_way and time.monotonic() < deadline:
@@ -345,7 +337,7 @@ os.register_at_fork(after_in_child=_begin_in_fork)
 
 
 def main(argv: list[str]) -> None:
-    """Run `_download` for a forked process, with arguments URL KEY PATH [SIZE]. An error is pickled to standard output."""
+    """Run `_download` for a forked process. `argv` is URL KEY PATH [SIZE]. An error is pickled to standard output."""
     try:
         Fetched(argv[0], 1, 0.0)._download(argv[1], Path(argv[2]), *map(int, argv[3:]))
     except (OutlastError, OSError) as problem:

@@ -3,8 +3,7 @@
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
 
-`outlast.data.shard_format` defines the format. Shards are mapped into memory: nothing is copied before a batch is made.
-`shard_fetching` downloads shards from a store, and is imported only for data in a store.
+`outlast.data.shard_format` defines the format. Shards are mapped into memory, so nothing is copied before a batch is made.
 """
 
 from __future__ import annotations
@@ -27,13 +26,13 @@ from outlast.data.shard_format import Manifest, Shard
 from outlast.order import Indices, Windows
 
 WINDOW = 8
-"""Number of shards in a store that are shuffled together by default; arbitrary."""
+"""Default number of shards in a store that are shuffled together; arbitrary."""
 AHEAD = 3
-"""Number of announced windows: the current one, and two that are fetched in the meantime."""
+"""Number of announced windows: the current one and the next two."""
 _MAPPED = 1024
-"""Maximum number of local shards that are mapped at a time; Linux allows a process 65,530 mappings."""
+"""Maximum number of local shards that are mapped at a time. Linux allows a process 65,530 mappings."""
 _LARGE = 4096
-"""Size in bytes from which samples are copied into a batch one by one, since fancy indexing would copy them twice."""
+"""Samples of this size or more are copied into a batch one by one, since fancy indexing would copy them twice."""
 Columns = dict[str, NDArray[Any]]
 
 
@@ -41,22 +40,20 @@ class Place(Protocol):
     """A directory or a store that has shards."""
 
     name: str
-    """The directory or URL, for error messages."""
     keeps: int
-    """Maximum number of shards to keep open at a time."""
     remote: bool
 
     def manifest(self) -> Manifest:
         """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """Return the path of a shard, and an object that protects the file while it is referenced. Waits for the download."""
+        """Return a shard's path once it is downloaded, and an object that protects the file while it is referenced."""
 
     def file(self, name: str) -> Path:
-        """Return the path of a small file beside the shards. Raises OutlastError if the file does not exist."""
+        """Return the path of a small file beside the shards. Raises OutlastError if there is none."""
 
     def announce(self, shards: Sequence[Shard], now: int) -> None:
-        """Announce the shards to be read next, in this order. The first `now` shards are needed at once."""
+        """Announce the shards that are read next, in order. The first `now` shards are needed at once."""
 
 
 class Directory:
@@ -85,18 +82,18 @@ class Directory:
 class Shards:
     """The samples of prepared data, for a `Stream` or for indexing.
 
-    `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL
-    of either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
+    `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL of
+    either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
     `train` or `val`.
 
-    Text: a sample is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
-    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Other kinds: a sample is a dict of the prepared columns.
-    In a batch, columns of one shape are stacked, first dimension = samples, and other columns are lists of n tensors. `transform`
-    is applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
+    A sample of text is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
+    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Any other sample is a dict of the prepared columns. In a
+    batch, columns of one shape are stacked along the first dimension, and other columns are lists of n tensors. `transform` is
+    applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
 
-    `window` is the number of shards shuffled together: by default 8 for a store, and all for a directory. From a store, every
-    machine reads window after window. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError
-    if the place does not have the part, or if its data do not fit the arguments.
+    `window` is the number of shards shuffled together: by default 8 for a store, where every machine reads window after window,
+    and all for a directory. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError if the
+    place does not have the part, or if its data do not fit the arguments.
     """
 
     def __init__(
@@ -129,7 +126,7 @@ class Shards:
         self._forget()
 
     def _samples(self, shard: Shard) -> int:
-        """Return the number of samples in a shard. Raises OutlastError if `block` does not fit the kind of data."""
+        """Return a shard's number of samples. Raises OutlastError if `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
             if text:
@@ -182,11 +179,11 @@ class Shards:
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """Return the order of samples with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
+        """Return the order with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce the shards to be read from `position` on: by `windows`, over all shards if `shuffled` is set, or in
+        """Announce the shards read from `position` on, in the order of `windows`, over all shards if `shuffled`, or in
         sequence."""
         count = len(self._shards)
         if windows:
@@ -208,7 +205,7 @@ class Shards:
         self._place.announce([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are in the cache. The processes that read the samples cannot report waits."""
+        """Wait until the shards of these samples are cached, since the processes that read the samples cannot report waits."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))
@@ -226,7 +223,6 @@ class Shards:
         return torch.from_numpy(out)
 
     def _open(self, number: int) -> Columns:
-        """Return the columns of a shard, mapped into memory."""
         if self._pid != os.getpid():
             self._forget()
         with self._lock:
@@ -250,10 +246,7 @@ def _opened(place: str, window: int, patience: float) -> Place:
 
 
 def _joined(parts: list[tuple[Indices, Columns, Indices]], count: int) -> dict[str, Any]:
-    """Join rows from several shards into a batch of `count` rows.
-
-    A part is (rows of the batch, columns of a shard, rows of the shard).
-    """
+    """Join rows of several shards into a batch. A part is (rows of the batch, columns of a shard, rows of the shard)."""
     batch: dict[str, Any] = {}
     for rows, columns, places in parts:
         for name, column in columns.items():

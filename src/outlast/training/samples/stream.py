@@ -1,8 +1,7 @@
-"""A run's samples, in an order that does not depend on restarts or the world size.
+"""A run's samples, in an order that depends on neither restarts nor the world size.
 
-A stream cuts every epoch into global batches. The samples of a batch are a function of (seed, epoch, position) alone, not of the
-number of ranks, restarts or prefetching. Every rank takes its share of each batch, so all ranks together read each sample of an
-epoch exactly once, however often the world changes.
+A stream cuts every epoch into global batches, whose samples are a function of (seed, epoch, position) alone. Every rank takes its
+share of each batch, so all ranks together read each sample of an epoch exactly once, however often the world changes.
 
     for batch in stream:                          # one optimizer step
         for (x, y), share in batch.split(net):    # this rank's micro-batches
@@ -34,7 +33,7 @@ from outlast.training.samples.seeded import Seeded, preserved_generators
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Seconds to wait for an abandoned stream's thread: torch aborts a process that exits while a thread is running torch code."""
+"""Seconds to wait for an abandoned stream's thread, since torch aborts a process that exits while a thread runs torch code."""
 
 
 def _world() -> tuple[int, int]:
@@ -42,10 +41,7 @@ def _world() -> tuple[int, int]:
 
 
 def share_of(count: int, ranks: int, rank: int) -> tuple[int, int]:
-    """Return the start and end of `rank`'s contiguous share of `count` items.
-
-    The sizes of shares differ by at most one, and larger shares come first.
-    """
+    """Return the start and end of `rank`'s contiguous share of `count` items. The first shares may have one item more."""
     small, larger = divmod(count, ranks)
     start = rank * small + min(rank, larger)
     return start, start + small + (rank < larger)
@@ -81,12 +77,12 @@ class Batch:
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
         """Iterate over this rank's micro-batches, as (data, share). Multiply the mean loss by the share before `backward`.
 
-        `data` has the structure of the dataset's samples; first dimension = samples. The shares of all micro-batches on all ranks
-        sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss over the
-        global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
-        micro-batch only, and tensors are moved to `net`'s device. A rank without a sample in the short last batch of an epoch
-        gets another rank's sample with share 0.0, because every rank must take part in the exchange. FSDP2 gathers weights in
-        every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
+        `data` has the structure of the dataset's samples, and its first dimension is the sample. The shares of all micro-batches
+        on all ranks sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss
+        over the global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
+        micro-batch only, and tensors are moved to `net`'s device. Every rank must take part in the exchange, so a rank without a
+        sample in the short last batch of an epoch gets another rank's sample with share 0.0. FSDP2 gathers weights in every
+        forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -99,7 +95,7 @@ class Batch:
 
 @contextlib.contextmanager
 def _exchanging(net: Any, last: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass if this is the `last` micro-batch."""
+    """Exchange gradients in this backward pass only if this is the `last` micro-batch."""
     if not last and hasattr(net, "no_sync"):  # DDP
         with net.no_sync():
             yield
@@ -110,7 +106,6 @@ def _exchanging(net: Any, last: bool) -> Iterator[None]:
 
 
 def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> Any:
-    """Return a nested structure with `change` applied to every tensor."""
     if isinstance(data, torch.Tensor):
         return change(data)
     if isinstance(data, Mapping):
@@ -137,17 +132,17 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple or dict of arrays (numpy, also memory-mapped, or tensors; first dimension = samples), one such array,
-    or a map-style dataset (`__getitem__`, `__len__`). Arrays are indexed a batch at a time in a thread that reads `prefetch`
-    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; random numbers that
-    samples draw are a function of (seed, epoch, index), so augmentation resumes exactly, too.
+    `dataset` is a tuple or dict of arrays, one such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are tensors
+    or numpy arrays, also memory-mapped, whose first dimension is the sample; a thread indexes them a batch at a time, `prefetch`
+    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; their random
+    numbers are a function of (seed, epoch, index), so augmentation resumes exactly, too.
 
     `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. `microbatch`
     cuts a batch into pieces of that many samples, the same for every world size, and the pieces are distributed over the ranks.
     Without `microbatch`, each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None:
     each sample is then yielded exactly `epochs` times, even if a resumed run has another `batch`.
 
-    The position of a stream counts the batches yielded, not the prefetched ones: in the loop's body, the current batch counts as
+    The position of a stream counts the batches yielded, not those prefetched: in the loop's body, the current batch counts as
     consumed. `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the
     session saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
 
@@ -192,9 +187,8 @@ class Stream:
         self._between: Callable[[], bool] | None = None
         """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
-        """Number of `state_dict` calls."""
         self.not_shardable = ""
-        """The reason why ranks of the process group must not have separate shares; empty if they may."""
+        """Why ranks of the process group must not have separate shares; empty if they may."""
         self.sample = ""
         """Description of the first micro-batch, such as `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
@@ -212,9 +206,9 @@ class Stream:
 
     @property
     def total_steps(self) -> int:
-        """Number of optimizer steps in the whole stream: the steps done, and the remaining steps with the current `batch`.
+        """Number of optimizer steps in the whole stream: those done, and those that remain with the current `batch`.
 
-        The number changes when a run resumes with another `batch`; `step` then counts steps of both batch sizes.
+        If a run resumes with another `batch`, this number changes, and `step` counts steps of both batch sizes.
         """
         if self._steps is not None:
             return self._steps
@@ -245,7 +239,6 @@ class Stream:
 
     @property
     def _next(self) -> tuple[int, int]:
-        """Epoch and position of the next batch."""
         return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
@@ -284,7 +277,7 @@ class Stream:
         self.saved_with = (state["batch"], state["total_steps"]) if "batch" in state else None
 
     def _adopt(self, state: Mapping[str, Any]) -> None:
-        """Adopt the order of shards in `state`: the run may have begun with a different default window. Raises OutlastError."""
+        """Adopt the order of shards in `state`, since the run may have begun with another default window. Raises OutlastError."""
         name = state.get("order", "permuted")
         if name not in ("permuted", "windows") or (name == "windows" and not self._shards):
             remedy = "resume with the same data" if name == "windows" else "use the Outlast that saved it"
@@ -322,9 +315,9 @@ class Stream:
     def batches(self, rank: int, ranks: int) -> Generator[Batch, None, None]:
         """Iterate over the batches of `rank` among `ranks`, from the current position on.
 
-        `for batch in stream` calls this with the rank and size of the process group. Call it yourself if several ranks share one
-        copy of the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full
-        batch leaves a rank without samples.
+        `for batch in stream` passes the rank and size of the process group. Call this yourself if several ranks share one copy of
+        the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full batch
+        leaves a rank without samples.
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
@@ -419,8 +412,7 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, which a thread reads at most `count` items ahead. The thread's exception is raised after the earlier
-    items."""
+    """Yield `items`, which a thread reads up to `count` ahead. Its exception is raised after the earlier items."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -468,7 +460,6 @@ class _Arrays:
     """A mapping, tuple or list of arrays, a single array, or Shards."""
 
     def take(self, indices: Indices) -> Any:
-        """Return the rows `indices` of every array, as tensors."""
         if isinstance(self.arrays, Shards):
             return self.arrays.take(indices)
         if isinstance(self.arrays, Mapping):
@@ -485,7 +476,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """Return the dataset as arrays (None if samples are read one by one) and its number of samples."""
+    """Return the dataset as arrays, or None if samples are read one by one, and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor
@@ -518,7 +509,6 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
 
 
 def _length(dataset: Any) -> int:
-    """Return the number of samples in a map-style dataset. Raises OutlastError for other kinds."""
     what = f"the dataset is {kind(dataset)}"
     if isinstance(dataset, DataLoader):
         other = ", or wrap it in Stateful(loader)" if hasattr(dataset, "state_dict") else ""
@@ -536,7 +526,7 @@ def _length(dataset: Any) -> int:
 
 
 def kind(value: Any) -> str:
-    """Describe a value for a sentence: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
+    """Describe a value for an error message: `a Tensor of shape (3, 4)`, `a tuple of 3`, `'data/train'`."""
     if isinstance(value, str | bytes | int | float | Path):
         return repr(value)[:60]
     name = type(value).__name__
@@ -551,7 +541,7 @@ _loops = 0
 
 
 def begun(reader: Any) -> None:
-    """Record the start of a loop over a stream, or over another reader with the same attributes."""
+    """Record the start of a loop over a stream or a similar reader."""
     global _loops
     _loops += 1
     reader.reading += 1
@@ -559,12 +549,11 @@ def begun(reader: Any) -> None:
 
 
 def loops() -> int:
-    """Return the number of loops that have begun in this process."""
     return _loops
 
 
 def being_read() -> list[Any]:
-    """Return the streams and similar readers that this process is iterating over."""
+    """Return the streams and similar readers that are being read."""
     return [stream for stream in _read_now if stream.reading]
 
 

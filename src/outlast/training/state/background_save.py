@@ -1,8 +1,8 @@
-"""Writes checkpoints while training continues: copy, write in a thread, commit on rank 0, report the outcome to every rank.
+"""Writes checkpoints in a thread while training continues, commits them on rank 0, and tells every rank the outcome.
 
-Invariants: at most one save is in progress; a checkpoint exists for all ranks or for none. A save that fails, e.g. on a full
-disk, leaves no files behind, and training continues. If workers have separate disks, every disk gets the whole checkpoint. The
-checkpoint exists once rank 0's disk has it, and failures of other disks are reported.
+At most one save is in progress, and a checkpoint exists for all ranks or for none. A failed save leaves no files, and training
+continues. If workers have separate disks, every disk gets the whole checkpoint; failures of disks other than rank 0's are only
+reported.
 """
 
 from __future__ import annotations
@@ -41,10 +41,8 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """CPU memory for copies of a state. It is reused, since page faults are the expensive part of a copy.
-
-    torch's DefaultStager does the same, but fails on parameters in torch 2.11.
-    """
+    """CPU memory for copies of a state, which is reused, since page faults are the expensive part of a copy. torch's
+    DefaultStager does the same, but fails on parameters in torch 2.11."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
@@ -61,7 +59,7 @@ class Copies:
         return copies
 
     def _room(self, key: str, tensor: torch.Tensor, pairs: list[memory_copies.Pair]) -> torch.Tensor:
-        """Return the buffer for a tensor, and append the copy to make to `pairs`."""
+        """Return a buffer for the tensor, and append the copy to be made to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:
@@ -96,20 +94,17 @@ class Written:
     problem: str
     files: Mapping[str, Mapping[str, int]]
     same: int
-    """Number of leading bytes of `metrics.jsonl` on the rank's disk that equal rank 0's."""
+    """Number of leading bytes of `metrics.jsonl` on the rank's disk that equal those on rank 0's disk."""
     metric: checkpoints.Metric | None = None
-    """The checkpoint's metric; only rank 0's counts."""
+    """Only rank 0's metric counts."""
     aside: tuple[Path, str] | None = None
-    """If the rank's disk accepts no files, the file that holds its part instead, and the reason."""
+    """The file that holds the rank's part if the rank's disk accepts no files, and the disk's error."""
 
 
 class Saver:
-    """Writes captured states as checkpoints, one at a time, in its own thread.
-
-    Every rank has a saver and calls `begin` for the same steps. A save that fails on any rank fails on all ranks. The thread
-    calls `report(kind, **fields)` with the outcome: `committed`, `save_failed` or `not_copied`. `disks` defaults to one disk;
-    `copy` is this disk's copy of `metrics.jsonl`.
-    """
+    """Writes captured states as checkpoints, one at a time, in its own thread. Every rank has a saver and calls `begin` for the
+    same steps. A save that fails on one rank fails on all. The thread calls `report(kind, **fields)` with the outcome:
+    `committed`, `save_failed` or `not_copied`."""
 
     def __init__(
         self,
@@ -127,17 +122,16 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """True if this disk is fenced; otherwise the next commit fences it first."""
+        """If False, the next commit fences this disk first."""
         self._initial_owner = ""
         """The run that owned this disk when the session began: a delayed fence must not take the disk from a later run."""
         with contextlib.suppress(OSError):  # each save reports the error
             self._initial_owner = checkpoints.owner(directory)
         self.broken = False
-        """True if a save has ended because this rank lost its connections to the others."""
+        """True if a save has failed because the ranks lost their connections."""
         self._group: dist.ProcessGroup | None = None
         self._copies = Copies()
         self._hurry = threading.Event()
-        """Set while a caller waits for the save in progress."""
         self.least_s: float | None = None
         """Lower bound in seconds for the last save's duration without pauses; None before the first save."""
         self._began = 0.0
@@ -150,14 +144,12 @@ class Saver:
 
     @property
     def rest_s(self) -> float:
-        """Estimated seconds until the save in progress ends, based on the last save's duration; 0 if none is in progress."""
+        """Estimated seconds until the save in progress ends; 0 if none is in progress."""
         return max(0.0, (self.least_s or 0.0) - (time.monotonic() - self._began)) if self.busy else 0.0
 
     def begin(self, step: int, flat: Flat, metric: checkpoints.Metric | None = None) -> None:
-        """Copy `flat` and start saving it, once the previous save has ended (`wait`). A collective.
-
-        Only rank 0's `metric` counts.
-        """
+        """Copy `flat` and start saving it. The previous save must have ended (`wait`). Only rank 0's `metric` counts. A
+        collective."""
         if self._group is None:
             self._group = deadlocks.watch().own(dist.new_group(backend="gloo"))
         self._outcome = None
@@ -169,19 +161,16 @@ class Saver:
         released.set()
 
     def connect_again(self) -> None:
-        """Drop broken connections, so that the next save opens new ones. No save may be in progress. A collective."""
+        """Let the next save open new connections. No save may be in progress. A collective."""
         self._group, self.broken = None, False
         self._disks.connect()
 
     def hurry(self) -> None:
-        """Finish writing the save in progress without pauses."""
+        """Finish the save in progress without pauses."""
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """Wait for the last save, at most `timeout_s` seconds, and return its outcome.
-
-        Returns None if the save is still in progress or its outcome was returned before.
-        """
+        """Wait for the last save and return its outcome, or None if it takes longer or its outcome was returned before."""
         if self._thread is not None:
             self.hurry()
             self._thread.join(timeout_s)
@@ -204,7 +193,7 @@ class Saver:
             self._report("save_failed", step=step, reason=self._outcome.reason)
 
     def _together(self, step: int, flat: Flat, metric: checkpoints.Metric | None) -> Outcome:
-        """Write this rank's part, gather all reports, commit on every disk, and broadcast the outcome."""
+        """Write this rank's part, gather all ranks' reports, commit on every disk, and broadcast the outcome."""
         begun = time.monotonic()
         target = checkpoints.saving(self.directory, step, self._generation)
         files: dict[str, Mapping[str, int]] = {}
@@ -228,11 +217,8 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """Return a file elsewhere for this rank's part, and the reason, if this disk accepts no files.
-
-        Other disks need the part. On rank 0's disk the save fails instead, so the result is None there. The file has no name, so
-        it vanishes with this process.
-        """
+        """Return a nameless file elsewhere for this rank's part, and the error, if this disk accepts no files. Other disks still
+        need the part. On rank 0's disk the save fails instead, and the result is None."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)
@@ -242,15 +228,13 @@ class Saver:
         return None
 
     def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
-        """Commit the checkpoint on every disk, rank 0's first, and return the outcome. A collective of the leaders.
-
-        Never raises, since the other ranks wait for the outcome.
-        """
+        """Commit the checkpoint on every disk, rank 0's first. Never raises, since other ranks wait. A collective of the
+        leaders."""
         disks, first = self._disks, self._rank == 0
         problem = next((written.problem for written in answers if written.problem), "")
         files = {name: file for written in answers for name, file in written.files.items()}
         if not problem:
-            files[_METADATA] = files.pop(_METADATA)  # last, as it was written
+            files[_METADATA] = files.pop(_METADATA)  # it was written last
         path, metric = self.directory / contract.checkpoint_name(step), answers[0].metric
         new = checkpoints.Checkpoint(step, path, self._run, self._generation, self._ranks, time.time(), metric=metric)
         if not disks.several:
@@ -314,7 +298,6 @@ class Saver:
         return Outcome(new.step, True)
 
     def _news(self, answers: list[Written]) -> metrics.News | None:
-        """Return the lines of `metrics.jsonl` that other disks lack, or None if they cannot be read."""
         try:
             return self.copy.news(min(answers[rank].same for rank in self._disks.leading[1:]))
         except OSError as error:
@@ -337,7 +320,7 @@ def _measured(path: Path) -> dict[str, int]:
 
 
 def sentence(error: BaseException) -> str:
-    """Return an error as one sentence, without its traceback."""
+    """Describe an error in one sentence, without its traceback."""
     if isinstance(error, CheckpointException):
         rank, (failure, _) = min(error.failures.items())
         return f"rank {rank}: {sentence(failure)}"

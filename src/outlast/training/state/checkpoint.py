@@ -1,12 +1,9 @@
 """Saves and restores everything that a run needs to continue exactly.
 
-A *state* is the argument of `Session.resume`: modules, optimizers and other objects with `state_dict` and `load_state_dict`, by
-name. `capture` collects a rank's part of it, `restore` loads a checkpoint. `background_save` writes checkpoints;
-`outlast.storage.checkpoints` knows the directory and decides which checkpoint is valid.
-
-A checkpoint's keys: `<module>/<parameter or buffer>`, `<optimizer>/state/<parameter>/<name>`, and pickled objects:
-`<optimizer>/rest`, `<module>/rest`, `<anything else>`, `<loader>/<rank>`, `rng/<rank>`. Replicated tensors are sharded over the
-ranks, and each rank writes its part. Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
+A *state* is the argument of `Session.resume`: objects with `state_dict` and `load_state_dict`, by name. A checkpoint's keys are
+`<module>/<parameter or buffer>` and `<optimizer>/state/<parameter>/<name>` for tensors, and `<optimizer>/rest`, `<module>/rest`,
+`<anything else>`, `<loader>/<rank>` and `rng/<rank>` for pickled objects. Each rank writes a share of the replicated tensors.
+Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
 
 Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
 few types from the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
@@ -57,7 +54,7 @@ Flat = dict[str, Any]
 
 
 def check(state: State) -> None:
-    """Raise OutlastError if a name in the state cannot be a key, or an object in it cannot be saved."""
+    """Raise OutlastError if a name in the state cannot be a key, or if an object cannot be saved."""
     parameters = {parameter for thing in state.values() if isinstance(thing, torch.nn.Module) for parameter in thing.parameters()}
     for name, thing in state.items():
         if not isinstance(name, str) or not name.isidentifier() or name == "rng" or hasattr(torch.nn.Module, name):
@@ -82,18 +79,16 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 class Collected(NamedTuple):
-    """The tensors and objects of a state, grouped by the ranks that save them. Tensors are not copied yet."""
+    """A state's tensors and objects, by the ranks that save them."""
 
     everybody: Flat
-    """State replicated on every rank, and distributed tensors."""
+    """Tensors replicated on every rank, and distributed tensors."""
     own: Flat
-    """State that only this rank has."""
     rank0: Flat
-    """State that rank 0 saves for all ranks."""
 
 
 def capture(state: State, rank: int, ranks: int) -> Flat:
-    """Return this rank's part of `state` and of the random number generators. Tensors are not copied yet."""
+    """Return this rank's part of `state` and its random number generators. Tensors are not copied yet."""
     everybody, own, rank0 = collected(state, rank)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
     for key in whole.keys() - dealt(whole, ranks)[rank]:
@@ -102,7 +97,6 @@ def capture(state: State, rank: int, ranks: int) -> Flat:
 
 
 def collected(state: State, rank: int) -> Collected:
-    """Return all tensors and objects of `state`, and this rank's random number generators."""
     everybody: Flat = {}
     own: Flat = {f"rng/{rank}": pickled(generators(), "rng")}
     rank0: Flat = {}
@@ -126,10 +120,7 @@ def collected(state: State, rank: int) -> Collected:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return a tensor's place in memory, which distinguishes parameters from buffers in a state dict.
-
-    The result is -1 for distributed tensors.
-    """
+    """Return a tensor's place in memory, which tells parameters from buffers, or -1 for a distributed tensor."""
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
@@ -139,14 +130,13 @@ def _sorted_out(values: Mapping[str, Any]) -> tuple[dict[str, torch.Tensor], dic
 
 
 def _modules(state: State) -> torch.nn.Module:
-    """Return all modules in a state under one root, which gives every parameter a name."""
     return torch.nn.ModuleDict({name: thing for name, thing in state.items() if isinstance(thing, torch.nn.Module)})
 
 
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer's tensors by parameter and name, and everything else: groups and values such as None."""
+    """Return an optimizer's tensors by parameter and name, and all its other values."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -157,11 +147,8 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without state an empty entry for the duration of the block.
-
-    Otherwise torch would initialize the state by taking a step, which calls hooks, and is wrong for optimizers with a special
-    first step.
-    """
+    """Give an optimizer without state an empty entry in the block. Otherwise torch would take a step to initialize the state,
+    which calls hooks, and is wrong for optimizers with a special first step."""
     first = _parameters(optimizer)[0]
     if not optimizer.state:
         optimizer.state[first] = {}
@@ -194,19 +181,19 @@ def _safe() -> list[Any]:
     return [*named, np.ndarray, np.dtype, *dtypes, *dates, *others, *_PATHS]
 
 
-_NUMPY = ("numpy.core", "numpy._core")  # before and since numpy 2
+_NUMPY = ("numpy.core", "numpy._core")  # numpy 1 and 2
 _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """Pickle an object without the checks of `pickled`, which has accepted a similar object before."""
+    """Pickle an object without the checks, which a similar object must have passed."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
 
 
 def pickled(value: Any, name: str) -> bytes:
-    """Pickle an object. Raises OutlastError, with the remedy, if the object could not be read back."""
+    """Pickle an object. Raises OutlastError if the object could not be read back."""
     buffer = io.BytesIO()
     torch.save(value, buffer)
     if foreign := _foreign(buffer.getvalue()):
@@ -218,7 +205,6 @@ def pickled(value: Any, name: str) -> bytes:
 
 
 _READ_BACK: set[str] = set()
-"""Names of objects that this process has pickled and read back once."""
 _ALLOW = (
     "call torch.serialization.add_safe_globals([...]) with that class where the script begins, or keep tensors, arrays, "
     "numbers and text there"
@@ -240,13 +226,10 @@ def unpickled(data: bytes, name: str) -> Any:
 
 
 def _reason(error: Exception) -> str:
-    """Return torch's error message without its closing hint."""
     return str(error).partition("WeightsUnpickler error:")[2].strip().partition("\n")[0] or str(error)
 
 
 class _Metadata(pickle.Unpickler):
-    """Restricted unpickler for the `.metadata` file of torch.distributed.checkpoint."""
-
     def find_class(self, module: str, name: str) -> Any:
         trusted = module == "torch" or module.startswith("torch.distributed.checkpoint.")
         value = super().find_class(module, name) if trusted else None
@@ -259,7 +242,7 @@ class _Metadata(pickle.Unpickler):
 
 
 def _member(kind: Any, name: Any) -> Any:
-    """Return a member of an enumeration. Python before 3.11.4 pickles it as `getattr(kind, name)`."""
+    """Return a member of an enumeration, which Python before 3.11.4 pickles as `getattr(kind, name)`."""
     if isinstance(kind, enum.EnumType) and name in kind.__members__:
         return kind[name]
     raise _no_metadata("builtins.getattr")
@@ -302,7 +285,7 @@ class _Planner(DefaultLoadPlanner):
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of this rank's random number generators. Words and arrays are returned as bytes, which pickle fast."""
+    """Return the states of this rank's random number generators, with words and arrays as bytes, which pickle fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
     states: dict[str, Any] = {
@@ -316,7 +299,7 @@ def generators() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[dict[str, Any]]:
-    """Restore this rank's generators at the end of the block. Yields the generators' states."""
+    """Restore this rank's generators at the end of the block. Yields their states."""
     states = generators()
     try:
         yield states
@@ -325,7 +308,7 @@ def kept_generators() -> Iterator[dict[str, Any]]:
 
 
 def set_generators(states: Mapping[str, Any]) -> None:
-    """Set the states of this rank's generators. Also accepts words as numbers and arrays as arrays, as in early checkpoints."""
+    """Set this rank's generators. Also accepts numbers and arrays instead of bytes, as in old checkpoints."""
     version, words, gauss = states["python"]
     kind, keys, *drawn = states["numpy"]
     random.setstate((version, tuple(_numbers(words, np.uint32).tolist()), gauss))
@@ -356,7 +339,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
 
 
 def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """Return the targets into which `rank` reads a checkpoint to restore `state`: tensors, and b"" in place of bytes."""
+    """Return what `rank` reads from a checkpoint to restore `state`: tensors to read into, and b"" for objects."""
     check(state)
     saved = metadata.state_dict_metadata
     targets: Flat = {}
@@ -384,7 +367,7 @@ def load(reader: StorageReader, source: str, state: State, targets: Flat) -> Non
 
 
 def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
-    """Load a state's objects from the `loaded` targets. Returns whether they included the rank's random number generators."""
+    """Load a state's objects from the `loaded` targets. Returns whether the rank's random number generators were among them."""
     for name, thing in state.items():
         rest = unpickled(loaded[f"{name}/rest"], name) if f"{name}/rest" in loaded else {}
         if isinstance(thing, torch.nn.Module):
@@ -417,12 +400,11 @@ def put(state: State, loaded: Flat, source: str, rank: int | None) -> bool:
 
 
 def modules(path: Path) -> list[str]:
-    """Return the names of the modules in the checkpoint at `path`."""
     return sorted({key.partition("/")[0] for key in _tensors(_Reader(path).read_metadata())})
 
 
 def read(path: Path, name: str) -> dict[str, torch.Tensor]:
-    """Return the parameters and buffers of a module in the checkpoint at `path`, on the CPU. Needs no process group."""
+    """Return a module's parameters and buffers from a checkpoint, on the CPU. Needs no process group."""
     reader = _Reader(path)
     stored = _tensors(reader.read_metadata())
     targets: Flat = {
@@ -433,7 +415,6 @@ def read(path: Path, name: str) -> dict[str, torch.Tensor]:
 
 
 def _tensors(metadata: Metadata) -> dict[str, TensorStorageMetadata]:
-    """Return the modules' tensors in a checkpoint, without the optimizers' tensors."""
     entries = metadata.state_dict_metadata.items()
     return {key: it for key, it in entries if isinstance(it, TensorStorageMetadata) and "/state/" not in key}
 
@@ -457,7 +438,6 @@ def _below(values: Mapping[str, Any], prefix: str, but: str = "") -> dict[str, A
 def _optimizer_room(
     metadata: Metadata, root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> dict[str, torch.Tensor]:
-    """Allocate tensors for an optimizer's state, in the layout of its parameters."""
     parameters = get_model_state_dict(root)
     room = {}
     for key, stored in metadata.state_dict_metadata.items():

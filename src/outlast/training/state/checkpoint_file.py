@@ -1,12 +1,9 @@
-"""Writes the file with one rank's part of a checkpoint, as torch.distributed.checkpoint's own writer does, but with less work.
+"""Writes the file with one rank's part of a checkpoint, faster than torch.distributed.checkpoint's own writer.
 
-torch's writer checksums every tensor, and the checksum of the file would need a second pass. Here each byte is read once: blocks
-of 4 MiB are checksummed, and written while they are still in the CPU's cache. Both steps and the wait for the disk run without
-the GIL, so the training thread continues. Unless a caller waits for the save, the writer uses a core for only an eighth of the
-time, and so leaves memory bandwidth to training.
-
-A tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): the bytes
-before and after the data come from torch (`torch.serialization.skip_data`), and the data from the tensor's memory.
+Each byte is read once: blocks of 4 MiB are checksummed, and written while they are in the CPU's cache, without the GIL. Unless a
+caller waits for the save, the writer uses a core for only an eighth of the time, which leaves memory bandwidth to training. A
+tensor is stored as by `torch.save`, in a ZIP archive (https://pkware.cachefly.net/webdocs/casestudies/APPNOTE.TXT): torch writes
+the bytes around the data (`torch.serialization.skip_data`).
 """
 
 from __future__ import annotations
@@ -31,24 +28,23 @@ from outlast.base import crc32
 
 _BLOCK = 4 << 20
 _PAUSE = 7
-"""Seconds of pause after each second of work, for files that have several blocks."""
+"""Seconds of pause after each second of work, for files of several blocks."""
 UNHURRIED = 1 + _PAUSE
 """Maximum factor by which pauses prolong a save."""
 _SMALL = 64 << 10
-"""Size in bytes below which torch saves a tensor, since the archive around its data costs more than the data."""
+"""Smaller tensors are saved by torch itself, since the archive around the data costs more than the data."""
 
 
 class Writer(FileSystemWriter):
-    """Writes one rank's part into `file`, by default a new file in `directory`. There are no pauses while `hurry` is set."""
+    """Writes one rank's part into `file`, by default a new file in `directory`, without pauses while `hurry` is set."""
 
     def __init__(self, directory: Path, hurry: threading.Event, file: Path | None = None) -> None:
         super().__init__(directory, sync_files=True)
         self._directory, self._hurry, self._file = directory, hurry, file
         self.files: Mapping[str, Mapping[str, int]] = {}
-        """The written file as `{name: {size, crc32}}`, size in bytes."""
+        """The written file, as `{name: {size, crc32}}`."""
 
     def write_data(self, plan: SavePlan, planner: SavePlanner) -> Future[list[WriteResult]]:
-        """Write this rank's items of `plan`. Raises OSError."""
         prefix: _StoragePrefix = plan.storage_data
         name, results = f"{prefix.prefix}0.distcp", []
         with _File(self._file or self._directory / name, self._hurry) as file:
@@ -68,8 +64,6 @@ class Writer(FileSystemWriter):
 
 
 class _File:
-    """A file that is being written, and its checksum."""
-
     def __init__(self, path: Path, hurry: threading.Event) -> None:
         self._fd = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o666)
         self._hurry = hurry
@@ -120,7 +114,7 @@ class _File:
 
 
 class _Gap(io.RawIOBase):
-    """A file that collects the bytes that `torch.save` writes before and after the skipped data."""
+    """Collects the bytes that `torch.save` writes before and after the skipped data."""
 
     def __init__(self) -> None:
         self.before, self.after = bytearray(), bytearray()
@@ -140,10 +134,8 @@ class _Gap(io.RawIOBase):
 
 
 def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | None:
-    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum in the latter.
-
-    Returns None if this version of torch writes an unknown format; `torch.save` must then save the tensor.
-    """
+    """Return the bytes that `torch.save` writes before and after the data, and the offsets of the data's checksum in the bytes
+    after it, or None if this version of torch writes an unknown format."""
     gap = _Gap()
     with torch.serialization.skip_data():
         torch.save(tensor, cast(IO[bytes], gap))
@@ -152,7 +144,7 @@ def _around(tensor: torch.Tensor) -> tuple[bytearray, bytearray, list[int]] | No
 
 
 def _checksums(after: bytes, size: int) -> list[int]:
-    """Return the checksum's offsets in the bytes after the data: in the data descriptor and in the directory entry."""
+    """Return the checksum's offsets after the data: in the data descriptor and in the directory entry."""
     wide = size >= 0xFFFFFFFF  # then sizes have 8 bytes, in another field of the entry
     at = after.find(b"PK\x01\x02")
     while at >= 0 and after.startswith(b"PK\x01\x02", at):

@@ -1,7 +1,7 @@
-"""Classes that ranks exchange by pickle, under fixed names: the ranks of a world may run two versions of Outlast.
+"""Fixed pickle names of the classes that ranks exchange, since the ranks of a world may run two versions of Outlast.
 
-A pickle names the module of each class, so moving a class would make the pickles of two versions incompatible. Each class below
-is therefore pickled under the name it had in 2026-11. Its fields must stay, too, and a new field needs a default.
+A pickle names each class's module, so moving a class would break the exchange. Fields must stay, too, and a new field needs a
+default.
 """
 
 from __future__ import annotations
@@ -23,7 +23,6 @@ NAMES: dict[type, str] = {
     Place: "outlast.snapshots.peers.Place",
     Written: "outlast.training.saver._Written",
 }
-"""Each class, with its name in pickles since 2026-11."""
 
 
 def keep_names() -> None:

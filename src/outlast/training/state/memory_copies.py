@@ -1,7 +1,4 @@
-"""Copies tensors within this machine's memory, with several threads.
-
-One core cannot saturate the memory bandwidth. Training waits for the copies, so all of the rank's cores are idle in the meantime.
-"""
+"""Copies tensors within this machine's memory, with several threads, since one core cannot saturate the memory bandwidth."""
 
 from __future__ import annotations
 
@@ -14,27 +11,22 @@ from collections.abc import Iterable, Iterator
 import torch
 
 _PIECE = 16 << 20
-"""Minimum number of bytes that a thread copies at a time from larger tensors. Above 16 times the size at which copies bypass the
-caches (`launch.os_calls`), `memcpy` is even faster, because it copies four pages at once."""
+"""Minimum number of bytes that a thread copies at a time. Above 16 times the size at which copies bypass the caches
+(`launch.os_calls`), `memcpy` is even faster, since it copies four pages at once."""
 _LINE = 64
-"""Size of a cache line in bytes; pieces are aligned to it."""
 _LARGE = 256 << 10
-"""Minimum size in bytes of a tensor that our threads copy; torch copies many small tensors faster."""
+"""Smaller tensors are left to torch, which copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started. Arbitrary: starting a thread takes 0.1 ms, and one core copies this much
-in 2 ms."""
+"""Minimum number of bytes for which threads are started. Arbitrary: one starts in 0.1 ms, and a core copies this much in 2 ms."""
 _MOST = 4
-"""Maximum number of threads; more threads do not increase the bandwidth."""
+"""More threads do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 
 
 def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
-    """Copy the second tensor of each pair into the first. Both must have the same shape.
-
-    With `background`, copies from an accelerator to pinned memory continue after the call; the accelerator's `synchronize` waits
-    for them.
-    """
+    """Copy the second tensor of each pair into the first, which must have the same shape. With `background`, copies from an
+    accelerator to pinned memory may continue until the accelerator's `synchronize`."""
     moves: list[tuple[int, int, int]] = []
     small: list[Pair] = []
     for to, source in pairs:
@@ -58,7 +50,7 @@ def copy(pairs: Iterable[Pair], *, background: bool = True) -> None:
 
 
 def _plain(tensor: torch.Tensor) -> bool:
-    """Return whether a tensor's values are the bytes at its address, contiguous and in order."""
+    """Return whether a tensor's values are the bytes at its address, in order."""
     return (
         type(tensor) in (torch.Tensor, torch.nn.Parameter)
         and tensor.device.type == "cpu"

@@ -1,8 +1,7 @@
-"""Finds the newest valid checkpoint on all disks, and copies it to disks that lack it.
+"""Finds the newest valid checkpoint on all disks, and copies it to the disks that lack it.
 
-Disks may hold different checkpoints: the disk of a new worker is empty, and rank 0 may run on that worker. So the leaders
-exchange lists, the ranks of a worker share the verification, and one valid copy is enough. That copy is sent to all disks: all
-ranks then read the same checkpoint, and every disk has a copy when the next worker is lost.
+Disks may hold different checkpoints: a new worker's disk is empty, and rank 0 may run on that worker. So the leaders exchange
+lists, the ranks of a worker share the verification, and one valid copy is enough.
 """
 
 from __future__ import annotations
@@ -30,25 +29,24 @@ class _Offer:
 
     step: int
     generation: int
-    """The generation that saved the checkpoint. The later generation wins if two worlds have saved the same step."""
+    """If two worlds have saved the same step, the later generation wins."""
     digest: str
     """Checksum of COMMIT; empty if COMMIT cannot be read."""
     problem: str = ""
 
 
 _UNREAD = -1
-"""The step in the offer from an unreadable disk."""
+"""The step in the offer of an unreadable disk."""
 _Offers = Mapping[int, _Offer]
-"""Checkpoints on a disk, by step."""
 
 
 @dataclass(frozen=True)
 class Search:
-    """Parameters for the search.
+    """Parameters and results of the search.
 
-    The ranks of a worker divide the files to verify: `share` is this rank's number and the number of these ranks. `held` protects
-    checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged` or were
-    `copied` to other disks.
+    `share` is this rank's index among the ranks of its worker, which divide the files to verify, and their number. `held`
+    protects checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged`
+    or were `copied` to other disks.
     """
 
     directory: Path
@@ -58,13 +56,12 @@ class Search:
     held: contextlib.ExitStack
     report: Report
     verified: set[_Offer] = field(default_factory=set)
-    """Checkpoints whose share this rank has already verified."""
     ways_back: list[tuple[int, int]] = field(default_factory=list)
-    """(generation, step) for each time that the run went back, as recorded on any disk; see `retention.withdrawn`."""
+    """(generation, step) of each way back, as recorded on any disk; see `retention.withdrawn`."""
 
 
 class Offered:
-    """The checkpoints of `run` on all disks, valid or not. The constructor is a collective, which also gathers `payload`."""
+    """A run's checkpoints on all disks, valid or not. The constructor is a collective that also gathers `payload`."""
 
     def __init__(self, search: Search, payload: Any = None) -> None:
         offers = _offers(search.directory, search.run).values() if search.disks.leader else ()
@@ -73,13 +70,12 @@ class Offered:
         self._every: list[_Offers] = [{offer.step: offer for offer in offers if offer.step != _UNREAD} for offers in leaders]
         self._ways_back = search.ways_back
         self.unread = next((offer.problem for offers in leaders for offer in offers if offer.step == _UNREAD), "")
-        """Why a disk cannot be read; empty if all can. An unreadable disk counts as empty."""
+        """Why a disk cannot be read, and therefore counts as empty. An empty string if all disks can be read."""
         self.payloads = [each for _, each in gathered]
-        """The payloads of all ranks, in rank order."""
 
     @property
     def disks(self) -> list[_Offers]:
-        """The checkpoints that count on each disk, by step."""
+        """The checkpoints on each disk, by step, without withdrawn ones."""
         return [
             {step: each for step, each in disk.items() if not checkpoints.withdrawn(each.generation, step, self._ways_back)}
             for disk in self._every
@@ -92,11 +88,8 @@ class Offered:
 
 
 def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None) -> checkpoints.Checkpoint | None:
-    """Return the newest checkpoint that is valid on at least one disk, or None. A collective.
-
-    The checkpoint is copied to the disks that lack it. With `after`, (generation, step), only later checkpoints count. Raises
-    NoRoom on all ranks if the copy to a disk fails.
-    """
+    """Return the newest checkpoint that is valid on a disk, or None, and copy it to the other disks. A collective. With `after`,
+    (generation, step), only later checkpoints count. Raises NoRoom on all ranks if a copy fails."""
     offers, disks, report, held = offered.disks, search.disks, search.report, search.held
     directory, run = search.directory, search.run
     for candidate in _candidates(offers):
@@ -123,7 +116,7 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
 
 
 def _offers(directory: Path, run: str) -> _Offers:
-    """Return the checkpoints on this disk that belong to the run or whose run is unknown."""
+    """Return the checkpoints on this disk that belong to the run or to an unknown run."""
     offers = {}
     try:
         for each in checkpoints.list_(directory):
@@ -139,11 +132,8 @@ def _offers(directory: Path, run: str) -> _Offers:
 
 
 def _candidates(offers: list[_Offers]) -> list[_Offer]:
-    """Return the candidates, newest first: by generation, then step.
-
-    An unreadable checkpoint is a candidate only if its step has no readable one. It is taken to have the highest generation found
-    at lower steps.
-    """
+    """Return the candidates, newest first: by generation, then step. An unreadable checkpoint counts only if its step has no
+    readable one, and is taken to have the highest generation at lower steps."""
     every = {offer for disk in offers for offer in disk.values()}
     readable = {offer.step for offer in every if not offer.problem}
     candidates = {offer for offer in every if not offer.problem or offer.step not in readable}
@@ -156,10 +146,8 @@ def _candidates(offers: list[_Offers]) -> list[_Offer]:
 
 
 def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> str:
-    """Verify this rank's share of a checkpoint on its disk, and protect the checkpoint from removal.
-
-    Returns the problem, or an empty string.
-    """
+    """Verify this rank's share of a checkpoint, and protect the checkpoint from removal. Returns the problem or an empty
+    string."""
     offer = offers.get(candidate.step)
     if offer is None:
         return "it is not there"
@@ -180,7 +168,7 @@ def _checked(path: Path, candidate: _Offer, offers: _Offers, search: Search) -> 
 
 
 def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextlib.ExitStack, report: Report) -> None:
-    """Copy the checkpoint at `path` from the first disk without a problem to the disks with a problem. A collective."""
+    """Copy a checkpoint from the first disk without a problem to the disks with a problem. A collective."""
     begun, source, missing = time.monotonic(), problems.index(""), bool(problems[disks.here])
     failed = _received(path, source, missing, disks) if disks.leader else ""
     failures = [(rank, failure) for rank, failure in enumerate(disks.gather(failed)) if failure]
@@ -199,10 +187,7 @@ def _copy_to_disks(path: Path, problems: list[str], disks: Disks, held: contextl
 
 
 def _received(path: Path, source: int, missing: bool, disks: Disks) -> str:
-    """Take part in the copy as a leader. After a failure on this disk, still takes part to the end.
-
-    Returns why the copy failed on this disk, or an empty string.
-    """
+    """Take part in the copy as a leader, even after a failure. Returns why this disk failed, or an empty string."""
     commit: checkpoints.Commit | str = ""
     if disks.here == source:
         try:

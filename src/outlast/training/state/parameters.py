@@ -1,7 +1,4 @@
-"""`parameters.json`: a run's settings, under the script's names (`run.parameters`).
-
-Rank 0 writes the file. When a run resumes with other settings, the file gets the new settings, and the change is logged.
-"""
+"""`parameters.json`: a run's settings, under the script's names. Rank 0 writes the file, and logs changes when a run resumes."""
 
 from __future__ import annotations
 
@@ -21,10 +18,7 @@ Scalar = str | int | float | bool | None
 
 
 def plain(values: Any) -> dict[str, Any]:
-    """Convert settings to JSON scalars and lists of scalars; nested mappings become `outer.inner`.
-
-    Raises OutlastError for values of other types.
-    """
+    """Convert settings to JSON values, with nested mappings as `outer.inner`. Raises OutlastError for values of other types."""
     if not isinstance(values, Mapping):
         raise OutlastError(
             f"run.parameters() got {_kind(values)} and needs names ({place()}); write run.parameters({{'lr': 0.1}}), "
@@ -64,7 +58,7 @@ def _kind(value: Any) -> str:
 
 
 def write(path: Path, values: Mapping[str, Any]) -> str:
-    """Replace the file if it has other values. Returns a readable list of the changed values. Raises OSError."""
+    """Replace the file if it has other values. Returns a readable list of the changes. Raises OSError."""
     old = files.mapping(path)
     if old == values:
         return ""

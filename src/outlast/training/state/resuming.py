@@ -1,16 +1,11 @@
 """Resumes a world from its newest reachable state, in memory, on a disk, or in a store.
 
-All ranks exchange lists of the snapshots in their workers' memory and of the checkpoints on their disks; rank 0 adds the newest
-checkpoint in the store. All ranks load the latest state. If a rank cannot read it, all ranks together try the next state, before
-any of the script's objects is changed.
+All ranks exchange lists of the snapshots in memory, the checkpoints on disks and the newest checkpoint in the store, and load the
+latest of these. If one rank cannot read it, all ranks try the next one, before any of the script's objects is changed. Damaged
+copies are not read again; unreachable copies are retried for 20 seconds. No snapshot is dropped before another state is loaded.
 
-A rank whose bits differ sends wrong gradients to all others, so the states of all ranks after that step are wrong, on disks and
-in memory. `WayBack.go` records on every disk that they do not count, and ends that rank's worker, as if it had crashed; the next
-generation replaces the worker. All ranks exchange these records, too, since a disk may lack them. See
-docs/decisions/0069-the-way-back.md.
-
-No snapshot is dropped before another state is loaded. A damaged copy is not read again. An unreachable copy is retried for 20
-seconds before the next state is used. If there is no other state, the next start tries again.
+A rank whose bits differ sends wrong gradients to all others, so all later states are wrong. `WayBack.go` records on every disk
+that they do not count, and ends that rank's worker, as if it had crashed. See docs/decisions/0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -43,7 +38,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """Goes back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
+    """Takes a run back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
 
     directory: Path
     run: str
@@ -51,12 +46,9 @@ class WayBack:
     disks: Disks
 
     def go(self, found: Sequence[Difference], step: int, agreed: int) -> None:
-        """Go back to step `agreed`, because of the differences `found` at `step`. A collective.
-
-        Raises WrongBits on the ranks that differ. On the others the collective breaks, as when a rank crashes. Raises
-        OutlastError on all ranks if going back has led no further before. Returns if it is unclear which ranks differ, or if
-        no disk can be written.
-        """
+        """Go back to step `agreed`, because of the differences `found` at `step`. A collective. Raises WrongBits on the ranks
+        that differ; on other ranks the collective fails, as after a crash. Raises OutlastError on all ranks if going back has not
+        helped before. Returns if it is unclear which ranks differ, or if no disk can be written."""
         blamed = differing_ranks.blamed(found)
         if not blamed:
             return
@@ -77,12 +69,11 @@ class WayBack:
             )
         if self.disks.rank in blamed:
             raise WrongBits(f"{reason}; the run goes back to step {agreed}, and another worker takes the place of this one")
-        self.disks.gather(None)  # breaks when the processes of the ranks that differ have ended
+        self.disks.gather(None)  # fails once the ranks that differ have ended
 
 
 def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:
-    """Withdraw the states on this disk that no longer count after the run went back (`checkpoints.ways_back`). Returns the
-    problem, or an empty string."""
+    """Withdraw this disk's checkpoints that do not count, given the `ways_back`. Returns the problem or an empty string."""
     try:
         checkpoints.withdraw(directory, run, ways_back)
     except OSError as error:
@@ -99,24 +90,22 @@ class Restored:
 
     step: int = 0
     at: tuple[int, int] = (0, 0)
-    """(generation, step) of the snapshot; (0, 0) if the state was not a snapshot."""
+    """(generation, step) of the snapshot; (0, 0) if the state was no snapshot."""
     committed: int = 0
     """The newest committed step up to `step`."""
     source: str = ""
-    """`memory` of this worker, `peer` if a part came from another worker's memory, `disk` or `store`; empty if training begins
-    at step 0."""
+    """`memory` of this worker, `peer` if a part was another worker's, `disk`, `store`, or empty if training begins at step 0."""
     path: str | None = None
     bytes: int = 0
     seconds: float = 0.0
     most: int = sys.maxsize
-    """The latest step that counted: the step to which the run last went back, if no state is newer."""
+    """The last step that counts, if the run has gone back since this state was saved."""
     random: bool = False
     """True if the state had this rank's random number generators; may differ between ranks."""
     extra: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Additional data from rank 0's session in the snapshot."""
+    """Data that rank 0's session added to the snapshot."""
 
     def event(self) -> dict[str, Any]:
-        """Return the fields for the ledger."""
         more = {"source": self.source, "bytes": self.bytes, "seconds": self.seconds} if self.source else {}
         return {"path": self.path, **more}
 
@@ -130,10 +119,8 @@ class Restored:
 def restore(
     state: Mapping[str, Any], search: newest_on_disks.Search, client: Client | None, generation: int, *, peek: bool = False
 ) -> Restored:
-    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective.
-
-    With `peek`, `state` is only a part of the saved state: random numbers stay as they are, and no snapshot is given up.
-    """
+    """Load the newest reachable state into `state`. Raises OutlastError on all ranks. A collective. With `peek`, `state` is a
+    part of the saved state, random numbers stay as they are, and no snapshot is given up."""
     begun = time.monotonic()
     restored = _restored(state, search, client, generation, peek=peek)
     return dataclasses.replace(restored, seconds=round(time.monotonic() - begun, 6))
@@ -201,10 +188,8 @@ def _restored(
 
 
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
-    """Return the parts in memory and the newest checkpoint in the store that count, given when the run went back (`ways`).
-
-    Withdraws all other checkpoints on this disk.
-    """
+    """Return the parts in memory and the store's newest checkpoint that count, given the `ways` back. Withdraws all other
+    checkpoints on this disk."""
     search.ways_back[:] = ways
     if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):
         log.warning("outlast: %s", problem)
@@ -222,7 +207,7 @@ class _Committed:
         self.offered, self.source = offered, "disk"
 
     def newest(self, after: At = (0, 0)) -> checkpoints.Checkpoint | None:
-        """Return the newest valid checkpoint after `after`, or None. Fetches it if only the store has it. A collective."""
+        """Return the newest valid checkpoint after `after`, or None. May fetch it from the store. A collective."""
         valid = newest_on_disks.valid(self._search, self.offered, after)
         if self._stored is None or self._stored <= max(after, (valid.generation, valid.step) if valid else after):
             return valid
@@ -236,10 +221,8 @@ class _Committed:
         return newest_on_disks.valid(self._search, self.offered, after)
 
     def fetch(self) -> None:
-        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective.
-
-        Raises NotRestored on all ranks if a retry can help, otherwise StoreError.
-        """
+        """Have rank 0's agent fetch the store's newest checkpoint to its disk. A collective. Raises NotRestored on all ranks if a
+        retry can help, otherwise StoreError."""
         disks, previous, self._stored = self._search.disks, self.offered.disks, None
         problem, retry = "", False
         if disks.rank == 0:
@@ -257,11 +240,9 @@ class _Committed:
 
 
 def _report(client: Client | None, search: newest_on_disks.Search) -> bytes | None:
-    """Return this rank's report to all ranks, or None if there is no agent.
-
-    A worker's first rank reports the parts in the worker's memory, and rank 0 the store's newest checkpoint. Raises NotRestored
-    if the agent does not answer, since its parts may be the newest state.
-    """
+    """Return this rank's report to all ranks, or None if there is no agent. A worker's first rank reports the parts in memory,
+    and rank 0 the store's newest checkpoint. Raises NotRestored if the agent does not answer, since its parts may be the newest
+    state."""
     if client is None:
         return None
     try:
@@ -280,21 +261,15 @@ def _report(client: Client | None, search: newest_on_disks.Search) -> bytes | No
 def packed(
     address: str, held: Sequence[Part], stored: At | None = None, problem: str = "", ways_back: Sequence[At] = ()
 ) -> bytes:
-    """Encode a rank's report as compressed JSON.
-
-    Other versions have other classes, and the exchange pads all reports to the longest.
-    """
+    """Encode a rank's report as JSON, which other versions can read, too. It is compressed, since the exchange pads all reports
+    to the longest."""
     report: dict[str, Any] = {"address": address, "parts": [part.json() for part in held], "stored": stored, "problem": problem}
     report |= {"ways_back": list(ways_back)} if ways_back else {}
     return zlib.compress(json.dumps(report).encode(), 1)
 
 
 def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str, list[At]]:
-    """Decode all ranks' reports.
-
-    Returns the parts in memory, the store's newest checkpoint, why that checkpoint is unknown, or an empty string, and the ways
-    back on any disk.
-    """
+    """Return all ranks' parts in memory, the store's newest checkpoint, the problem with the store, and the ways back."""
     each = [json.loads(zlib.decompress(report)) for report in reports]
     held = [Held(part, one["address"]) for one in each for part in part_format.catalog(one["parts"])]
     ways = {(int(generation), int(step)) for one in each for generation, step in one.get("ways_back", ())}
@@ -303,10 +278,8 @@ def merged(reports: Sequence[bytes]) -> tuple[list[Held], At | None, str, list[A
 
 
 def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list[T]:
-    """Return the results of `work` on all ranks of the exchange. A collective.
-
-    Raises Damaged or OutOfReach on all ranks if `work` raised it on one rank.
-    """
+    """Return the results of `work` on all ranks. If `work` raises Damaged or OutOfReach on one rank, all ranks do. A
+    collective."""
     outcome: tuple[str, bool, T | None]
     try:
         outcome = "", False, work()
@@ -322,8 +295,7 @@ def _agreed(work: Callable[[], T], exchange: Callable[[Any], list[Any]]) -> list
 def _from_memory(
     candidate: Candidate, state: Mapping[str, Any], client: Client, search: newest_on_disks.Search, own: int | None
 ) -> Restored:
-    """Load a snapshot, and the random numbers of rank `own`. Raises Damaged or OutOfReach on all ranks if a rank cannot read it.
-    A collective."""
+    """Load a snapshot, and rank `own`'s random numbers. Raises Damaged or OutOfReach on all ranks. A collective."""
     disks, rank = search.disks, search.disks.rank
     reader = Reader(candidate, client, rank, lambda sentence: log.warning("outlast: %s", sentence))
     targets: checkpoint.Flat = {}

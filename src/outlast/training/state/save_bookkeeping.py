@@ -1,7 +1,6 @@
-"""Bookkeeping for a session's saves: the script's step, the last saved step and the last committed step.
+"""Bookkeeping for a session's saves: which steps are done, saved and committed, and when the next save is due.
 
-`Session` uses it to decide whether a save is due, to begin the save, and to get the outcome, which is the same on every rank. At
-the end of the stream or of the session, the last step is saved if the script has not saved it.
+At the end of the stream or of the session, the last step is saved unless the script has saved it.
 """
 
 from __future__ import annotations
@@ -30,7 +29,6 @@ from outlast.worker.launch import preloaded_imports
 log = logging.getLogger("outlast")
 
 Meet = Callable[..., list[float]]
-"""`Session._meet`: a collective call."""
 
 
 class Saves:
@@ -41,35 +39,35 @@ class Saves:
     ) -> None:
         self.state: Mapping[str, Any] = {}
         self.committed = self.last_step = self.resumed_step = 0
-        """The newest committed step, the last step whose save was begun, and the step that `resume` returned."""
+        """The newest committed step, the last step whose save has begun, and the step that `resume` returned."""
         self._saver, self._disks, self._ledger = saver, disks, ledger
         self._screen, self._meet, self._report = screen, meet, report
         self._moved: tuple[int, int] | None = None
-        """The last step passed to a collective call, and the streams' position at that call."""
+        """The last step passed to a collective call, and the streams' position at that time."""
         self._measured: tuple[int, float] | None = None
         """The last step logged with a value for `checkpoint.by`, and the value."""
         self._pending = False
-        """True after a save has begun, until the ranks have agreed on its outcome."""
+        """True from the start of a save until the ranks have agreed on its outcome."""
         self._problem = ""
         self._ranked = False
         self._logged = 0, 0
-        """The last step passed to `log`, which some ranks may not call, and the streams' position at that call."""
+        """The last step passed to `log`, which some ranks may not call, and the streams' position at that time."""
         self._saved_position = self._begun = self._last = self._loops = 0
         self._thread = threading.get_ident()
         self._last_save = time.monotonic()
         self._stalls = self._committed_saves = 0
         self._stalled_s = self._saved_s = 0.0
-        """Seconds for which all saves have stopped training, and seconds from the start of each committed save to its commit."""
+        """Total seconds for which saves have stopped training, and total seconds that committed saves took."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """From now on, save `state`."""
+        """Save `state` from now on."""
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Resume counting at `step`. `saved` is the newest committed step, and its save was `age_s` seconds ago."""
+        """Count on from `step`. `saved` is the newest committed step, saved `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -83,22 +81,22 @@ class Saves:
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
-        """Return whether a save is due, judging by the elapsed time."""
+        """Return whether a save is due by the elapsed time."""
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def due(self, step: int, every: Every) -> bool:
-        """Return whether a save is due, judging by the number of steps."""
+        """Return whether a save is due by the number of steps."""
         return every.steps is not None and step // every.steps > self.last_step // every.steps
 
     def position(self) -> int:
         return sum(stream.step for stream in mistakes.streams_of(self.state))
 
     def stepped(self) -> bool:
-        """Return whether a step has ended since the session resumed; always True if there is no stream."""
+        """Return whether a step has ended in this session; always True without a stream."""
         return self.position() > self._begun or not mistakes.streams_of(self.state)
 
     def advanced(self, call: str, step: int) -> None:
-        """Record the script's `step`. Raises OutlastError if `step` does not advance with the streams."""
+        """Record the script's `step`. Raises OutlastError if it does not advance with the streams."""
         if step < self.resumed_step:
             raise OutlastError(
                 f"{call}: resume() returned step {self.resumed_step}, and this is step {step}; "
@@ -119,7 +117,7 @@ class Saves:
             self._measured = step, values[self._saver.retention.by]
 
     def store(self, step: int, value: float | None = None, *, wait: bool = False) -> None:
-        """Start saving `step`, unless it is committed. With `wait`, return once the save is committed or has failed."""
+        """Start saving `step` unless it is committed. With `wait`, return once the save has succeeded or failed."""
         begun, first = time.monotonic(), self._disks.rank == 0
         if first:
             self._ledger.write("saving", step=step)
@@ -143,7 +141,7 @@ class Saves:
             self._ledger.write("staged", step=step, stall_s=stall_s)
 
     def _metric(self, step: int, value: float | None) -> checkpoints.Metric | None:
-        """Return the metric for the checkpoint of `step`, on rank 0: the script's `value`, or else the last logged value."""
+        """Return the checkpoint's metric on rank 0: the script's `value`, or else the last value logged up to `step`."""
         by = self._saver.retention.by
         if value is None and by:
             logged = self._measured
@@ -159,11 +157,8 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step if the script has not saved it. A collective unless it is saved already.
-
-        The last step is the one passed, after the last batch, to `due` or `save`, which all ranks call, or to `log`, which some
-        ranks may not call.
-        """
+        """Save the last step unless it is saved already. A collective if it is not. The last step is the one passed after the
+        last batch to `due` or `save`, or to `log`, which some ranks may not call."""
         if not self.state:
             return
         position = self.position()
@@ -181,13 +176,13 @@ class Saves:
             self.store(step)
 
     def _not_given(self) -> str:
-        """Return the remedy if the script has read a stream that was not passed to `resume`, otherwise an empty string."""
+        """Return the remedy if the script has read a stream that is not in the state, or an empty string."""
         if mistakes.streams_of(self.state) or streams.loops() == self._loops:
             return ""
         return 'add the Stream to what resume() is given: run.resume({..., "stream": stream})'
 
     def say_end(self) -> None:
-        """Print on rank 0 that the last step was saved at the end, or warn that it was not saved."""
+        """Print on rank 0 that the last step was saved, or warn that it was not."""
         self._screen.flush()
         if self._disks.rank > 0 or not self.state:
             return
@@ -203,7 +198,7 @@ class Saves:
             log.warning("outlast: no checkpoint is kept as one of the best: %s, or call run.save(step, metric=...)", named)
 
     def finish(self, call: str) -> None:
-        """Wait for the save in progress. A collective. Agrees on the outcome if a rank has lost its connections."""
+        """Wait for the save in progress, and agree on its outcome if a rank has lost its connections. A collective."""
         self.settle(self._saver.wait())
         if self._pending:
             self._pending = False
@@ -212,7 +207,7 @@ class Saves:
                 self._saver.connect_again()
 
     def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
-        """Return the seconds left on the worker with the least time, and why they are too few to save the last step, or an empty
+        """Return the shortest time left on any worker in seconds, and why it is too short to save the last step, or an empty
         string. A collective."""
         own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
         each = self._disks.gather(own)
@@ -224,7 +219,7 @@ class Saves:
         return seconds_left, time_left.too_late_to_save(seconds_left, max(least, default=None), rest_s)
 
     def left(self, step: int, late: str, generation: int) -> None:
-        """Record that the ranks leave their world after `step`. `late` is the reason why there was too little time to save it;
+        """Record that the ranks leave their world after `step`. `late` is the reason why there was too little time to save it,
         empty if there was enough."""
         reason = f"saved step {step}"
         if (saved := self.committed) != step:
@@ -236,11 +231,11 @@ class Saves:
             self._ledger.write("interrupted", generation=generation, step=step, reason=reason)
 
     def lost(self) -> str:
-        """Return why the last save failed, or an empty string. All ranks agree after `finish`, though not on the wording."""
+        """Return why the last save failed, or an empty string. After `finish`, ranks can differ only in the wording."""
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:
-        """Record the outcome of a save on every rank, in the training thread."""
+        """Record a save's outcome on every rank. The training thread calls this."""
         if outcome is None:
             return
         if outcome.superseded:
@@ -254,7 +249,7 @@ class Saves:
             self._report(warning=self._problem)
 
     def saved(self, kind: str, **fields: Any) -> None:
-        """Record the outcome of a save in the saving thread."""
+        """Record a save's outcome. The saving thread calls this."""
         if self._disks.rank == 0:
             self._ledger.write(kind, **fields)
         if kind == "committed":

@@ -1,12 +1,9 @@
-"""Disks: which ranks share a directory, and copying files from one disk to all others.
+"""Finds out which ranks share a disk, and copies files from one disk to all others.
 
 Workers may write into one directory (this machine's, or a network volume) or into separate directories (pods). A session detects
-this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*: only the
-leader commits, sweeps and receives.
-
-Invariants: with one disk, nothing is sent, and no additional collective is called. With several disks, a failing disk (full,
-broken) takes part to the end and only then reports the failure, so that no other disk waits for it. See
-docs/decisions/0010-workers-without-a-common-disk.md.
+this when it starts, and again before each save until all ranks can write. The lowest rank on a disk is its *leader*, which
+commits, sweeps and receives. With one disk, nothing is sent. A failing disk takes part in a collective to the end, because other
+disks would wait for it. See docs/decisions/0010-workers-without-a-common-disk.md.
 """
 
 from __future__ import annotations
@@ -34,29 +31,27 @@ _ABANDONED_S = 3600.0
 
 @dataclass(frozen=True)
 class Part:
-    """A file on one disk, to be copied to all disks."""
+    """A file to be copied from one disk to all others."""
 
     name: str
     size: int
     crc32: int
     disk: int
-    """Index of the disk with the file."""
 
 
 @dataclass
 class Disks:
-    """A world's disks, in the order of their leaders; the first is rank 0's. Made by `find`."""
+    """A world's disks, in the order of their leaders. The first is rank 0's."""
 
     by_rank: Sequence[int]
     rank: int
     group: dist.ProcessGroup | None
-    """The group of all ranks."""
     leaders: dist.ProcessGroup | None = None
     """The leaders' group for the training thread; None if there is only one disk."""
     savers: dist.ProcessGroup | None = None
     """The leaders' group for the saving thread; None if there is only one disk."""
     certain: bool = True
-    """True if all ranks could write; otherwise two of these disks may be the same."""
+    """False if a rank could not write. Two of these disks may then be the same."""
 
     @classmethod
     def find(cls, directory: Path, group: dist.ProcessGroup | None) -> Self:
@@ -66,7 +61,7 @@ class Disks:
         return disks
 
     def ascertain(self, directory: Path) -> None:
-        """Repeat the detection unless its result is certain. A collective unless certain. No save may be in progress."""
+        """Repeat the detection, as a collective, unless its result is certain. No save may be in progress."""
         if self.certain:
             return
         makers, previous = _makers(directory, self.rank, len(self.by_rank), self.group), self.by_rank
@@ -99,7 +94,7 @@ class Disks:
         return self.leading[self.here] == self.rank
 
     def gather(self, value: Any) -> list[Any]:
-        """Return every rank's value, in rank order. A collective of all ranks, in the training thread."""
+        """Return every rank's value, in rank order. A collective in the training thread."""
         if len(self.by_rank) == 1:
             return [value]
         values: list[Any] = [None] * len(self.by_rank)
@@ -107,11 +102,9 @@ class Disks:
         return values
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
-        """Fence earlier generations on every writable disk. Takes the next generation unless one is given. A collective.
-
-        `directory` has the checkpoints of this `output`. Returns the generation, and why this rank's output could not be fenced,
-        or an empty string. Raises OutlastError on rank 0 if a run without an agent cannot write there, and Superseded.
-        """
+        """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
+        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises Superseded, and
+        OutlastError on rank 0 if a run without an agent cannot write its output."""
         own, unwritten = generation, ""
         if own is None and self.several:
             own = 1 + max(self.gather(checkpoints.generation(directory, run)))
@@ -135,7 +128,7 @@ class Disks:
         return generation, unwritten
 
     def close(self) -> None:
-        """Release the groups; no collective may be in progress."""
+        """Release the groups. No collective may be in progress."""
         self.group = self.leaders = self.savers = None
 
     # Collectives of several disks' leaders; `group` is `leaders` or `savers`
@@ -155,11 +148,9 @@ class Disks:
         return values[0]
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
-        """Copy every file to all disks. A collective of the leaders.
-
-        `path` returns the path to read or write a file at, or None if this disk only takes part. Written files are durable and
-        verified. Returns why the copy failed on this disk, or an empty string.
-        """
+        """Copy every file to all disks. A collective of the leaders. `path` returns where to read or write a file, or None if
+        this disk only takes part. Written files are durable and verified. Returns why the copy failed on this disk, or an empty
+        string."""
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
         for part in parts:
@@ -178,7 +169,7 @@ class Disks:
 
 
 class _End:
-    """One end of a copy: it reads the file at the source or writes it at a target. `close` reports errors."""
+    """One end of a copy, which reads or writes the file. `close` reports errors."""
 
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
@@ -231,12 +222,11 @@ def _bytes(block: torch.Tensor) -> memoryview:
 
 
 def _makers(directory: Path, rank: int, ranks: int, group: dist.ProcessGroup | None) -> list[int]:
-    """Return, for every rank, the first rank that left a mark in its directory. Ranks with the same maker share a directory.
+    """Return, for every rank, the first rank that left a mark in its directory: equal results mean a shared directory.
 
-    Ranks whose directory cannot be written get a negative number, which differs between workers. A mark has a new name each time,
-    so a directory that was copied with its marks counts as another directory. The file system decides which rank is first. A
-    barrier ensures that all marks are complete before any is read, on network volumes, too. On a full disk, a mark's size encodes
-    its rank, which needs no space.
+    Ranks that cannot write get a negative number, which differs between workers. A mark's name is new each time, so a copied
+    directory counts as another one. The file system decides which rank is first. After a barrier all marks are complete, on
+    network volumes, too. On a full disk, a mark's size encodes its rank, which needs no space.
     """
     word = torch.tensor(secrets.randbits(62))
     dist.broadcast(word, 0, group=group)

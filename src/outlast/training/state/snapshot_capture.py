@@ -1,12 +1,9 @@
-"""Copies the state at a step boundary directly into the agent's memory, at every k-th step of training.
+"""Copies the state directly into the agent's memory, at every k-th step boundary.
 
-A rank divides its state into two parts (`Layout`). The part `shared` has replicated tensors, sharded over the worker's ranks. The
-part `unique` has what only this rank has: its shards, its random numbers, and on rank 0 buffers and pickled objects. Tensors
-are cut into chunks as by torch.distributed.checkpoint, keyed by their offsets in the whole tensor, so a snapshot fits a world of
-any size.
-
-Calling `state_dict` on modules and optimizers costs more than copying a small state. So the layout is reused as long as all
-tensors are the same (by identity and address), and only objects are pickled again.
+A rank divides its state into two parts (`Layout`): `shared` has its share of the replicated tensors, and `unique` its shards, its
+random numbers and, on rank 0, buffers and pickled objects. Tensors are cut into chunks as by torch.distributed.checkpoint, keyed
+by their offsets in the whole tensor, so a snapshot fits a world of any size. Since `state_dict` is expensive, a layout is reused
+as long as all tensors have the same identity and address.
 """
 
 from __future__ import annotations
@@ -31,28 +28,27 @@ from outlast.training.state.checkpoint import Collected, State
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Minimum granularity of room sizes in bytes: pickled objects vary in size, and rooms are reused."""
+"""Sizes of rooms are rounded up to a multiple of at least this, since pickled objects vary in size and rooms are reused."""
 _ROOMS = 6
-"""Maximum number of rooms that stay mapped and pinned, for both kinds together. Snapshots alternate between two of each kind."""
+"""Maximum number of mapped and pinned rooms. Snapshots alternate between two rooms of each kind."""
 
 Signature = tuple[object, ...]
 
 
 @dataclasses.dataclass
 class Content:
-    """The contents of a part, without its memory: chunks of tensors in a fixed order, followed by bytes."""
+    """The contents of a part: chunks of tensors in a fixed order, followed by bytes."""
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
     """Key, local tensor, size of the whole tensor, and the offsets of the local tensor in it."""
     index: list[Item] = dataclasses.field(default_factory=list)
-    """The part's index so far: one item per chunk."""
     end: int = 0
     """Total size of the chunks in bytes."""
     share: int = 0
-    """Index of this rank's share of the state that every rank has (`job.differing_ranks`)."""
+    """Index of this rank's share of the replicated state (`job.differing_ranks`)."""
     largest: int = 0
-    """Total size of the largest share, in bytes: a room must hold any share."""
+    """Size of the largest share in bytes: a room must hold any share."""
 
     def lay_out(self) -> None:
         places, self.end = part_format.laid_out(tensor.nbytes for _, tensor, _, _ in self.chunks)
@@ -74,7 +70,7 @@ class Layout:
     """A state's parts on one rank."""
 
     def __init__(self, state: State, collected: Collected, rank: int, share: int, shares: int) -> None:
-        """`share` is the index of this rank's share of the state that every rank has; a worker has one share per rank."""
+        """`share` is the index of this rank's share of the replicated state; a worker has one per rank."""
         whole = {key: value for key, value in collected.everybody.items() if not isinstance(value, DTensor)}
         dealt = [sorted(keys) for keys in checkpoint.dealt(whole, shares)]
         shards = {key: value for key, value in collected.everybody.items() if key not in whole}
@@ -94,14 +90,11 @@ class Layout:
             and all(self.groups.values())
             and not any(f"{name}/rest" in collected.rank0 for name, thing in state.items() if isinstance(thing, torch.nn.Module))
         )
-        """True if the layout is valid as long as the signature is: no tensor was created just for the state dict."""
+        """True if the layout is valid while the signature stays the same: no tensor was created just for the state dict."""
 
 
 def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
-    """Return this rank's chunks of tensors as torch.distributed.checkpoint would write them.
-
-    A chunk is (key, local tensor, size of the whole tensor, offsets of the local tensor in it).
-    """
+    """Return this rank's `Content.chunks` of tensors, as torch.distributed.checkpoint would write them."""
     items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
     chunks = []
     for item in items:
@@ -128,11 +121,8 @@ def _optimizers(state: State) -> Iterator[tuple[str, torch.optim.Optimizer]]:
 
 
 def _signature(state: State) -> Signature:
-    """Return a value that stays the same as long as a layout of the state is valid.
-
-    It changes with the identity, address or shape of a tensor in a module or optimizer, and with the parameters of an optimizer's
-    groups.
-    """
+    """Return a value that changes with the identity, address or shape of the tensors and with the optimizers' parameter
+    groups."""
     signature: list[object] = []
     for thing in state.values():
         tensors: list[Any] = []
@@ -151,7 +141,7 @@ def _signature(state: State) -> Signature:
 
 
 def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | None:
-    """Return the parameter names of each group, or None if more is needed to write the optimizer's `rest` again."""
+    """Return the parameter names of each group, or None if they do not suffice to rebuild the optimizer's `rest`."""
     state = checkpoint.unpickled(rest, "optimizer")
     if state["others"] or [set(group) for group in state["groups"]] != [set(group) for group in optimizer.param_groups]:
         return None
@@ -159,7 +149,7 @@ def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | 
 
 
 def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state without tensors, as `checkpoint.collected` does."""
+    """Return an optimizer's state without tensors, in the form of `checkpoint.collected`."""
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, names, strict=True)]
     return {"kind": type(optimizer).__name__, "groups": groups, "others": {}}
 
@@ -168,18 +158,16 @@ class Capture:
     """Copies of one rank's state, and the rooms that hold them."""
 
     def __init__(self, state: State, rank: int, local: tuple[int, int], accelerator: device.Device | None = None) -> None:
-        """`accelerator` defaults to this machine's."""
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
         self._layouts: dict[int, Layout] = {}
-        """Layouts of the current state, by the index of the share."""
+        """Layouts of the current state, by share."""
         self._views: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}
         """The tensors in a room, one per chunk, by kind, room and share."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
-        """The memory of each room, and whether it is pinned; the least recently used room first."""
+        """The memory of each room, and whether it is pinned. The least recently used room comes first."""
         self._stream = self._accelerator.copy_stream()
         self.hooks: list[Any] = []
-        """Handles of the hooks on the state's optimizers."""
         if (stream := self._stream) is not None:
             for _, optimizer in _optimizers(state):
                 self.hooks.append(optimizer.register_step_pre_hook(lambda *_: stream.before_changes()))
@@ -190,10 +178,8 @@ class Capture:
         return self._stream is not None
 
     def prepare(self, extra: bytes, turn: int = 0) -> list[tuple[Content, dict[str, bytes]]]:
-        """Return the current state's parts, each with its pickled objects. Nothing is copied yet.
-
-        `turn`, the number of snapshots so far, determines which share this rank gets; it is the same on all ranks.
-        """
+        """Return the current state's parts, each with its pickled objects. Nothing is copied yet. `turn`, the number of snapshots
+        so far, determines this rank's share."""
         local_rank, local_ranks = self._local
         share = differing_ranks.share(local_rank, turn, local_ranks)
         layout, objects = self._layouts.get(share), None
@@ -215,7 +201,7 @@ class Capture:
         return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
-        """Return everything but tensors, as `checkpoint.collected` does, without the checks that have already passed."""
+        """Return everything but tensors, like `checkpoint.collected`, without the checks that have already passed."""
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
@@ -231,12 +217,10 @@ class Capture:
         return objects
 
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
-        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done.
-
-        On an accelerator, tensors that only optimizers change are copied in parallel with the next step, until its optimizer
-        step. The next forward pass may change other tensors, so their copies are queued before it. Tensors on other devices are
-        copied when the call returns.
-        """
+        """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done. On an
+        accelerator, tensors that only optimizers change are copied in parallel with the next step, before its optimizer step;
+        other tensors are copied before the next forward pass, which may change them, and tensors on other devices before the call
+        returns."""
         self._make_room([room for _, room in rooms])
         pairs = [
             pair
@@ -287,7 +271,7 @@ class Capture:
         self._release(list(self._rooms))
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
-        """Return the tensors in the room, one per chunk."""
+        """Return the tensors in `room`, one per chunk."""
         views = self._views.pop((content.kind, room.id, content.share), None)
         if views is None:
             memory = self._rooms[room.id][0][part_format.PAGE :]
@@ -300,7 +284,6 @@ class Capture:
 
 
 def _changed(state: State) -> set[int]:
-    """Return the addresses of the tensors that a state's optimizers change."""
     return {
         _address(tensor)
         for _, optimizer in _optimizers(state)
@@ -312,14 +295,14 @@ def _changed(state: State) -> set[int]:
 
 
 def size(content: Content, objects: Mapping[str, bytes]) -> int:
-    """Return the size of the room for a part in bytes, with a reserve."""
+    """Return the size of a part's room in bytes, with a reserve."""
     _, more = part_format.laid_out(map(len, objects.values()))
     unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
     return -(-(max(content.end, content.largest) + more + 1) // unit) * unit
 
 
 def write_objects(content: Content, objects: Mapping[str, bytes], room: Room) -> tuple[list[Item], int]:
-    """Write a part's objects into the room, after the tensors. Returns the part's index and size in bytes."""
+    """Write a part's objects into its room, after the tensors. Returns the part's index and its size in bytes."""
     places, end = part_format.laid_out(map(len, objects.values()))
     index = list(content.index)
     for (key, data), place in zip(objects.items(), places, strict=True):

@@ -1,12 +1,9 @@
 """Reads a snapshot from workers' memory as torch.distributed.checkpoint reads a checkpoint.
 
 A rank needs its own unique part, one worker's set of shared parts, and rank 0's unique part, which has objects and buffers. Rank
-0 reads its part and broadcasts it with the indices of the set. If a rank then lacks its chunk of a tensor, because the world has
-another size, the ranks exchange the indices of all parts (`tails`, `Reader.add`).
-
-Parts in this worker's own memory are read there, and other parts from the agents that hold them. Contiguous tensors are read in
-place. A connection is open only while data are read from it. Every item is verified. A damaged copy is not read again; an
-unreachable copy is retried, alternating with other copies. The ranks of a world begin with different holders.
+0 broadcasts its part with the indices of the set. Only if a rank then lacks its chunk of a tensor, because the world has another
+size, do the ranks exchange the indices of all parts. Every item is verified. A damaged copy is not read again; an unreachable
+copy is retried, alternating with other copies. The ranks begin with different holders.
 """
 
 from __future__ import annotations
@@ -47,27 +44,22 @@ PATIENCE_S = 20.0
 """Seconds of retries for a part without a reachable copy. Another state would cost minutes of training, and the holders have just
 joined our world, so their network worked a moment ago."""
 _PAUSE_S = 0.1, 2.0
-"""The first and the longest pause between attempts, in seconds."""
+"""First and longest pause between attempts, in seconds."""
 _SMALL = 1 << 20
-"""Maximum size in bytes of a tensor that rank 0 broadcasts; arbitrary, since buffers are smaller. Each rank reads larger tensors
-itself."""
+"""Maximum size in bytes of a tensor that rank 0 broadcasts; arbitrary, since buffers are smaller."""
 
 Key = tuple[str, int, str]
-"""A part's kind, local rank and digest: parts with equal keys have equal bytes."""
+"""A part's kind, local rank and digest. Parts with equal keys have equal bytes."""
 Targets = list[tuple[int, memoryview]]
 """Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Data that rank 0 reads for all ranks: tails of parts, and items of rank 0's unique part by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
 
 
 class _Part:
-    """A part of a snapshot, and its holders."""
-
     def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """Read the index unless its `tail` is given, and with `small` the small items, too. Raises Damaged, OutOfReach.
-
-        `turn` is the number of the first holder to query if our own agent does not have the part.
-        """
+        """Read the index unless its `tail` is given and, with `small`, the small items. `turn` selects the first agent to ask
+        after our own. Raises Damaged, OutOfReach."""
         own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
@@ -75,7 +67,6 @@ class _Part:
         self.part = holders[0].part
         self.small: dict[int, bytes] = {}
         self.own_bytes = self.peer_bytes = 0
-        """Bytes read from our own agent and from other agents."""
 
         def first(source: Source) -> Targets:
             self.tail = source.tail
@@ -88,7 +79,7 @@ class _Part:
         self.index, _ = part_format.read_tail(self.part, self.tail)
 
     def fetch(self, targets: Targets) -> None:
-        """Read items into memory. Raises Damaged if no holder has a valid copy, OutOfReach if no holder can be reached."""
+        """Read items into memory. Raises Damaged if no valid copy is left, OutOfReach if no copy can be reached."""
         rest = []
         for number, into in targets:
             if number in self.small:
@@ -99,7 +90,7 @@ class _Part:
             self._read(lambda _: rest)
 
     def _read(self, chosen: Callable[[Source], Targets]) -> Targets:
-        """Read the chosen items from the first readable copy. Raises Damaged if all copies are damaged, OutOfReach."""
+        """Read the chosen items from the first readable copy. Raises Damaged, OutOfReach."""
         since = None
         with deadlocks.watch().alive():
             for attempt in itertools.count():
@@ -130,26 +121,23 @@ class _Part:
 
 
 class Reader(StorageReader):
-    """A reader of one snapshot. Call `read_indices` first."""
+    """Reads one snapshot. Call `read_indices` first."""
 
     def __init__(self, candidate: Candidate, client: Client, rank: int, warn: Callable[[str], None]) -> None:
         """`warn` gets a sentence for each copy that could not be used."""
         self.client, self.warn = client, warn
         self.unreachable: set[str] = set()
-        """Addresses of the holders that were unreachable at the last attempt."""
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
-        """The unique parts, by rank in the world that made the snapshot."""
+        """The unique parts, by rank in the snapshot's world."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The numbers of each item's part and of the item in it, by the item's index in the checkpoint."""
+        """The number of an item's part, and the item's number in that part, by the item's index in the checkpoint."""
 
     def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
-        """Read the indices and small items that are not in rank 0's `broadcast`. Raises Damaged, OutOfReach.
-
-        Returns this rank's indices and items; rank 0 broadcasts its own.
-        """
+        """Read the indices and small items that are not in rank 0's `broadcast`, and return the whole broadcast. Raises Damaged,
+        OutOfReach."""
         tails, items = broadcast or ({}, {})
         unique = self._candidate.unique
         if not self._parts:
@@ -163,7 +151,7 @@ class Reader(StorageReader):
         return {_key(each.part): each.tail for each in (self._unique[0], *self._shared)}, self._unique[0].small
 
     def covers(self, targets: Flat) -> bool:
-        """Return whether the parts read so far hold this rank's chunk of every tensor, as this rank would save it."""
+        """Return whether the parts have this rank's chunk of every tensor, as this rank would save it."""
         tensors = {key: value for key, value in targets.items() if isinstance(value, torch.Tensor)}
         for key, local, _, offsets in snapshot_capture.chunks(tensors):
             number, place = self._places.get(MetadataIndex(key, offsets), (-1, 0))
@@ -172,7 +160,7 @@ class Reader(StorageReader):
         return True
 
     def add(self, tails: Mapping[int, bytes]) -> None:
-        """Add all ranks' unique parts, reading the indices that are not in `tails`. Raises Damaged, OutOfReach."""
+        """Add all ranks' unique parts, and read indices that are not in `tails`. Raises Damaged, OutOfReach."""
         for number, holders in enumerate(self._candidate.unique):
             if number not in self._unique:
                 tail = zlib.decompress(tails[number]) if number in tails else None
@@ -180,8 +168,8 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Return a complete set of shared parts, the one that most workers have: all ranks then have the same bits again. Raises
-        Damaged, OutOfReach."""
+        """Read the set of shared parts that most workers have, so all ranks have the same bits again. Raises Damaged,
+        OutOfReach."""
         sets = self._candidate.shared
         for each in sets:
             try:
@@ -201,7 +189,7 @@ class Reader(StorageReader):
         return sum(part.peer_bytes for part in self._parts)
 
     def extra(self) -> bytes:
-        """Return the additional data from rank 0's session, as JSON."""
+        """Return the data that rank 0's session added, as JSON."""
         rank0 = self._unique[0]
         return next((rank0.small[n] for n, item in enumerate(rank0.index) if item.key == snapshot_capture.EXTRA), b"{}")
 
@@ -209,7 +197,7 @@ class Reader(StorageReader):
         return self._metadata
 
     def _describe(self) -> None:
-        """Build the metadata: keys, shapes and chunks. Raises Damaged for unknown types and inconsistent shapes."""
+        """Build the metadata from the indices. Raises Damaged for unknown types and inconsistent shapes."""
         self._parts, self._places = [*self._unique.values(), *self._shared], {}
         entries: dict[str, TensorStorageMetadata | BytesStorageMetadata] = {}
         for number, part in enumerate(self._parts):
@@ -261,10 +249,8 @@ class Reader(StorageReader):
 
 
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
-    """Return the compressed tails of the unique parts whose first holder is this worker.
-
-    The worker's ranks divide the parts by `share`. Unreadable parts are left out: each rank then reads their index itself.
-    """
+    """Return the compressed tails of the readable unique parts whose first holder is this worker. Its ranks divide them by
+    `share`."""
     compressed = {}
     for number, holders in enumerate(candidate.unique):
         if holders[0].address == client.address and number % share[1] == share[0]:
@@ -289,7 +275,7 @@ def _dtype(item: Item) -> torch.dtype:
 
 
 def _read(part: _Part, requests: Sequence[tuple[int, ReadItem]], planner: LoadPlanner) -> None:
-    """Read items from one part, either directly into their tensors or into buffers whose slices are then copied."""
+    """Read items from one part, into their tensors if possible, otherwise into buffers that are then copied."""
     into: dict[int, memoryview] = {}
     direct: list[tuple[int, memoryview]] = []
     finish: list[Callable[[], None]] = []
@@ -328,5 +314,4 @@ def _memory(tensor: torch.Tensor) -> memoryview:
 
 
 def _stored(data: memoryview) -> io.BytesIO:
-    """Return bytes as torch.distributed.checkpoint stores them."""
     return io.BytesIO(checkpoint.quickly_pickled(bytes(data)))

@@ -1,11 +1,9 @@
-"""Takes snapshots: at every k-th step boundary each rank copies its state into memory that its agent owns.
+"""Takes snapshots: at every k-th step boundary, each rank copies its state into memory that its agent owns.
 
-The boundary is `run.due(step)`. The ranks agree to take a snapshot in the all-reduce that `run.interrupted()` needs anyway. Rank
-0 votes on whether it is time, and every rank on whether its part of the last snapshot is held and replicated and whether it has
-memory for the next. So the next snapshot begins only when the last one is complete, and the last one is kept until the next is
-complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are skipped. If a rank has a
-problem, all ranks give their memory back, except the complete snapshot, and try again later. A snapshot is not a commit: it is
-lost with its workers.
+The ranks agree on a snapshot in the all-reduce of `run.interrupted()`. Rank 0 votes on whether it is time, and every rank on
+whether its part of the last snapshot is held and replicated and whether it has memory for the next. So the last snapshot is kept
+until the next one is complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are
+skipped. If a rank has a problem, all ranks give their memory back, except the complete snapshot, and try again later.
 
 k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
 delay of steps while the agents compute checksums and send replicas.
@@ -44,37 +42,33 @@ from outlast.training.state.snapshot_capture import Capture, Content
 log = logging.getLogger("outlast")
 
 SHARE = 0.01
-"""Maximum share of the steps' time that snapshots may take."""
 _STEPS, _SNAPSHOTS = 31, 15
 """Number of recent steps and of recent snapshots whose medians are used."""
 _LESS = 0.75
-"""Maximum ratio of a shorter interval to the current one at which the interval is shortened: smaller changes are noise."""
+"""The interval is shortened only to this fraction or less, since smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before steps' delays count."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before they count as delaying steps."""
 _EVENT_S = 10.0
 _FEW = 256
-"""Maximum number of items that the training thread publishes: with more, a frozen agent could block the thread."""
+"""The training thread publishes at most this many items: with more, a frozen agent could block it."""
 _PAUSE_S = 600.0
-"""Seconds of pause after the first problem; each further problem doubles the pause."""
+"""Seconds of pause after the first problem. Each further problem doubles the pause."""
 
 
 def interval(cost_s: float, step_s: float) -> int:
-    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step without one."""
+    """Return the number of steps between snapshots, given the cost of a snapshot and the duration of a step."""
     return max(1, math.ceil(cost_s / (SHARE * step_s) - 1e-9)) if step_s > 0 else 1
 
 
 def steady(measured: int, current: int) -> int:
-    """Return the `measured` interval, or the `current` one if the measured one is shorter by no more than noise."""
+    """Return the `measured` interval, or the `current` one if the difference is probably noise."""
     return current if _LESS * current < measured <= current else measured
 
 
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
-    """Return the significant part of the delay that a snapshot causes to steps, in seconds.
-
-    This is the part beyond two standard errors of the medians. `delays` has, for each snapshot, the excess time of the steps
-    until it was complete, and `steps` the seconds of steps without snapshots. The variation of steps exceeds the cost of a small
-    snapshot: if half of it counted as cost, k would be ten times too large.
-    """
+    """Return by how many seconds a snapshot delays steps, beyond two standard errors of the medians. `delays` has the excess time
+    of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps vary by more than the cost of a
+    small snapshot, so without this margin k could be ten times too large."""
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
@@ -99,7 +93,7 @@ class Place:
     to: tuple[str, ...] = ()
     """Addresses of the agents that hold replicas."""
     weight: int = 0
-    """Factor of this rank's digest in the sum over all ranks; 0 if there is no other copy to compare with."""
+    """Factor of this rank's digest in the sum over all ranks; 0 if there is nothing to compare it with."""
 
     @classmethod
     def of(cls, env: Mapping[str, str], run: str, generation: int, world: int, rank: int) -> Place:
@@ -110,17 +104,14 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return this rank's snapshots. All ranks agree on the holders of replicas. A collective.
-
-    `directory` has the run's checkpoints, some of which are withdrawn if the run goes back.
-    """
+    """Return this rank's snapshots, and agree on the holders of replicas. `directory` has the run's checkpoints. A collective."""
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
     workers = {worker: where for where, worker, _ in every}
     to = replicas.holders(list(workers.values()), int(os.environ.get(Env.REPLICAS, "1")))
     number, sizes = list(workers).index(place.worker), collections.Counter(worker for _, worker, _ in every)
-    weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # shares differ with the sizes
+    weight = differing_ranks.weight(number, len(workers)) if len(set(sizes.values())) == 1 else 0  # else the shares differ
     place = dataclasses.replace(place, session=every[0][2], to=to[number], weight=weight)
     back = resuming.WayBack(directory, place.run, place.generation, disks) if os.environ.get(Env.GO_BACK) == "1" else None
     return Snapshots(client, place, ledger, report, gather, back)
@@ -146,37 +137,34 @@ class Snapshots:
         """Seconds of pause after the next problem, and the time of the next attempt."""
         self._problem = ""
         self._sizes: list[int] = []
-        """Sizes in bytes of the last snapshot's parts; empty until the first is prepared."""
+        """Sizes of the last snapshot's parts in bytes; empty until the first one is prepared."""
         self._agent_thread: threading.Thread | None = None
         """The thread that requests memory from the agent or gives it back."""
         self._pending = self._missed = False
-        """Two flags: the last snapshot is not known to be complete, and our part of it had no memory."""
+        """Whether the last snapshot may be incomplete, and whether our part of it had no memory."""
         self._capture: Capture | None = None
         self._extra: Callable[[], dict[str, Any]] = dict
         self._step = self._taken = self._turn = 0
-        """The steps of the last boundary and of the last snapshot, and the number of snapshots; 0 before the first."""
+        """The steps of the last boundary and the last snapshot, and the number of snapshots."""
         self._share = 0
-        """Index of this rank's share in the last snapshot."""
         self._passed, self._pass = 0, 1
-        """Number of snapshots that differ since the last comparison, and the number at which the next comparison is due."""
+        """Number of differing snapshots since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by the index of this rank's share. Together, the shares are all the
-        state that every rank has."""
+        """Step of the last snapshot without a difference, by share. All shares together are the replicated state."""
         self._resumed = 0
-        """The step that all ranks have resumed from, with the same bits."""
+        """The step from which all ranks resumed with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
-        """Ranks that differ, and the step of the first snapshot in which they did."""
+        """The ranks that differ, and the step of the first snapshot in which they did."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._all_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
         self._delays_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
-        """Seconds by which each snapshot has delayed the steps until it was complete."""
+        """Seconds by which each snapshot has delayed steps."""
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
-        """Last measured cost of a snapshot on this rank, in seconds."""
         self._delay_s: float | None = None
-        """Seconds by which the incomplete snapshot has delayed steps so far; None if no snapshot is incomplete."""
+        """Seconds by which the incomplete snapshot has delayed steps so far; None without one."""
         self._ended = True
         self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -188,14 +176,12 @@ class Snapshots:
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot that was taken or resumed from; 0 before the first."""
+        """The step of the newest snapshot, whether taken or resumed from; 0 without one."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on. Rank 0 adds `extra`.
-
-        The run resumed from `step`. `complete` is the snapshot's (generation, step), or (0, 0) if the state was not a snapshot.
-        """
+        """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`. `complete` is the
+        (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state
@@ -207,7 +193,7 @@ class Snapshots:
         self._give_back()
 
     def close(self) -> None:
-        """Give up memory and connection; the agent keeps the complete snapshot."""
+        """Release the memory and the connection. The agent keeps the complete snapshot."""
         for thread in (self._agent_thread, self._copying):
             if thread is not None:
                 thread.join()
@@ -219,7 +205,7 @@ class Snapshots:
             self._client.close()
 
     def votes(self) -> tuple[float, ...]:
-        """Return this rank's votes at a boundary; `count` gets their sums over all ranks."""
+        """Return this rank's votes at a boundary. `count` gets their sums over all ranks."""
         first = self._place.rank == 0
         if not self._enabled:
             return float(first and self._able and self._clock() >= self._retry_at), 0.0, float(not self._able), *(0.0,) * 4
@@ -230,14 +216,14 @@ class Snapshots:
         return tuple(map(float, (due, self._working, bool(self._problem), unready, self._missed, self._cost_s, self._digest())))
 
     def _digest(self) -> float:
-        """Return the weighted digest of this rank's share in the last snapshot, once the agent holds it; NaN if it is unknown."""
+        """Return the weighted digest of this rank's share; 0 if there is nothing to compare, NaN if it is unknown."""
         if self._client is None or not self._pending or self._working or self._missed or not ddp.wrapped:
             return 0.0
         digest = self._client.digest("shared", self._taken)
         return float(self._place.weight * int(digest, 16)) if digest else math.nan
 
     def count(self, sums: Sequence[float], *, compare: bool = True) -> None:
-        """Act on the sums of all ranks' votes. Ranks that differ are named only with `compare`."""
+        """Act on the sums of all ranks' votes. With `compare`, also report the ranks that differ."""
         due, working, problems, unready, missed, cost, digests = sums
         self._agreed = self._enabled and due > 0 and not any((working, problems, unready, missed))
         if problems and self._enabled:
@@ -258,10 +244,8 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Name the ranks whose copies of the common state differ in the last snapshot. A collective.
-
-        Differences persist, so comparisons become rare, and the same ranks are named only once.
-        """
+        """Report the ranks whose replicated state differs in the last snapshot, each only once. A collective. Differences
+        persist, so comparisons become rarer."""
         self._passed += 1
         if self._passed < self._pass:
             return
@@ -284,7 +268,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor of this rank's share in the last snapshot; empty if the agent cannot provide them."""
+        """Return a checksum of each tensor in this rank's share of the last snapshot; empty if the agent fails."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:
@@ -307,7 +291,6 @@ class Snapshots:
         self._give_back()
 
     def _give_back(self) -> None:
-        """Give all memory back to the agent, which keeps the complete snapshot."""
         client, complete = self._client, self._complete
         if self._capture is not None and client is not None and self._sizes:
             self._capture.close()
@@ -315,7 +298,7 @@ class Snapshots:
         self._sizes, self._pending, self._working, self._missed = [], False, False, False
 
     def _ready(self) -> bool:
-        """Return whether the next snapshot has memory, assuming that the current one is complete. Requests missing memory."""
+        """Return whether there is memory for the snapshot after the current one. Requests missing memory."""
         client, sizes, generation = self._client, self._sizes, self._place.generation
         if client is None or not sizes or (self._agent_thread is not None and self._agent_thread.is_alive()):
             return False
@@ -328,7 +311,7 @@ class Snapshots:
         return ready
 
     def _run(self, task: Callable[[], None]) -> None:
-        """Run a function that waits for the agent in a thread."""
+        """Run `task`, which waits for the agent, in a thread."""
 
         def run() -> None:
             try:
@@ -340,10 +323,7 @@ class Snapshots:
         self._agent_thread.start()
 
     def boundary(self, step: int) -> None:
-        """Take a snapshot after `step` if all ranks have agreed to do so.
-
-        While `_sizes` is empty, only determine the sizes and request memory.
-        """
+        """Take a snapshot after `step` if all ranks have agreed to. The first call only requests memory."""
         now = time.monotonic()
         if self._last is not None:
             self._measure(now - self._last)
@@ -376,7 +356,7 @@ class Snapshots:
             self._cost_s = copied_s + significant_delay(self._delays_s, self._steps_s)
 
     def step_s(self) -> float:
-        """Return the median duration of recent steps in seconds; 0 before the second step."""
+        """Return the median duration of recent steps in seconds, or 0."""
         return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:
@@ -384,7 +364,6 @@ class Snapshots:
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:
-        """Return the seconds spent on copying since the last call."""
         spent, self._copied_s = self._copied_s, 0.0
         return spent
 

@@ -56,7 +56,6 @@ class Stateful:
         self.not_shardable = self.sample = self.fingerprint = ""
         self._epochs = epochs
         self._done = 0
-        """Number of this epoch's batches yielded so far."""
 
     @property
     def remedy(self) -> str:
@@ -71,7 +70,6 @@ class Stateful:
         return self.step - self._done + max(0, self._epochs - self.epoch) * each
 
     def _each(self) -> int | None:
-        """Return the number of batches in an epoch, or None if the iterable has no length."""
         try:
             return len(self.loader)
         except TypeError:

@@ -1,7 +1,6 @@
 """A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
 
-`Session.export` writes a model's weights during training, and `saved` reads weights from a checkpoint. A file is complete or
-absent, even after a power failure.
+A file is complete or absent, even after a power failure.
 """
 
 from __future__ import annotations
@@ -31,7 +30,7 @@ SAFE = ".safetensors"
 
 
 def check(path: Path, model: Any = None) -> None:
-    """Raise OutlastError if `model` is not a module, or if the package required by `path`'s format is missing."""
+    """Raise OutlastError if `model` is not a module, or if the package for `path`'s format is missing."""
     if model is not None and not isinstance(model, torch.nn.Module):
         raise OutlastError(f"run.export() got {streams.kind(model)} and needs a module ({place()}); write run.export(net)")
     if path.suffix == SAFE and importlib.util.find_spec("safetensors") is None:
@@ -39,10 +38,8 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def trained(model: torch.nn.Module) -> torch.nn.Module:
-    """Return the trainable parameters and the persistent buffers, under their names, as a module for checkpoints.
-
-    Frozen weights are left out: the script has loaded them, such as the base model of an adapter.
-    """
+    """Return a module with only the trainable parameters and persistent buffers, under their names. The script loads frozen
+    weights itself, such as the base model of an adapter."""
     root, saved = torch.nn.Module(), set(model.state_dict(keep_vars=True))
     parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     for name, tensor in [*parameters, *((name, each) for name, each in model.named_buffers() if name in saved)]:
@@ -60,11 +57,8 @@ def trained(model: torch.nn.Module) -> torch.nn.Module:
 
 
 def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]]) -> None:
-    """Write `model`'s weights to `path` on rank 0. A collective.
-
-    Rank 0 needs memory for a copy of the model, and other ranks for one tensor. Raises OutlastError on all ranks if the export
-    fails on rank 0.
-    """
+    """Write `model`'s weights to `path` on rank 0, which needs memory for the whole model. Raises OutlastError on all ranks. A
+    collective."""
     problem = ""
     weights = whole(model, keep=dist.get_rank() == 0)
     if dist.get_rank() == 0:
@@ -78,11 +72,8 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix.
-
-    Tied tensors become one tensor. Without `keep`, this rank only takes part, and the result is empty. A collective if the model
-    is sharded.
-    """
+    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix. Tied tensors
+    become one tensor. Without `keep`, the result is empty. A collective if the model is sharded."""
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
     storages: set[int] = set()
@@ -105,7 +96,7 @@ def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
 
 
 def _copied(tensor: torch.Tensor, storages: set[int]) -> torch.Tensor:
-    """Return a copy on the CPU with its own storage, since torch saves the whole storage of a view. Adds it to `storages`."""
+    """Return a CPU copy with a storage of its own, since torch saves the whole storage of a view."""
     copy = tensor.cpu()
     storage = copy.untyped_storage()
     if storage.nbytes() != copy.nbytes or storage.data_ptr() in storages:
@@ -135,7 +126,7 @@ def write(path: Path, weights: Weights) -> None:
 
 
 def _write_safe(path: Path, weights: Weights) -> None:
-    """Write weights as safetensors' `save_model` does: it writes tied tensors once, and their other names as metadata."""
+    """Write weights as safetensors' `save_model` does: tied tensors are written once, with their other names as metadata."""
     from safetensors.torch import save_file
 
     first: dict[int, str] = {}
@@ -147,11 +138,8 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from the checkpoint at `path`. Tied tensors are returned separately.
-
-    `name` may be empty if the checkpoint has only one module. Raises OutlastError for an unknown name, FileNotFoundError if the
-    checkpoint has been removed.
-    """
+    """Return a module's weights from a checkpoint, with tied tensors as separate ones. `name` may be empty if there is only one
+    module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
         name = name or (modules[0] if len(modules) == 1 else "")
@@ -161,10 +149,7 @@ def saved(path: Path, name: str = "") -> Weights:
 
 
 def main(arguments: list[str]) -> None:
-    """Write the weights in a checkpoint to a file. `outlast checkpoints export` runs this in a separate process.
-
-    `arguments` are CHECKPOINT FILE [NAME].
-    """
+    """Write a checkpoint's weights to a file, for `outlast checkpoints export`. `arguments` are CHECKPOINT FILE [NAME]."""
     source, target = map(Path, arguments[:2])
     try:
         check(target)
