@@ -1,10 +1,9 @@
-"""Coordinates one run: processes its members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
+"""The coordinator of one run: it processes members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
 
 A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
 agent (`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a
-job's status in each pass (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, and performs the
-effects in order. `who_trains.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator may die at
-any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
+job's status in each pass (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, stores what
+`CoordinatorState.persisted` returns, because the coordinator may die at any moment, and then performs the effects in order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,7 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""A failure's fields in the ledger."""
+"""Fields of a failure that are written to the ledger."""
 
 
 @dataclass(frozen=True)
@@ -41,13 +40,13 @@ class Settings:
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
-    """True if unresponsive members are made to exit, since workers that exit are restarted."""
+    """True if unresponsive members are made to exit; this requires that workers that exit are restarted."""
     gives_up: bool = True
     """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
-    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Failures of other members that only
-    follow from such an end then do not count."""
+    """True if the owner counts every worker's end as a failure (`Known`) or as an interruption. Failures of other members that
+    only follow from such an end then do not count."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -61,8 +60,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """A time to decide. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
-    failures' cause, if the owner knows more than the reports say."""
+    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the cause of
+    the pending failures if the owner knows more than the reports say."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -70,8 +69,8 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Known | attempts.Repaired | Tick | Ending
-"""A member's report or loss, a failure that the owner has noticed (`Known` if it is a root cause, to be counted at once), a
-failure that the members have repaired, a time to decide, or an ending that the owner requests."""
+"""A member's report or loss, a failure that the owner has noticed (a `Known` root cause is counted at once), a failure that the
+members have repaired, a request for a decision, or an ending that the owner requests."""
 
 
 # Effects
@@ -79,7 +78,7 @@ failure that the members have repaired, a time to decide, or an ending that the 
 
 @dataclass(frozen=True)
 class Record:
-    """Write an event to the ledger. If it has a state, also print or publish it for people."""
+    """Write an event to the ledger. If it has a state, also print or publish the state."""
 
     kind: str
     facts: Mapping[str, Any]
@@ -106,8 +105,8 @@ class Send:
 
 
 Effect = Record | World | Send | Fence | Ending | Wait | who_trains.Closed
-"""A `World` begins, an `Ending` must be carried out, a `Wait` says why there is no decision, and `Closed` that no workers are
-wanted."""
+"""A `World` begins, an `Ending` must be carried out, a `Wait` says why there is no decision, and `Closed` says that no workers
+are wanted."""
 
 
 class EventSink(Protocol):
@@ -119,7 +118,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Perform an effect that only informs people: print it, and write it to the ledger."""
+    """Print an effect that only informs people, and write it to the ledger. Other effects are ignored."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:
@@ -138,8 +137,8 @@ def show(effect: Effect, sink: EventSink) -> None:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds, since clocks
-    differ. The field names are also used in `launcher.json` and, with a few exceptions (`etcd.key_schema`), in etcd."""
+    """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds because
+    clocks differ. The field names are also used in `launcher.json` and, with a few exceptions (`etcd.key_schema`), in etcd."""
 
     world: World | None = None
     called: Call | None = None
@@ -149,7 +148,7 @@ class PersistedState:
     counted: int = 0
     """The newest generation with a counted failure."""
     attempt: int = 0
-    """The attempt in which that failure occurred; see `failure.Failure.attempt`."""
+    """The attempt in which the counted failure occurred; see `failure.Failure.attempt`."""
     restarts: int = 0
     """Number of failures counted since the start of the run."""
     failures: tuple[tuple[float, int, int | None], ...] = ()
@@ -166,7 +165,8 @@ class PersistedState:
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
     def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
-        """Return the state with which a successor continues, `ago_s` seconds later. The caller must restore the ending."""
+        """Return the state with which a successor continues `ago_s` seconds after this state was stored. The caller must restore
+        the ending."""
         then = now - ago_s
         lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
         history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
@@ -178,7 +178,7 @@ class PersistedState:
 
 @dataclass(frozen=True)
 class CoordinatorState(who_trains.State):
-    """A coordinator's state: the input of `who_trains.decide`, the members' reports, and the failures."""
+    """The input of `who_trains.decide`, the members' reports, and the failures."""
 
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
@@ -186,9 +186,9 @@ class CoordinatorState(who_trains.State):
     pending_since: float = 0.0
     """Time on our clock at which the first pending failure arrived; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
-    """The newest generation and attempt with a counted failure; further failures in it are ignored."""
+    """The newest generation and attempt with a counted failure; further failures in them are ignored."""
     followed: int = 0
-    """The newest generation that a member reported, or that we or our predecessor published."""
+    """The newest generation that a member reported, or that this coordinator or its predecessor published."""
     committed: int = 0
     """The newest committed step in any reported failure."""
     history: restart_budget.History = ()
@@ -197,7 +197,6 @@ class CoordinatorState(who_trains.State):
     fenced: Mapping[int, tuple[int, messages.Closed]] = field(default_factory=dict)
     """Connected members that count as lost, each with the generation in which it was lost and the message for it."""
     ending: Ending | None = None
-    """How the run ends, once decided."""
 
     @property
     def generation(self) -> int:
@@ -211,12 +210,12 @@ class CoordinatorState(who_trains.State):
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
     def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
-        """Return the reported failures that are yet to be judged, each given with its `messages.Report.again`: the world may have
-        moved on without a restarted worker.
+        """Return the reported failures that must still be judged. Each is given with its `messages.Report.again`, because the
+        world may have moved on without a restarted worker.
 
-        An echo is part of the call that the counted failure of its generation has caused, even if it comes from a later attempt:
-        some members may already have begun one, which breaks without the rest. Any other failure counts by itself, such as a
-        crash during a call to grow. A member that left has failed only if others have.
+        An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt:
+        some members may already have begun an attempt, which breaks without the other members. Any other failure counts by
+        itself, such as a crash during a call to grow. A member that left counts as failed only if other members have failed.
         """
         of = self.world.generation if self.world else None
         called_for = self.counted[0] if self.called and self.called.cause is Cause.FAILED else None
@@ -226,7 +225,6 @@ class CoordinatorState(who_trains.State):
         return new if any(not (each.echo and each.failure.left) for each in (*self.pending, *new)) else []
 
     def persisted(self, now: float) -> PersistedState:
-        """Return the state for a successor."""
         failures = tuple((now - at, committed, step) for at, committed, step in self.history)
         lost = tuple((id, now - loss.at, loss.times) for id, loss in self.lost.items() if loss.held)
         rest = *self.counted, self.restarts, failures, self.failure, lost
@@ -234,8 +232,7 @@ class CoordinatorState(who_trains.State):
 
 
 def after(generation: int, now: float) -> CoordinatorState:
-    """Return the initial state of a run that continues after `generation`, which is 1 for a new run in a store. `now` is on the
-    coordinator's clock."""
+    """Return the initial state of a run that continues after `generation`. A new run in a store continues after generation 1."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = Call(generation + 1, reason, False, now, cause=cause)
     return CoordinatorState({}, called=called if generation else None)
@@ -264,8 +261,6 @@ def step(settings: Settings, state: CoordinatorState, event: Event, now: float) 
 
 
 class _Step:
-    """The state and effects so far."""
-
     def __init__(self, settings: Settings, state: CoordinatorState, now: float) -> None:
         self.settings, self.state, self.now = settings, state, now
         self.effects: list[Effect] = []
@@ -318,13 +313,13 @@ class _Step:
     # Decisions
 
     def awaits_cause(self) -> bool:
-        """Return whether it is too early to decide, since the cause of the pending echoes may be reported soon."""
+        """Return whether only echoes are pending, and their cause may still be reported."""
         state, debounce = self.state, self.settings.debounce
         return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
 
     def explained(self) -> bool:
-        """Return whether a member of the world is gone, lost or leaving: the others' failures may then only be consequences of
-        its end."""
+        """Return whether a member of the world is gone, lost or leaving: other members' failures may only be consequences of its
+        end."""
         world, inside = self.state.world, self.state.inside
         here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
         return world is not None and (not here.issuperset(world.members) or bool(who_trains.lost(self.state, self.now).out))
@@ -364,7 +359,7 @@ class _Step:
         return messages.Called(call.generation, call.reason, call.planned, deadline, leave_s=deadline - self.now)
 
     def fence(self, id: int, reason: str) -> None:
-        """Exclude an unresponsive member from the run, and make its process exit and restart."""
+        """Exclude an unresponsive member from the run, and make its process exit."""
         closed, current = messages.Closed(reason, contract.Exit.INTERRUPTED), self.state.world
         self.lose(id)
         fenced = {**self.state.fenced, id: (current.generation if current else 0, closed)}
@@ -383,7 +378,6 @@ class _Step:
     # Failures
 
     def add_failure(self, failed: Pending) -> None:
-        """Add a failure of the current generation, to be judged once the other members have had time to report."""
         since = self.state.pending_since if self.state.pending else self.now
         self.state = replace(self.state, pending=(*self.state.pending, failed), pending_since=since)
 
@@ -414,7 +408,7 @@ class _Step:
         self.count(known, self.now, pending)
 
     def count_all_repaired(self, report: messages.Report) -> None:
-        """Count failures that the members have repaired, and end the run once its budget is used up."""
+        """Count failures that the members have repaired, which may end the run."""
         if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)

@@ -2,7 +2,7 @@
 
 A board is a socket to the coordinator (`transports.sockets`), the API server (`kubernetes.board`) or an etcd
 (`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board or the coordinator is
-unreachable, no error is raised here: the last published state stays valid, and training continues. Used by
+unreachable, the client raises no error: the last published state stays valid, and training continues. Used by
 `rendezvous.membership`.
 """
 
@@ -23,7 +23,7 @@ from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.vocabulary import MemberState, World
 
 LAST_S = 1.0
-"""Seconds to wait for the last report from a member that leaves."""
+"""Seconds that a leaving member waits until its last report is accepted."""
 
 
 class Board(Protocol):
@@ -66,9 +66,8 @@ class Client:
         self._report = Report(board.run, board.id, MemberState.WAITING, since=time.time())
         self._changed = threading.Condition()
         self._version, self._written = 0, 0
-        """Version of the current report, and of the last one that the board has accepted."""
+        """Version of the current report, and of the last report that the board has accepted."""
         self._watched = 0
-        """Number of items yielded by `Board.watch`."""
         self._reachable = False
         self._over = threading.Event()
         self._closed: Closed | None = None
@@ -101,8 +100,8 @@ class Client:
         return self._board.published().why
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new `standing`, a `MemberState`. `fields` are fields of `Report`; omitted fields keep their
-        values. Returns before the report is written."""
+        """Report the member's new `standing`, a `MemberState`, and return before the report is written. `fields` are fields of
+        `Report`; omitted fields keep their values. The first report connects."""
         self._replace(lambda last: last.changed(standing, **fields))
         if not self._threads[0].ident:
             self._reachable = True
@@ -110,8 +109,8 @@ class Client:
                 thread.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Nothing is written before the
-        first `report`. A report of another generation resets these fields."""
+        """Change fields other than `standing` (`unheard`, `refused`, `mesh`, ...), from any thread. Nothing is written before the
+        first `report`."""
         self._replace(lambda last: dataclasses.replace(last, **fields))
 
     def _replace(self, changed: Callable[[Report], Report]) -> None:
@@ -120,7 +119,7 @@ class Client:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something to be published, for at most `timeout_s`."""
+        """Wait until something is published or changes, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -205,7 +204,7 @@ class Client:
             self._wait_to_write(version, watched, renewal_s)
 
     def _wait_to_write(self, version: int, watched: int, renewal_s: float | None) -> None:
-        """Wait for the next report or renewal; if nothing could be written, wait for the next item from `watch`."""
+        """Wait for the next report or renewal. If nothing could be written, wait for the next item from `watch`."""
         with self._changed:
             self._reachable = renewal_s is not None
             if self._reachable:

@@ -4,9 +4,8 @@
     while not member.must_stop(): ...             its training processes run
     member.failed({...}) or member.done()         how they ended; then the next world
 
-The coordinator provides the answers, through a transport. The worker with rank 0 hosts the process group's TCPStore, on a socket
-that is already listening when its address is reported. Every generation, and every attempt, has a fresh store. Used by a worker's
-agent (`worker.agent.world_loop`) and by torch's elastic agent (`rendezvous.handler`).
+The worker with rank 0 hosts the process group's TCPStore, on a socket that is already listening when its address is reported.
+Every generation, and every attempt, has a fresh store. Used by `worker.agent.world_loop` and `rendezvous.handler`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
-"""Interval, in seconds, between checks of the processes' records for their batch, until they have reported it."""
+"""Interval, in seconds, between reads of the processes' records, until the processes have reported their batch."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
-"""Connects to a world's store as the given rank; rank 0 also hosts it, on the listening socket. Raises OSError or
-RuntimeError (torch's) if the store's host cannot be reached."""
+"""Connects to a world's store as the given rank; rank 0 also hosts the store on the listening socket. Raises OSError or torch's
+RuntimeError if the store's host cannot be reached."""
 
 
 class RunClosed(Exception):
@@ -82,7 +81,7 @@ class Membership:
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
-        """The last request to training (kind, generation, deadline), with the deadline converted to our clock."""
+        """The last request to training (kind, generation, deadline), and its deadline on our clock."""
         self._state = state
         self._host = host
         self._processes = processes
@@ -92,13 +91,13 @@ class Membership:
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Callback that returns True once the training processes were killed for good: leave at once, without saving."""
+        """Returns True once the training processes were killed for good, so that this worker leaves at once, without saving."""
         self.joining: Callable[[], None] = lambda: None
-        """Callback for a new world, before its training processes start."""
+        """Called for a new world before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
-        """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
+        """Returns True while a rank is crashing, so that it can report its error before it is stopped."""
         self.pause_s = 0.0
-        """Delay, in seconds, before processes are next started; the other members wait."""
+        """Delay, in seconds, before processes are next started."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
@@ -106,37 +105,35 @@ class Membership:
         self._held = self._saved = 0
         """This worker's newest step, saved or in memory, and its newest saved step."""
         self._batch: tuple[int, ...] = ()
-        """See `messages.Report.batch`."""
         self._looked = -math.inf
-        """Time at which the processes' records were last checked for their batch."""
         self.key = b""
-        """The run's key; empty to disable the mesh."""
+        """The run's key; the mesh is disabled if it is empty."""
         self.mesh: Mesh | None = None
-        """This member's side of the mesh; None before the first report."""
+        """None before the first report, or if the mesh cannot listen."""
         self.repairs: Repairs | None = None
-        """This member's side of the attempts; None if only the coordinator may restart processes."""
+        """None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None
-        """Callback for each restart that the members have agreed on."""
+        """Called for each restart that the members have agreed on."""
 
     # Called between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
-        """Record that the training processes of the current world have failed."""
+        """Record how the training processes of the current world have failed, for the next report."""
         self._next = {"failed": True, "failure": failure}
 
     def replaced(self, failure: dict[str, Any]) -> None:
-        """Report that the training processes have failed, before this worker ends and another one takes its place."""
+        """Report that the training processes have failed, before this worker ends and another worker takes its place."""
         self._client.amend(failed=True, failure=failure, **(self.repairs.report(failed=True) if self.repairs else {}))
 
     def left(self, *, reached: bool) -> None:
-        """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
-        save."""
+        """Report that the training processes have ended and this worker leaves. `reached` is False if its newest step is not
+        saved where other workers can load it."""
         self._report_leaving()
         self._read_steps()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
-        """Record that the training processes of the current world have finished."""
+        """Record that the training processes of the current world have finished, for the next report."""
         self._next = {"standing": MemberState.DONE}
 
     @property
@@ -191,7 +188,8 @@ class Membership:
         self._client.report(standing=standing, **fields)
 
     def must_stop(self) -> bool:
-        """Return whether this worker must stop its training processes and request the next world."""
+        """Return whether this worker must stop its training processes and request the next world. If training must first save or
+        leave, this writes the notice that asks training to do so."""
         now = self._clock()
         if self._client.closed is not None or self.abandoned():
             return True
@@ -246,13 +244,13 @@ class Membership:
             # The store's host died before we connected: report that, and request another world.
             where = f"the store of generation {world.generation} at {world.address}"
             reason = f"worker {self._client.id} cannot reach {where}: {problem}"
-            if time.monotonic() - begun > self._join_s:  # its host is alive but unreachable
+            if time.monotonic() - begun > self._join_s:  # the store's host is alive but unreachable
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
             failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**failure, "echo": True, "step": None, "committed": None})
 
     def _agree_on_attempt(self, address: str) -> World | None:
-        """Return the current world with a fresh store if its members agree to restart their processes, otherwise None."""
+        """Return the current world with a fresh store if its members agree on an attempt, otherwise None."""
         self._read_steps()
         if self.repairs is None or self.world is None:
             return None
@@ -290,7 +288,7 @@ class Membership:
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """Return the report's fields after our processes have stopped."""
+        """Return the fields of the report that follows the end of our processes."""
         self._read_steps()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
@@ -316,7 +314,7 @@ class Membership:
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
             if self.abandoned():
                 raise Leaving(_KILLED)
-            if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
+            if self.leaving() and not self._unsaved:  # otherwise this worker leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
             if self.mesh:
@@ -358,7 +356,7 @@ class Membership:
         return store
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Enter a new world, or another attempt of the current world. Returns the attempt fields of the next report."""
+        """Enter a new world or an attempt, and return the attempt fields of the next report."""
         if self.repairs is None:
             return {}
         if again:
@@ -369,7 +367,6 @@ class Membership:
         return self.repairs.report()
 
     def _listen(self) -> None:
-        """Open this member's side of the mesh, whose address is sent in our reports and published with later worlds."""
         if self.mesh or not self.key:
             return
         try:
@@ -390,50 +387,47 @@ class Membership:
         self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
-        """Report unheard peers. Does nothing while the mesh is still in another world, where the indices may belong to other
-        processes. Also called in the mesh's thread."""
+        """Report unheard peers, from any thread. Does nothing while the mesh is still in another world, where the indices may
+        belong to other processes."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Return whether all training processes have an open session, in which they read notices, save and leave. Before that,
-        training has nothing to save and may wait for a rank that has left."""
+        """Return whether all training processes have an open session. Before that, training cannot save and may wait for a rank
+        that left."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
-        member leaves, since few workers may have the step in memory."""
+        """Return whether training saves on request. A world with a step to restore (`World.held`) restores the step first, even
+        if a member leaves, because few workers may have it in memory."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress_file.Progress]:
-        """Return the progress records of this attempt's processes."""
         records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Return whether this worker's memory holds an unsaved step."""
         self._read_steps()
         return self._unsaved
 
     def _read_steps(self) -> None:
-        """Read which steps are in memory and saved from the processes' records. The last world's records count until the new
-        processes have restored the step."""
+        """Read the newest steps from the processes' records. The last world's values count until the new processes have
+        restored."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
             self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return `messages.Report.batch` as reported by the running processes, or else the last known value."""
         batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
         return self._batch
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Return whether training has used up its time to save and leave. The time starts when we receive the request, since the
-        sender's clock may differ from ours. A new deadline restarts it."""
+        """Return whether training has used up its time to save and leave, measured from when we received the request, because the
+        sender's clock may differ. A new deadline restarts the time."""
         request, now = (kind, generation, deadline), self._clock()
         if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s

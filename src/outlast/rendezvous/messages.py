@@ -26,8 +26,8 @@ _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A member's report to the coordinator. The contents of `failure` and `past` are checked by their readers,
-    `root_cause.reported` and `attempts.uncounted`."""
+    """A member's report to the coordinator. The readers of `failure` and `past`, `root_cause.reported` and `attempts.uncounted`,
+    check their contents."""
 
     run: str
     id: Id
@@ -40,11 +40,11 @@ class Report:
     failed: bool = False
     failure: Mapping[str, Any] | None = None
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, hung, left, early, step,
-    committed}`.
+    committed}`. Fields may be missing.
 
     `cause` is a `contract.FailureCause`, and `log_tail` has the last lines of the rank's log. `echo` is true if the error is only
-    a consequence of another rank's end. For `hung`, `left` and `early` see `failure.Failure`. `step` and `committed` are the last
-    step and the newest saved step; None for a plain script. Fields may be missing.
+    a consequence of another rank's end. For `hung`, `left` and `early` see `failure.Failure`. `step` is the last step and
+    `committed` the newest saved step; both are None for a plain script.
     """
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""
@@ -63,12 +63,12 @@ class Report:
     never will be able to."""
     again: bool = False
     """True if this process has replaced the process that joined `generation`, which no longer responds to its peers. Only workers
-    running the previous version report it."""
+    that run the previous version report it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
-    """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if there is none.
+    """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if none was reported.
 
     `batch` is the number of samples per step over all ranks, divided by this member's number of processes. A world's size must
-    divide it. It is 0 if a member's processes cannot share the samples equally, since then no size would help.
+    divide it. It is 0 if a member's processes cannot share the samples equally, because then no size would help.
     """
     mesh_address: MaybeAddress = ""
     """`host:port` where the member's mesh listens; empty if it has none."""
@@ -105,7 +105,8 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """The member has disconnected, or its key is gone. This is not sent: the coordinator's side of the board detects it."""
+    """The member has disconnected, or its key is gone. Nobody sends this message: the coordinator's side of the board detects the
+    loss."""
 
     id: int
 
@@ -135,7 +136,7 @@ class Closed:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The coordinator's messages. On a socket, each line carries one of them."""
+    """The coordinator's messages. On a socket, each line carries one message."""
 
     called: Called | None = None
     world: World | None = None

@@ -1,10 +1,10 @@
 """Decides which members of a partitioned world are lost. Pure.
 
 Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *unheard*. A pair of members is *broken* if one does
-not hear the other. A broken pair stops training, as every step needs every pair. `decide` picks the members to remove so that no
-broken pair remains:
+not hear the other. A broken pair stops training because every step needs every pair. `decide` picks the members to remove so that
+no broken pair remains:
 
-1. Members whose machines refuse connections are removed at once, since their processes have ended.
+1. Members whose machines refuse connections are removed at once, because their processes have ended.
 2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
 Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
 3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
@@ -25,8 +25,8 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
-"""Maximum delay, in seconds, between reports of one partition: both ends of a link notice within half a second, and the
-reports take time to arrive."""
+"""Maximum delay, in seconds, between reports of one partition: both ends of a link notice it within half a second, and reports
+take time to arrive."""
 PATIENCE_S = 2.0
 """Seconds for which a single broken pair is tolerated: its connection may recover, or other members' reports may be late."""
 CONFIRM_S = 2.0
@@ -64,11 +64,10 @@ class Verdict:
     lost: tuple[int, ...] = ()
     """Silent members and members of removed sides, in rank order."""
     gone: tuple[int, ...] = ()
-    """Members whose processes have ended."""
     by: tuple[int, ...] = ()
     """Remaining members that do not hear the members to remove; empty if only the latter reported silent peers."""
     ask: tuple[int, ...] = ()
-    """The majority that a minority does not hear, if any: all members must be called, to find out which of them answer."""
+    """The majority that a minority does not hear, if any: all members must be called, to find out which members answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
@@ -84,18 +83,15 @@ class Loss:
 
     at: float
     times: int = 1
-    """Number of consecutive losses."""
     reason: str = ""
     held: bool = True
     """True if the member is kept out of worlds; False once a world has needed it anyway."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """Return this member's next loss."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
     def held_s(self) -> float:
-        """Seconds for which the member is kept out of worlds."""
         return 0.0 if not self.held else min(LONGEST_HELD_S, HELD_S * 2 ** min(self.times - 1, 16))
 
 
@@ -144,14 +140,13 @@ def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float
 
 
 def _watched(ranks: Sequence[int]) -> set[Pair]:
-    """Return the pairs that watch each other."""
     places = range(len(ranks))
     return {frozenset((ranks[one], ranks[other])) for one in places for other in watched_peers.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. If half or more of the members are silent, returns none, since one
-    member may be wrong about all others; a world of two is an exception."""
+    """Return silent members whose machines refuse connections. Returns none if half or more of the members are silent, because
+    one member may be wrong about all others; a world of two is an exception."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
@@ -159,7 +154,7 @@ def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
     """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components with no
-    broken pair between them are merged, since the members of a large world do not all watch each other."""
+    broken pair between them are merged, because the members of a large world do not all watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)
@@ -182,7 +177,7 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """Return the side that stays (empty while undecided), when to decide if this is undecided, and the members to call first, if
+    """Return the side that stays (empty while undecided), the time at which to decide again, and the members to call first, if
     any."""
     if len(sides) < 2:
         return set(rest), None, ()

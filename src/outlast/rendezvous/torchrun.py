@@ -42,7 +42,7 @@ FOREIGN = (
 UNNAMED = "none"
 """torchrun's run id if --rdzv-id is not given."""
 _FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
-"""A policy without a limit, since torchrun itself counts --max-restarts."""
+"""A policy without a limit, because torchrun itself counts --max-restarts."""
 
 
 class Client(member_client.Client):
@@ -150,7 +150,7 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
     """Return our address for other nodes: our end of the connection to etcd, or this machine's main address if etcd is local.
 
-    An endpoint such as `localhost` works only if all nodes are on this machine, so it is returned unchanged.
+    An endpoint such as `localhost` works only if all nodes are on this machine, so our end is returned unchanged.
     """
     if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
         return seen

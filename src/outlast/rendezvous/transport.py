@@ -6,8 +6,8 @@
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
 A new transport is a module, here or in another package, that is listed in `TRANSPORTS` and has a function `board(endpoint,
-member)`, which returns an unconnected `member_client.Board` or raises OutlastError.
-Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
+member)`, which returns an unconnected `member_client.Board` or raises OutlastError. Called by `handler.create` (torchrun) and
+`worker.agent.world_loop`.
 """
 
 from __future__ import annotations
@@ -54,7 +54,6 @@ class Member:
     run: str
     id: int
     state: Path
-    """The worker's state directory."""
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
@@ -74,7 +73,7 @@ def of(endpoint: str) -> ModuleType:
 
 
 def mode(endpoint: str) -> Mode:
-    """Return the kind of coordinator behind an endpoint. Raises OutlastError if its scheme is unknown."""
+    """Return the mode of an endpoint's coordinator. Raises OutlastError if the endpoint's scheme is unknown."""
     return _entry(endpoint)[1]
 
 
@@ -94,11 +93,7 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether other workers may be training, and would stop as soon as this worker reports. `needed` is True if no world
-    can do without this worker.
-
-    If no worker can train without this one, it is faster to report first, and prepare ranks while waiting. On one machine,
-    reporting takes no time.
-    """
+    """Return whether this worker should report early, because other workers wait for its report or reporting interrupts
+    nobody."""
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

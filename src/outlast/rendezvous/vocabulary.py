@@ -1,4 +1,4 @@
-"""The inputs and results of `rendezvous.who_trains`: members' reports, the desired size, the coordinator's state, and decisions.
+"""The inputs and results of `rendezvous.who_trains`.
 
 Field names are the wire format of `Call` and `World`. Import all classes from `rendezvous.who_trains`.
 """
@@ -19,9 +19,8 @@ Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
 """A worker's index."""
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
-"""An address of the form `host:port`."""
 MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
-"""An address of the form `host:port`, or an empty string."""
+"""An `Address`, or an empty string."""
 
 
 class MemberState(enum.StrEnum):
@@ -31,7 +30,7 @@ class MemberState(enum.StrEnum):
     """Ready to join a world, and not training."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """Asked to leave (SIGTERM, drain): the member saves with the other members, then leaves."""
+    """The member was asked to leave (SIGTERM, drain). It saves with the other members, then leaves."""
     DONE = "done"
     """The member's training processes have finished successfully."""
 
@@ -48,19 +47,19 @@ class Member:
     generation: int = 0
     """The generation of the worker's current or last world; 0 if the worker has not trained yet."""
     since: float = 0.0
-    """Time at which `standing` last changed; repeating a report does not change it."""
+    """Time at which `standing` last changed."""
     failed: bool = False
     """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
-    """Description of the failure; empty if it is unknown or only a consequence of another worker's failure."""
+    """Description of the failure; empty if the failure is unknown or only a consequence of another worker's failure."""
     unheard: tuple[int, ...] = ()
     """Watched members of the same world that have stopped responding to the worker."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose processes have ended: their machines refuse connections."""
+    """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     noticed: float = 0.0
-    """Time at which `unheard` last grew; repeating a report does not change it."""
+    """Time at which `unheard` last grew."""
     held: int = 0
-    """The newest complete step that the worker's processes had saved or held in memory at their end; 0 if none was reported."""
+    """The newest complete step that the worker's processes had saved or held in memory when they ended; 0 if unknown."""
     again: bool = False
     """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
@@ -72,10 +71,10 @@ class Member:
 
 
 class Cause(enum.StrEnum):
-    """A call's machine-readable reason; `Call.reason` is the text for people."""
+    """The machine-readable reason for a call; `Call.reason` is the text for people."""
 
     UNKNOWN = ""
-    """Not given, or introduced in a newer version."""
+    """No cause was given, or a newer version has introduced it."""
     START = "start"
     RESUME = "resume"
     """The run continues after a pause in which no worker trained."""
@@ -103,7 +102,7 @@ class Cause(enum.StrEnum):
 class Call:
     """A request to re-rendezvous for `generation`.
 
-    A later call for the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
+    A later call for the same generation replaces this call if a planned call becomes unplanned, or if more workers leave.
     """
 
     generation: int
@@ -144,7 +143,7 @@ class Wait:
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only when the situation does."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others and will not do so soon; part of `reason`. Empty if there are none."""
+    """Why some workers are not training with the others and will not do so soon; empty if there are none. Part of `reason`."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -153,7 +152,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """A decision to form no further worlds, since training is done or suspended."""
+    """A decision to form no further worlds, because training is done or suspended."""
 
     reason: str
     done: bool
@@ -172,13 +171,13 @@ class Desired:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Ids of the workers that should be members, connected or still starting; absent workers are awaited until a timeout. If
-    None, any worker may join until the target is reached."""
+    """Ids of the workers that should be members, whether connected or still starting; absent workers are awaited until a timeout.
+    If None, any worker may join until the target is reached."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts for workers, in seconds."""
+    """Timeouts of the rendezvous, in seconds."""
 
     start: float = 30.0
     """Timeout for missing workers while no worker holds any state, counted from when the smallest allowed world could form."""
@@ -195,7 +194,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class State:
-    """The coordinator's state."""
+    """The state on which the coordinator decides."""
 
     members: Mapping[int, Member]
     """Connected workers, plus members of the world that were DONE when they disconnected."""
@@ -204,9 +203,10 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another one's world. Members must report within `Timeouts.answer` of it."""
+    """Time at which this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` of
+    it."""
     min_generation: int = 0
-    """The highest generation that must not be used, since generations up to it may have existed unseen."""
+    """The highest generation that must not be used, because generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
     """Recent losses by worker id; these workers are kept out of worlds for a while."""
     held: int = 0
@@ -244,7 +244,6 @@ class State:
         return replace(self, members=members, departed=self.departed | (gone & joined.keys()))
 
     def after(self, decision: Decision) -> Self:
-        """Return the state after a decision."""
         if isinstance(decision, Call):
             already = self.called.lost if self.called and self.called.generation == decision.generation else ()
             now, none = decision.at, partition.Loss(-math.inf, 0)

@@ -26,12 +26,12 @@ Without an acknowledgement for 1.5 s, the next probe breaks the connection, afte
 (tcp(7), TCP_USER_TIMEOUT). A probe carries no data, so the buffer of a stopped process never fills.
 """
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""TCP keepalive on the accepting side, which only has to close a dead connection eventually. Retransmissions end early, since
+"""TCP keepalive on the accepting side, which only has to close a dead connection eventually. Retransmissions end early because
 they would keep the other side from probing."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return an address's family, host and port. The host must be numeric, since resolving names takes time. Raises
+    """Return an address's family, host and port. The host must be numeric because resolving a name takes time. Raises
     ValueError."""
     host, port = tcp.host_port(address)
     return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)
@@ -57,7 +57,6 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """True if bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:

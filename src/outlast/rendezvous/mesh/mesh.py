@@ -8,7 +8,7 @@
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   sends a goodbye
 
-The watching side connects, so two members that watch each other have two connections. The kernel probes the peer for us
+The watching side connects, so two members that watch each other have two connections. The kernel probes the peer
 (`connection.IDLE_S`), so while all is well the thread only reads the clock once per second. The peer's kernel also answers for a
 stopped or starved process, which therefore still counts as heard; its own agent detects hangs.
 
@@ -41,15 +41,15 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""Maximum duration of a wait, in seconds, since `Awake` must be read at least every second."""
+"""Maximum duration of a wait, in seconds, because `Awake` must be read at least every second."""
 STOOD_S = 2.0
 """Seconds by which a turn must be late to show that this process or machine was paused."""
 PROVE_S = 5.0
-"""Timeout for a new connection to prove that it has the key."""
+"""Timeout, in seconds, for a new connection to prove that it has the key."""
 STRANGERS = 256
 """Maximum number of connections without proof of the key; beyond it, the oldest is closed."""
 ANSWER_S = 5.0
-"""Timeout for a message's acknowledgement."""
+"""Timeout, in seconds, for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
@@ -59,7 +59,7 @@ class _Caller:
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
-        """The member's id, once it has proven that it has the key."""
+        """The member's id, once the caller has proven that it has the key."""
         self.process = ""
 
 
@@ -87,7 +87,6 @@ class Mesh:
         self.complete = False
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
-        """Callback for changes to `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
         """Handlers by message kind, called with the sender and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
@@ -100,7 +99,6 @@ class Mesh:
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """Two flags: True once the end has been requested, and once the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -123,7 +121,7 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours there. Connected peers keep their addresses. When this returns, `unheard`
+        """Enter a world, and watch only our neighbours in it. Connected peers keep their addresses. When this returns, `unheard`
         describes the new world."""
         done = threading.Event()
 
@@ -136,8 +134,8 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set addresses of the members of the world with this `generation`. They are ignored in any other world, where they may
-        be outdated."""
+        """Set addresses of members of the world with this `generation`. They are ignored in any other world, where they may be
+        outdated."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
@@ -325,7 +323,6 @@ class Mesh:
                 _print_problem(f"worker {id} has no valid address in the mesh: {problem}")
 
     def _publish(self) -> None:
-        """Publish the watched peers' state if it has changed."""
         watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
         silent = [peer for peer in watched if peer.met and peer.state.unheard]
         unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)
