@@ -4,8 +4,8 @@ The coordinator (or the operator) calls `judge` once for every failed generation
 cost nothing. A configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies
 outside the window or the committed step has advanced.
 
-The job stops early if a step raises, hangs or runs out of memory three times in a row, or if every rank raises the same script
-error before its first step, since a restart would not help.
+The job stops early if a restart would not help: if a step raises, hangs or runs out of memory three times in a row, or if every
+rank raises the same script error before its first step.
 """
 
 from __future__ import annotations
@@ -20,8 +20,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, since a user may
-clean it up during the pauses, which add up to minutes."""
+"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, because a user
+may clean it up during the pauses, which add up to minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds for `Kills`, in seconds; arbitrary."""
 
@@ -140,6 +140,5 @@ def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record
 
 
 def _consecutive(failures: tuple[Record, ...]) -> int:
-    """Return the number of consecutive errors at the last failed step."""
     steps = [record.failed_step for record in reversed(failures) if record.failed_step is not None]
     return len(list(takewhile(lambda step: step == steps[0], steps)))

@@ -93,7 +93,11 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether this worker should report early, because other workers wait for its report or reporting interrupts
-    nobody."""
+    """Return whether this worker should be ready to start ranks before it reports, because other workers may be training and
+    would stop as soon as it reports.
+
+    `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
+    reporting takes no time.
+    """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

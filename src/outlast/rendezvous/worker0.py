@@ -33,8 +33,7 @@ LISTENING = 3
 LEAVE_S = 15.0
 """Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0
-"""Seconds for which decisions may fail before this worker is restarted. Its successor learns the state from the other
-workers."""
+"""Seconds for which decisions may fail before this worker is restarted. The next host learns the state from the other workers."""
 
 
 class Host:
@@ -62,10 +61,8 @@ class Host:
         self._fails_since: float | None = None
 
     def start(self, endpoint: str) -> None:
-        """Listen and decide in the background. Listens on all addresses of this machine, or only on loopback for `localhost`.
-
-        Raises OutlastError if the port is taken.
-        """
+        """Listen and decide in the background, on all addresses of this machine, or only on loopback for `localhost`. Raises
+        OutlastError if the port is taken."""
         host, port = tcp.host_port(endpoint.removeprefix(sockets.TCP))
         anywhere = host != "localhost" and socket.has_dualstack_ipv6()
         try:
@@ -107,7 +104,7 @@ class Host:
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide. After an error, retry at the next tick; once decisions have failed for BROKEN_S, raise it."""
+        """Decide. An error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
         try:
             # We expect the pods in the spec, plus any other workers that report, as when the workload is scaled.
             self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))

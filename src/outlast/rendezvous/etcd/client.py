@@ -2,7 +2,7 @@
 docs/decisions/0014-rendezvous-by-etcd.md and docs/guide/torchrun.md.
 
 This module connects `member.EtcdMember` and `election.Candidate` to etcd, and provides `look`, which reads the state of runs for
-people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
+people. While etcd is unreachable, the last published state stays valid and training continues.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ LEAST_TTL_S = 2
 LONGEST_PAUSE_S = 0.5
 """Longest pause, in seconds, between two attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Interval, in seconds, between listings of watched keys, since a watch may die silently. Arbitrary."""
+"""Interval, in seconds, between listings of watched keys, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
 """Seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
-"""Seconds that a finished member remains a candidate, since one of the members must close the run."""
+"""Seconds that a finished member remains a candidate, because one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:
@@ -99,7 +99,7 @@ class Board:
         self.membership = EtcdMember(self.etcd, self.keys, who)
         self.run, self._ttl = who.run, who.ttl
         self.put_log = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
-        self.watch_log = ConnectionLog()  # silent, since `put` notices an outage, too
+        self.watch_log = ConnectionLog()  # silent because `put` notices an outage, too
         self._listener, self._listed_at = Listener(self.etcd), time.monotonic()
 
     @property
@@ -148,8 +148,8 @@ class Board:
 
 
 class Running:
-    """A candidate and its threads, in a process that may coordinate a run. `id` returns the process's member index; None until
-    it has one."""
+    """A candidate and its threads, in a process that may coordinate a run. `id` returns the process's member index; None until it
+    has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -168,7 +168,6 @@ class Running:
 
     @property
     def ended(self) -> bool:
-        """True if the run is over."""
         return self._candidate.ended
 
     def start(self) -> None:
@@ -198,7 +197,7 @@ class Running:
                     self._inbox.put(functools.partial(self._on_change, change, prefix))
             except Exception as problem:
                 failures += 1
-                if failures == 1 and not isinstance(problem, EtcdError):  # the deciding thread prints those
+                if failures == 1 and not isinstance(problem, EtcdError):  # the deciding thread prints EtcdErrors
                     print(f"outlast | the keys in etcd cannot be read; trying again:\n{traceback.format_exc()}", flush=True)
                 self._listener.pause(pause(failures, LONGEST_PAUSE_S))
 
@@ -237,7 +236,6 @@ class Running:
             self._candidate.last()
 
     def _take_inbox(self, timeout_s: float) -> None:
-        """Wait for an entry in the inbox, then process all entries."""
         with contextlib.suppress(queue.Empty):
             task = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
@@ -249,8 +247,7 @@ class Running:
                 task = self._inbox.get_nowait()
 
     def _on_bug(self) -> None:
-        """Handle an unexpected exception, from a bug or from unreadable data in etcd: resign, so that another candidate tries,
-        and retry later."""
+        """Resign after an unexpected exception, from a bug or from unreadable data in etcd, so that another candidate tries."""
         if not self._printed_bug:
             print(
                 f"outlast | this worker could not decide, and resigns for another worker:\n{traceback.format_exc()}", flush=True
@@ -290,7 +287,6 @@ class Run:
 
     name: str
     members: tuple[Present, ...]
-    """The members, sorted by id."""
     coordinator: key_schema.Leader | None
     """The coordinator; None before an election and after the end."""
     world: World | None = None
@@ -309,7 +305,7 @@ def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     """Read all runs below an etcd's prefix, or only those that `run` names: a single run, or a job's runs (`team/job`). Raises
     EtcdError.
 
-    with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
+        with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
     kvs = client.range(f"{prefix}/" if run is None else key_schema.Keys.of(prefix, run).root, prefix=True).kvs

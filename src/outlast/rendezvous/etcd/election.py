@@ -2,7 +2,7 @@
 
 `Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
 simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
-ledger events are dropped. A nonce in the key identifies an election, since revisions restart if etcd loses its data.
+ledger events are dropped. A nonce in the leader's key identifies an election because revisions restart if etcd loses its data.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ from outlast.rendezvous.etcd.member import TTL_S, Store
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL, in seconds, of the published state after the last coordinator has gone; this also limits how long etcd may be down."""
+"""TTL, in seconds, of the published state after the last coordinator has gone. It also limits how long etcd may be down."""
 LISTEN_S = 1.0
 """Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""Seconds that a new coordinator waits for a report from any member of the published world, since all may have been
+"""Seconds that a new coordinator waits for a report from any member of the published world, because all may have been
 disconnected."""
 PASSED = 100
 """Number of generations to skip if etcd has lost its state: more than can have followed the newest reported generation."""
@@ -39,7 +39,7 @@ WHY_S = 0.5
 ENDED = 100
 """Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
-"""Maximum random delay, in seconds, before running for election, since all candidates notice the end of a term at once.
+"""Maximum random delay, in seconds, before running for election, because all candidates notice the end of a term at once.
 Candidates without a run wait longer."""
 
 
@@ -54,7 +54,6 @@ class ElectionConfig:
     settings: coordinator.Settings
     events: coordinator.EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """The process's identifier."""
     nnodes: str = ""
     """`min:max` under torchrun, where any node may join and --max-restarts is the limit; empty in pods."""
     replicas: int = 0
@@ -85,7 +84,7 @@ class Term:
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
         self.clock, self.state = config.clock, coordinator.CoordinatorState({})
         self._lease: int | None = None
-        """The published state's lease."""
+        """The lease of the published state."""
         self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
@@ -129,7 +128,7 @@ class Term:
         if not inside:
             self._listen_until = now + REPORT_S
         if not any(kv.created < self._published_at for kv in members if self._id(kv) in inside):
-            self.forgive()  # all members had to reconnect; give the rest time
+            self.forgive()  # all members that are back had to reconnect; give the rest time
 
     @property
     def incarnation(self) -> str:
@@ -176,7 +175,7 @@ class Term:
         if record.token in self._own.ended:
             return  # fenced, but not aware of it yet
         if token and token != record.token:
-            self._take(messages.Gone(id))  # another process has replaced it
+            self._take(messages.Gone(id))  # another process has replaced the member
         self._seen[id] = record.token, kv.modified
         self._recover(record)
         report, now = record.report, self.state.world
@@ -196,7 +195,7 @@ class Term:
         self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
-        """From a member's record, recover a world that etcd may have lost, and skip the generations that may have followed."""
+        """Recover a world that etcd may have lost from a member's record, and skip the generations that may have followed it."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -336,11 +335,10 @@ class Candidate:
         self._store, self._keys, self._config, self._host, self._id = store, keys, config, host, id
         self.term: Term | None = None
         self.ended = False
-        """True if the run is over."""
         self._at = 0
         """The last revision that we have received."""
         self._began: int | None = None
-        """etcd's revision at our first listing; None until then."""
+        """The revision of our first listing; None until then."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -401,7 +399,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait; returns the seconds until the next turn unless events arrive. Raises
+        """Run for election, coordinate, or wait. Returns the seconds until the next turn unless events arrive. Raises
         EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):

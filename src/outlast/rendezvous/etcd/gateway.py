@@ -38,8 +38,8 @@ PREFIX = "/outlast"
 ANSWER_S = 2.0
 """Default timeout for a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout for a login, in seconds. It is long, since etcd spends 60 ms of a core on each password, all of a job's workers may log
-in at once, and retries add to that load."""
+"""Timeout for a login, in seconds. It is long because etcd spends 60 ms of a core on each password, all of a job's workers may
+log in at once, and retries add to that load."""
 _IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
 """TCP keepalive settings for a watch; see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
@@ -128,7 +128,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """A transaction's result: whether its comparisons held, and the keys read by the executed branch."""
+    """The result of a transaction: whether its comparisons held, and the keys read by the executed branch."""
 
     succeeded: bool
     revision: int
@@ -140,7 +140,7 @@ class LeaseGone(EtcdError):
 
 
 class Behind(EtcdError):
-    """Raised if the first revision of a watch is compacted or does not exist yet, so the caller must list again."""
+    """Raised if the first revision of a watch is compacted or does not exist yet, so that the caller must list again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
@@ -171,7 +171,6 @@ class Etcd:
         """`answer_s` is the timeout for one endpoint, after which the request goes to the next endpoint."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
-        """Number of requests sent, for measurements."""
         self.local = ""
         """Our own address on the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
@@ -207,7 +206,7 @@ class Etcd:
         return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), kvs)
 
     def grant(self, seconds: int) -> int:
-        """Create a lease; returns its id."""
+        """Create a lease and return its id."""
         return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
 
     def keep(self, lease: int) -> None:
@@ -262,7 +261,7 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches, since their endpoints may be dead."""
+        """End all watches, because their endpoints may be dead."""
         self._end(list(self._watching))
 
     def _end(self, watches: Sequence[socket.socket]) -> None:
@@ -281,7 +280,7 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the gateway, and return the response. `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway and return the response. `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._check_open()
             try:
@@ -291,7 +290,7 @@ class Etcd:
                     self._hang_up()
 
     def _check_open(self) -> None:
-        """Raise EtcdAway after `close`, since a new connection would never be closed."""
+        """Raise EtcdAway after `close`, because a new connection would never be closed."""
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
@@ -354,7 +353,7 @@ class Etcd:
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """Open a connection to an endpoint, and log in if a user is set. Raises EtcdAway, EtcdRefused."""
+        """Open a connection to an endpoint, and log in if a user is set. Raises EtcdAway and EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -434,10 +433,10 @@ class Etcd:
         raise EtcdError(f"etcd at {where} rejects a request: {message} (code {code})")
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
-        """Return the error for a connection that failed or has ended without a response.
+        """Return the error for a connection that failed or ended without a response.
 
-        A missing or rejected client certificate may end in either error: with TLS 1.3 the server checks it after the handshake,
-        and its alert is lost if the server disconnects at once.
+        A missing or rejected client certificate may cause either: with TLS 1.3 the server checks it after the handshake, and the
+        server's alert is lost if it disconnects at once.
         """
         self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
@@ -472,7 +471,7 @@ class _Useless(EtcdRefused):
 
 
 class _Expired(EtcdAway):
-    """Raised if our token has expired, or if etcd has begun to require one."""
+    """Raised if our token has expired, or if etcd has begun to require a token."""
 
 
 # Parts of a transaction

@@ -5,7 +5,7 @@
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
 Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); see docs/decisions/0014. No value
-holds a clock time that other machines compare with theirs. Field names are the wire format, except for those in `_WIRE`.
+holds a clock time that other machines compare with their own. Field names are the wire format, except for those in `_WIRE`.
 """
 
 from __future__ import annotations
@@ -75,16 +75,14 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return a run's name in an etcd shared by many jobs. In pods, the name is prefixed with the namespace and job, within
-    which the run is unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, the name is prefixed with the namespace and job, within which
+    the run is unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A key's value, stored as JSON."""
-
     def dumps(self) -> str:
         return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
 
@@ -107,7 +105,7 @@ class Record(_Value):
     nnodes: str = ""
     """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods, where the job file sets the sizes."""
     incarnation: str = ""
-    """See `Published.incarnation`; empty before the first is received."""
+    """See `Published.incarnation`; empty before the member has received it."""
     world: World | None = None
     """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
@@ -122,7 +120,6 @@ class Leader(_Value):
     """The process's identifier; see `Published.by`."""
     host: str = ""
     id: int | None = None
-    """The coordinator's member id; None until it has one."""
     word: str = ""
     """A nonce, new for each election."""
 
@@ -139,7 +136,7 @@ class Published(PersistedState, _Value):
     """Incarnation of the previous run with this name, which has ended and whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in rank order, since an index may pass to another process."""
+    """Tokens of the world's processes, in rank order, because an index may pass to another process."""
     leave_s: float = 0.0
     """A planned call's duration, in seconds from when a member receives the call."""
     why: str = ""

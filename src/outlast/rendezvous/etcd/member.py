@@ -40,8 +40,8 @@ class Store(Protocol):
 TTL_S = 5
 """TTL of a member's lease, in seconds: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""TTL of a member's lease once its peers watch it. It is longer, since they report a silent machine within 3 s, but they do not
-notice a stopped process: after a stop of 5 s, the lease (renewed every third of the TTL) has more than a second left."""
+"""TTL, in seconds, of a member's lease once its peers watch it. Peers report a silent machine within 3 s, but do not notice a
+stopped process: after a stop of 5 s, this lease (renewed every third of the TTL) has more than a second left."""
 
 
 @dataclass(frozen=True)
@@ -59,7 +59,7 @@ class Identity:
     most: int = 1
     """Maximum number of members in the run."""
     generation: int = 0
-    """The newest generation recorded in the output; the next world's is higher."""
+    """The newest generation recorded in the output; the next world's generation is higher."""
 
 
 class EtcdMember:
@@ -79,20 +79,17 @@ class EtcdMember:
         self._min_generation = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
-        """The member's index; -1 until it has one."""
         self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest world that includes us."""
         self.closed: Closed | None = None
         self.why = ""
-        """The coordinator's reason for waiting."""
         self.synced = False
         """True once the keys in etcd have been listed, which must precede our registration."""
         self._newest: World | None = None
         """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()
-        """The tokens of the members in `_newest`."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
@@ -110,7 +107,7 @@ class EtcdMember:
         self._modified = 0
         """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None
-        """The report in etcd. A newer published world needs no write, since etcd has the world already."""
+        """The report in etcd. A newer published world needs no write because etcd has the world already."""
 
     # Writing
 
@@ -120,7 +117,7 @@ class EtcdMember:
         return key_schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
 
     def publish(self) -> None:
-        """Register, write a changed report, or renew the lease. Raises EtcdError, Superseded."""
+        """Register, write a changed report, or renew the lease. Raises EtcdError and Superseded."""
         for _ in range(100):
             ttl = max(self._ttl, WATCHED_TTL_S) if self.report.mesh else self._ttl
             if self._lease is None or ttl > self._ttl:
@@ -161,7 +158,7 @@ class EtcdMember:
             self._choose_index()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        replace_key = self._who.id is not None and not self._registered  # left by an earlier process with this index
+        replace_key = self._who.id is not None and not self._registered  # an earlier process with this index has left its key
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if replace_key else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
@@ -186,7 +183,7 @@ class EtcdMember:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose one of the low free indices at random, since members that start together would all try the lowest."""
+        """Choose one of the low free indices at random, because members that start together would all try the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]

@@ -1,4 +1,4 @@
-"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies without an operator.
+"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies without an operator. Pure.
 
     POST /leave                       on the agent's port
     Outlast-Time: 1700000000.000      time of the signature, seconds since the epoch
@@ -14,7 +14,7 @@ period.
     202 accepted    400 not an order    401 not signed with the run's key    409 repeated, too old, or already ending
     411 no Content-Length    413 longer than 4 KiB (`probes`)
 
-See docs/guide/security.md. Pure.
+See docs/guide/security.md.
 """
 
 from __future__ import annotations
@@ -31,21 +31,21 @@ from outlast.job import sealed_lines
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 WINDOW_S = 60.0
-"""Maximum difference, in seconds, between the sender's and the worker's clocks. To detect replays, orders are remembered
-for this long."""
+"""Maximum difference, in seconds, between the sender's and the worker's clocks. Orders are remembered for this long, to detect
+replays."""
 _REASON = 256
 """Maximum length of a reason, in characters; longer reasons are truncated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to an order; the order is accepted if the status is 202."""
+    """The answer to an order, which is accepted if the status is 202."""
 
     status: int
     text: str
     reason: str = ""
     deadline: float | None = None
-    """Deadline in seconds since the epoch; None for the end of the job's grace period."""
+    """Seconds since the epoch; None for the end of the job's grace period."""
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
@@ -89,7 +89,6 @@ class Orders:
 
 
 def _read(body: bytes) -> Answer:
-    """Parse the order in a body. Raises ValueError."""
     try:
         order = json.loads(body) if body else {}
     except (ValueError, RecursionError):

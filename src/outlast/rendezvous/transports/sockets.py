@@ -1,20 +1,18 @@
 """The rendezvous transport over sockets, directly from workers to the coordinator.
 
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
-operator nor an etcd (`c10d://host:port`).
-
-Workers report, and one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, and in
-pods after `SILENCE_S` of silence; the launcher kills an agent that does nothing.
+operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, and in pods after `SILENCE_S` of
+silence; the launcher kills an agent that does nothing.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines sent to one are sealed with the run's key (`job.sealed_lines`). An invalid message only
-closes its sender's connection. If several processes have the same index, the last one to connect is the member, unless its
-world is older than that of an earlier one.
+Strangers can reach a port, so lines sent to a port are sealed with the run's key (`job.sealed_lines`). An invalid message only
+closes its sender's connection. If several processes have the same index, the last one to connect is the member, unless its world
+is older than that of an earlier process.
 
-Used by `rendezvous.member_client` (the member's side, in threads: torch's agent is synchronous); `local.launcher` and
-`rendezvous.worker0` (the server, asyncio).
+`rendezvous.member_client` uses the member's side, in threads because torch's agent is synchronous; `local.launcher` and
+`rendezvous.worker0` use the server, with asyncio.
 """
 
 from __future__ import annotations
@@ -48,11 +46,11 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects
-silent machines earlier."""
+"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects silent
+machines earlier."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a report's line, which has some 12 KiB with a traceback and the tail of a log."""
+"""Maximum number of bytes in a report's line. A traceback and the tail of a log take some 12 KiB."""
 _MESSAGE_BYTES = 4 << 20
 """Maximum number of bytes in a line to a member, and in the queue for a member that does not read. A world of 10,000 workers
 takes 60 KiB."""
@@ -61,24 +59,20 @@ _PROVE_S = 5.0
 _STRANGERS, _BACKLOG = 512, 256
 """Maximum number of connections without a report (beyond it, the oldest is closed), and the listen backlog."""
 _PRINT_S = 1.0
-"""Minimum interval, in seconds, between printed warnings about bad messages."""
+"""Minimum interval, in seconds, between printed warnings about invalid messages."""
 _MOST_REPLACED = 64
-"""Maximum number of replaced processes to remember per index."""
 SCHEME = "unix://"
 TCP = "c10d://"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A line from a member."""
-
     report: Report
     process: str = ""
-    """The member's process identifier."""
 
 
 class MemberSocket:
-    """A member's side (see `member_client.Board`). Connecting is retried forever, since a running world does not need the
+    """A member's side (see `member_client.Board`). Connecting is retried forever because a running world does not need the
     coordinator, which may return."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
@@ -149,7 +143,7 @@ class MemberSocket:
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _line(self, report: Report) -> bytes:
-        """Return a report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
+        """Return a report as JSON. A long failure loses its traceback and log because the coordinator rejects long lines."""
         line = json.dumps(dataclasses.asdict(_Line(report, self._process))).encode()
         if len(line) > _LINE_BYTES // 2 and report.failure:
             short = {name: value for name, value in report.failure.items() if name not in ("traceback", "log_tail")}
@@ -180,8 +174,6 @@ class MemberSocket:
 
 
 class _Lines:
-    """Reads a socket line by line."""
-
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, b""
 
@@ -237,13 +229,12 @@ class Server:
         self._process: dict[int, str] = {}
         """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
-        """Earlier processes for each index."""
         self._joined: dict[int, int] = {}
         """The newest generation that a process has reported, for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
-        """The last message, with its JSON form."""
+        """The last message and its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
@@ -263,7 +254,8 @@ class Server:
             writer.close()
 
     def send(self, to: Iterable[int], kind: str, content: object) -> None:
-        """Send a message to the connected ones of the given members; the others receive it after their next report."""
+        """Send a message to those of the given members that are connected; the other members receive it after their next
+        report."""
         for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 
@@ -276,7 +268,7 @@ class Server:
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> None:
-        """Disconnect members that have been silent for too long, since a stopped process keeps its connection."""
+        """Disconnect members that have been silent for too long, because a stopped process keeps its connection."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
@@ -335,11 +327,11 @@ class Server:
         return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
     def _admit(self, report: Report, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a member's connection; returns False if a later process has replaced the one that is connecting.
+        """Accept a member's connection; returns False if a later process has replaced the connecting process.
 
-        A new coordinator does not know which process is the later one. It can tell only if both have joined worlds: a later
-        process joins later ones. A process that has joined none may be new, or one that hung before its first world,
-        or the next start of one that was refused here.
+        A new coordinator can tell which process is later only if both have joined worlds: the later process has joined later
+        worlds. A process that has joined none may be new, may have hung before its first world, or may be the restart of a
+        process that was refused here.
         """
         id = report.id
         other, last = self._writers.get(id), self._process.get(id)
@@ -357,7 +349,7 @@ class Server:
         return True
 
     def _print_problem(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Print a problem, at most once every `_PRINT_S`, since a peer may send any number of invalid messages."""
+        """Print a problem, at most once every `_PRINT_S`, because a peer may send any number of invalid messages."""
         now = time.monotonic()
         if now - self._printed_at < _PRINT_S:
             return
