@@ -2,7 +2,7 @@
 
 Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: CIFAR-10's
 50,000 training images take 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler here
-accepts only numpy arrays and plain values. `train` and `test` raise `NotCifar` for any other directory.
+accepts only numpy arrays and plain values.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -50,7 +50,6 @@ class Images:
     y: NDArray[np.int64]
     """Labels, (n,), from 0 to 9."""
     names: tuple[str, ...]
-    """Names of the ten classes."""
 
     def __len__(self) -> int:
         return len(self.y)

@@ -4,7 +4,7 @@
     DIR/...                    the dataset: files and directories, moved out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` but no marker is incomplete, whatever it contains. Another `outlast data get` completes it. A
+A directory with `.outlast-get` but no marker is incomplete, whatever it contains, and another `outlast data get` completes it. A
 place in a store is incomplete if it has an object `.outlast-get`.
 """
 
@@ -34,7 +34,6 @@ EMPTY = frozenset({"lost+found"})
 _ATTEMPTS = 100
 """Maximum number of attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
-"""Maximum number of names that a marker lists."""
 
 Say = Callable[[str], None]
 

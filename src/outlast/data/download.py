@@ -4,9 +4,7 @@
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
 bytes on disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the server does
-not support ranges, the download restarts from the first byte.
-
-`fetch` verifies the length and the checksum.
+not support ranges, the download restarts from the first byte. `fetch` verifies the length and the checksum.
 """
 
 from __future__ import annotations
@@ -61,7 +59,6 @@ class Remote:
 
     @property
     def shown(self) -> str:
-        """URL for messages."""
         return Address.parse(self.url).shown
 
     @property
@@ -83,7 +80,7 @@ class Options:
 
 
 class _Changed(Exception):
-    """The file on the server is no longer the version that the bytes on disk are from."""
+    """The version of the file on the server differs from that of the bytes on disk."""
 
 
 class Download:
@@ -107,7 +104,6 @@ class Download:
         """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._beginnings = 0
-        """How often the download has begun at the first byte."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
@@ -148,11 +144,9 @@ class Download:
 
     @property
     def _identity(self) -> str:
-        """The file's identifier. An earlier download is continued only if it has the same identifier."""
         return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
-        """Flush the received bytes, then write the state."""
         os.fdatasync(fd)
         state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
         files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)

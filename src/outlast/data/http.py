@@ -44,7 +44,6 @@ class Unavailable(Exception):
         self.after_s = after_s
         """Seconds to wait before a retry, from the `Retry-After` header."""
         self.answered = answered
-        """True if a server responded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,9 +51,9 @@ class Address:
     """The URL of a file."""
 
     url: str
-    """URL without a login or fragment."""
+    """The URL without a login or fragment."""
     login: str = ""
-    """Authorization header from the URL's login, `Basic ...`; empty if there is none. Not sent to redirect targets."""
+    """Authorization header from the URL's login, `Basic ...`; empty if there is none. Redirect targets do not receive it."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
@@ -77,12 +76,12 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """URL for messages, without the query, which may contain a signature."""
+        """The URL for messages, without the query, which may contain a signature."""
         return self.url.partition("?")[0]
 
     @property
     def identity(self) -> str:
-        """URL that identifies the file, without a signed query, since signatures differ each time."""
+        """The URL that identifies the file, without a signed query because signatures differ each time."""
         return url_logins.hidden(self.url)
 
     @property
@@ -94,7 +93,7 @@ class Address:
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """A file's version, from a response's headers."""
+    """A file's version, from the headers of a response."""
 
     etag: str = ""
     modified: str = ""
@@ -140,10 +139,8 @@ class Response:
 
 @contextlib.contextmanager
 def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Response]:
-    """Request the bytes of a file from offset `first` if it still has this version, otherwise the whole file.
-
-    Raises Unavailable, OutOfRange and OutlastError.
-    """
+    """Request the bytes of a file from offset `first` if the file still has this version, otherwise the whole file. Raises
+    Unavailable, OutOfRange and OutlastError."""
     outgoing = urllib.request.Request(
         address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     )
@@ -161,7 +158,6 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
 
 
 def _basic(user: str, password: str) -> str:
-    """Return the value of an Authorization header (RFC 7617)."""
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 

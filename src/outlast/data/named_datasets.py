@@ -22,7 +22,6 @@ class Made:
     """A dataset that is generated rather than downloaded."""
 
     write: Callable[[Path], object]
-    """Writes the dataset's files to an empty directory."""
     source: Callable[[], str]
     """Returns the source of the dataset, for the marker."""
 
@@ -113,7 +112,6 @@ _KNOWN = (
 _MADE: dict[str, Callable[[], Made]] = {"digits": _digits, "python-stdlib": _stdlib}
 
 NAMES = tuple(each.name for each in _KNOWN)
-"""All names, sorted."""
 
 
 def named(name: str) -> Dataset:
@@ -123,10 +121,8 @@ def named(name: str) -> Dataset:
 
 
 def of_url(text: str) -> Dataset:
-    """Return a dataset with the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
-
-    Raises OutlastError for an invalid URL or checksum.
-    """
+    """Return a dataset with the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises OutlastError
+    for an invalid URL or checksum."""
     url, mark, pin = text.partition("#")
     checksum = ""
     if mark:

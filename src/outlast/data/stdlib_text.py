@@ -18,7 +18,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Directories to skip: some installations lack them, or they contain the user's packages."""
+"""Directories to skip because some installations lack them, or because they contain the user's packages."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -28,10 +28,8 @@ def source() -> str:
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory`, at their paths in the library, such as `json/decoder.py`.
-
-    Raises OutlastError if this Python has no sources, and OSError.
-    """
+    """Write the sources below `directory`, at their paths in the library, such as `json/decoder.py`. Raises OSError, and
+    OutlastError if this Python has no sources."""
     library = Path(sysconfig.get_path("stdlib"))
     written = 0
     for name in sorted(_modules(library)):
@@ -50,7 +48,6 @@ def write(directory: Path) -> None:
 
 
 def _modules(library: Path) -> Iterator[str]:
-    """Yield module paths relative to the library."""
     for parent, directories, names in os.walk(library):
         here = Path(parent).relative_to(library)
         directories[:] = [each for each in directories if each not in _LEFT_OUT and not each.startswith("config-")]

@@ -2,7 +2,7 @@
 
 Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
 assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
-tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
+tokenizer's first token and its end token.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ TEMPLATE = (
     "{{ eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""Default chat template: role marker, newline, content."""
+"""Default chat template for tokenizers without one: role marker, newline, content."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Files that determine how a tokenizer encodes."""
 NOT_LEARNED = -100
@@ -38,7 +38,7 @@ class Refused(OutlastError):
 
 
 def digest(directory: Path) -> str:
-    """Return a hash of the files that determine how a tokenizer encodes. Raises OutlastError if there is no tokenizer.json."""
+    """Return a hash of the tokenizer's FILES. Raises OutlastError if there is no tokenizer.json."""
     if not (directory / FILES[0]).is_file():
         raise OutlastError(
             f"{directory} has no tokenizer.json; name a directory of Hugging Face that has one (--tokenizer-local-dir)"

@@ -32,10 +32,8 @@ class Batch(Generic[T]):
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """Divide each part's items into batches of at most `limit` bytes of samples.
-
-    `sizes` has, for each item, the sample's size and the file's size, in bytes.
-    """
+    """Divide each part's items into batches of at most `limit` bytes of samples. `sizes` has, for each item, the sample's size
+    and the file's size, in bytes."""
     made: list[Batch[T]] = []
     for part, some in items.items():
         numbered = list(range(len(some)))
@@ -58,7 +56,7 @@ def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) 
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:
-    """Return a dataset's parts, collected from the notes on its shards."""
+    """Return a dataset's parts, given the notes on its shards."""
     return {
         part: shard_format.Part(tuple(shard_format.Shard(**note[part]) for note in notes if note.get(part))) for part in names
     }

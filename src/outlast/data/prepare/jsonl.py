@@ -173,7 +173,6 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_units.Note:
-    """Write a unit's shards, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0

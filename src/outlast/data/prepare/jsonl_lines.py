@@ -13,7 +13,7 @@ SUFFIX = ".jsonl"
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a range of a file, except blank ones, each with its offset in bytes."""
+    """Yield the lines that begin in a range of a file, except blank lines, each with its offset in bytes."""
     at = piece.begin
     if at:
         file.seek(at - 1)

@@ -19,7 +19,7 @@ from outlast.data import dataset_directory
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""The part for each name of a directory or file. `test` is excluded, since nobody should train or tune on it."""
+"""The part for each name of a directory or file. `test` is excluded because nobody should train or tune on it."""
 UNIT = 2 << 20
 """Size of a unit's text in bytes. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
@@ -68,8 +68,6 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces that one process handles as one unit of work."""
-
     number: int
     pieces: tuple[Piece, ...]
 
@@ -81,8 +79,8 @@ class Unit:
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
 
-    Omits hidden files and the target directory `to`. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
-    below the source. Raises BadSource.
+    Omits hidden files and the target directory `to`. A pattern, such as `*.py` or `src/*.md`, matches the name or the path below
+    the source. Raises BadSource.
     """
     if source.is_file():
         about = source.stat()
@@ -106,7 +104,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """Return the error for an I/O failure. This is not damage (--skip-damaged), since another machine may read the file."""
+    """Return the error for an I/O failure. This is not damage (--skip-damaged) because another machine may read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -116,7 +114,6 @@ def root(source: Path) -> Path:
 
 
 def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
-    """Yield the files below a directory. `above` is the directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"

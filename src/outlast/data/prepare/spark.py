@@ -1,9 +1,8 @@
 """Spark as the engine of `outlast data prepare`: its executors run the units of a `work_units.Place`.
 
-No other module imports pyspark. The driver and the executors access the source and the target at the same paths. Spark sends
-descriptions of units to the executors and returns their notes. Neither the division into tasks nor a retry changes the result.
-
-Under spark-submit this process is the driver: Java is already running, and spark-submit has set the master and the configuration.
+No other module imports pyspark. The driver and the executors access the source and the target at the same paths. Neither the
+division into tasks nor a retry changes the result. Under spark-submit this process is the driver: Java is already running, and
+spark-submit has set the master and the configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -46,7 +45,6 @@ _POLL_S = 0.1
 _END_S = 10.0
 """Timeout in seconds for a cancelled job to end; Spark kills a task's Python process after two seconds."""
 _ANSWER_S = 5.0
-"""Timeout in seconds for connecting to a master."""
 _NO_EXECUTOR_S = 60.0
 """Seconds without an executor before a warning. Arbitrary: executors start within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
@@ -62,7 +60,6 @@ class Settings:
     partitions: int | None = None
     """Number of tasks per stage; None means one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
-    """Spark's configuration, by key."""
 
     @property
     def failures(self) -> int:
@@ -96,7 +93,7 @@ def submitted() -> bool:
 
 
 def configuration(settings: Settings) -> dict[str, str]:
-    """Return a session's configuration. Libraries get one thread, because a unit uses one core."""
+    """Return a session's configuration. Libraries get one thread because a unit uses one core."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # local Spark retries only if given a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -249,7 +246,7 @@ class Engine:
 
 
 class _ExecutorWatch:
-    """Reports when a stage has no executors, since Spark only logs that."""
+    """Reports when a stage has no executors, because Spark only logs that."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -283,8 +280,6 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """A Java process with a SparkContext."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: Any = None

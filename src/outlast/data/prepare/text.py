@@ -49,7 +49,6 @@ class Settings:
     patterns: tuple[str, ...] = ()
     """Patterns for the names of the files to read; empty means all files."""
     field: str = "text"
-    """The field that contains a record's text."""
     shard_size: int | None = None
     """Size of a shard in bytes; None means one file per part."""
     skip_damaged: bool = False
@@ -155,7 +154,6 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
-    """Return a unit's distinct characters, and its total number of characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -217,11 +215,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Return the offset of the first place at or after byte `near` where the document can be cut.
-
-    The cut is before a space or newline after a printable character, so as not to split a GPT-2 word, or else between any two
-    characters.
-    """
+    """Return the offset of the first place at or after byte `near` where the document can be cut: before a space or newline after
+    a printable character, so as not to split a GPT-2 word, or else between any two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)
@@ -279,7 +274,7 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work_units.Note:
-    """Write a unit's tokens, one file per part. Returns a note with each part's numbers of documents and bytes."""
+    """Write a unit's tokens, one file per part."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}

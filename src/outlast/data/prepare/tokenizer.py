@@ -65,14 +65,15 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Return the largest token id plus one, since a vocabulary may have gaps."""
+    """Return the largest token id plus one, because a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
     """Return the token that follows each document: `name`, or if `name` is None the first of SEPARATORS in the vocabulary.
 
-    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks a given `name`.
+    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if the vocabulary lacks
+    `name`.
     """
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)

@@ -1,10 +1,8 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
-A unit's note is written last, so a killed run continues with the missing units.
-
-`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files. It is removed
-after the manifest is written. The processes are not forked from this process, since tokenizers and PyAV have threads. They end
-when this process does, even if it is killed.
+A unit's note is written last, so a killed run continues with the missing units. `.prepare/` below the target contains the lock,
+the plan's digest, a note per finished unit, and intermediate files; it is removed after the manifest is written. The processes
+are not forked from this process because tokenizers and PyAV have threads. They end when this process does, even if it is killed.
 """
 
 from __future__ import annotations
@@ -38,7 +36,7 @@ _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode
 """Pattern for partial files beside and in PRIVATE; see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory that a process needs besides its samples, in bytes: measured with a tokenizer or decoders imported, plus a read
+"""Memory in bytes that a process needs besides its samples: measured with a tokenizer or decoders imported, plus a read
 buffer."""
 Note = dict[str, Any]
 
@@ -111,8 +109,8 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 def check_attempt() -> None:
     """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
-    A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or at the rename of its removed
-    file. It never replaces a new file.
+    A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or when it renames its removed
+    file, and never replaces a new file.
     """
     if attempt := _attempt.get():
         attempt.check()
@@ -126,21 +124,21 @@ class Engine(Protocol):
     ) -> Mapping[int, Note]:
         """Run the units, and return their notes by unit number.
 
-        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
+        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since its
         last call. Raises the task's exceptions, and OutlastError if a process is killed.
         """
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run's source, target and processes. Each kind of dataset has its own additional settings."""
+    """A run's source, target and processes. Each kind of dataset has additional settings."""
 
     source: Path
     to: Path
     processes: int = 1
     """Number of processes on this machine; 0 means as many as its cores and memory allow (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """A callback with the stage, the bytes done and the total bytes."""
+    """Called with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
     """The dataset that already exists in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
@@ -148,7 +146,7 @@ class Request:
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """The engine; None means `processes` on this machine."""
+    """If None, `processes` on this machine run the units."""
 
 
 def cores() -> int:
@@ -161,7 +159,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
+    """Set `processes`, if it is 0, to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
@@ -199,9 +197,9 @@ class Place:
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
 
-        `do` is pickled, so it must be a module's function, or a `functools.partial` of a module's function. Its files must be
-        complete when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and
-        OutlastError if a process is killed.
+        `do` is pickled, so it must be a module's function, or a `functools.partial` of one. Its files must be complete when it
+        returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and OutlastError if a
+        process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -355,7 +353,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source. Returns a digest of both."""
+    """Remove the results of a run with other settings or another source, and return a digest of the current ones."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
