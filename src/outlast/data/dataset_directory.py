@@ -45,7 +45,7 @@ class Marker:
     name: str
     """The dataset's name, or its URL."""
     source: str
-    """Source of the dataset: a URL, or a version such as `Python 3.12.4`."""
+    """A URL, or a version such as `Python 3.12.4`."""
     sha256: str = ""
     """Digest of the download; empty for a generated dataset, or for several downloads."""
     checked: bool = False
@@ -58,7 +58,7 @@ class Marker:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """Parse a marker, perhaps from another version of Outlast. Returns None if `text` is not a marker."""
+        """Parse a marker from any version of Outlast. Returns None if `text` is not a marker."""
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -67,15 +67,12 @@ class Marker:
             return None
 
     def text(self) -> str:
-        """Return the content of the marker file."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 def marker(directory: Path) -> Marker | None:
-    """Return the marker of a complete dataset; None if there is no marker, or if one of its entries is missing.
-
-    Raises OutlastError if the marker cannot be read.
-    """
+    """Return the marker of a complete dataset; None if the marker or one of its entries is missing. Raises OutlastError if the
+    marker cannot be read."""
     try:
         parsed = Marker.parse((directory / MARKER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):

@@ -35,9 +35,9 @@ _WARN_S = 10.0
 _LARGE = 1 << 30
 """Size in bytes above which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval, in seconds, between writes of the state; a kill loses the bytes received since the last write."""
+"""Seconds between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of times a download starts from the first byte: the file may change, or ranges may be unsupported."""
+"""Maximum number of times that a download starts from the first byte, because the file has changed or ranges are unsupported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -54,7 +54,6 @@ class Remote:
 
     @property
     def checked(self) -> bool:
-        """True if a checksum is published."""
         return bool(self.sha256 or self.md5)
 
     @property
@@ -74,13 +73,13 @@ class Options:
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""
     absent_s: float = 20.0
-    """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
+    """Seconds without any response after which retries stop: the host name may be wrong, or the network down."""
     timeout_s: float = 60.0
     """A connection's read timeout, in seconds."""
 
 
 class _Changed(Exception):
-    """The version of the file on the server differs from that of the bytes on disk."""
+    """Raised if the server has another version of the file than the bytes on disk."""
 
 
 class Download:
@@ -230,7 +229,7 @@ class Download:
             self._set_size(response.total)
 
     def _set_size(self, size: int) -> None:
-        """Set the size of the file. Raises OutlastError if the published size differs, or if the disk has too little space."""
+        """Set the size of the file. Raises OutlastError if the size is wrong or the disk has too little space."""
         if self._remote.size not in (0, size):
             self._discard()
             raise OutlastError(
@@ -294,7 +293,7 @@ class Download:
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """Compare a file with its published size and checksum. Returns a message if they differ, else "". Raises Stopped."""
+    """Return a message if a file differs from its published size or checksum, else "". Raises Stopped."""
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"

@@ -1,10 +1,10 @@
-"""One HTTP request for a file or a part of it. No other module of `data` uses Python's HTTP client.
+"""One HTTP request for a file or a part of it.
 
     with request(Address.parse(url), first=0, version=None, timeout_s=60) as response:
         response.total, response.version, response.first, response.read(1 << 18)
 
-urllib follows redirects, uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs no
-package. After `Unavailable`, a retry may help; after OutlastError, it cannot.
+urllib follows redirects, and uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates. After
+`Unavailable`, a retry may help; after OutlastError, it cannot.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ _REMEDY = {
 
 
 class Unavailable(Exception):
-    """The server is unreachable, or its response is unusable. A retry may help."""
+    """Raised if the server is unreachable, or its response is unusable. A retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
@@ -53,11 +53,11 @@ class Address:
     url: str
     """The URL without a login or fragment."""
     login: str = ""
-    """Authorization header from the URL's login, `Basic ...`; empty if there is none. Redirect targets do not receive it."""
+    """Authorization header from the URL's login; may be empty. Redirect targets do not receive it."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Parse a URL. Raises OutlastError for anything other than an http or https URL."""
+        """Parse an http or https URL. Raises OutlastError."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -189,7 +189,6 @@ def _response(body: Any, address: Address, *, part: bool) -> Response:
 
 @contextlib.contextmanager
 def _mapped_errors(address: Address | None = None) -> Iterator[None]:
-    """Map the client's exceptions to Unavailable, OutOfRange and OutlastError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -227,7 +226,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
 
 
 class OutOfRange(Exception):
-    """The requested part is beyond the end of a file of `total` bytes."""
+    """Raised if the requested part is beyond the end of a file of `total` bytes."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)

@@ -47,8 +47,8 @@ class How:
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
-    """Put a dataset into a directory unless the dataset is already complete there. Returns the marker, and whether this call
-    wrote anything. Raises OutlastError and Stopped."""
+    """Put a dataset into a directory unless it is already complete there. Returns the marker, and whether this call wrote
+    anything. Raises OutlastError and Stopped."""
     if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):
         return marker, False
     given = _given(dataset, how.archive) if how.archive else {}

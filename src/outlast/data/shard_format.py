@@ -1,14 +1,12 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or under a prefix in a store.
 
 `outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
-`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without a
-manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. Needs no
-torch.
+`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
+one is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest.
 
 Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
 fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples +
-1).
-Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+1). Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
 from __future__ import annotations
@@ -40,7 +38,6 @@ META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
 UINT16 = 1 << 16
-"""Maximum size of a vocabulary whose tokens fit in uint16."""
 CHUNK = 8 << 20
 """Bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
@@ -48,7 +45,7 @@ HEADER = 100_000_000
 
 
 class BadDataset(OutlastError):
-    """The place has no complete, readable dataset. The exit code means that a restart cannot help."""
+    """Raised if the place has no complete, readable dataset. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -86,13 +83,12 @@ class Manifest:
     """One of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings for `outlast data prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: numbers of files and bytes, classes, damaged samples and the like."""
+    """Describes the source: numbers of files and bytes, classes, damaged samples and the like."""
     dtype: str = ""
     """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
-    """Size of the tokenizer's vocabulary; None if unknown."""
+    """None if unknown."""
     tokenizer: str = ""
     """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
@@ -137,7 +133,7 @@ def dtype(vocab_size: int) -> str:
 def read(directory: Path | str) -> Manifest:
     """Return the manifest of a dataset in a directory, or derive one for a plain nanoGPT directory.
 
-    Calls `stat` on every shard, but reads none. Raises BadDataset, also if a shard is missing or has the wrong size.
+    Checks the size of every shard, but reads none. Raises BadDataset.
     """
     directory = Path(directory)
     try:
@@ -185,7 +181,7 @@ def parse(text: bytes | str, place: str) -> Manifest:
 
 
 class _Invalid(Exception):
-    """A field of a manifest or a header has an unexpected type or value."""
+    """Raised if a field of a manifest or a header has an unexpected type or value."""
 
 
 def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
@@ -249,8 +245,7 @@ def token_count(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and perhaps `val.bin`, and perhaps a
-    `meta.pkl`."""
+    """Derive the manifest of a nanoGPT directory with uint16 tokens."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -278,13 +273,13 @@ class Vocabulary:
 
     vocab_size: int
     stoi: Mapping[str, int]
-    """Token ids by text; empty if the file has none."""
+    """Token ids by text; may be empty."""
     itos: Mapping[int, str]
-    """Texts by token id; empty if the file has none."""
+    """Texts by token id; may be empty."""
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl`. Loads only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
+    """Read `meta.pkl`. No code in the file runs. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
@@ -389,8 +384,8 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 class Writer:
     """Writes the shards of one part of a text dataset, in order. A shard gets its final name once it is complete.
 
-    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
-    `PART.bin`. The concatenated bytes are the same.
+    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on, otherwise a single file, `PART.bin`. The
+    concatenated bytes are the same.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
@@ -458,7 +453,7 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, deterministically. Calls `check` before the complete file is renamed to `path`."""
+    """Write columns as a safetensors file, deterministically. Calls `check` before the file is renamed to `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
@@ -573,7 +568,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in `first`, the file's first bytes, disagrees with the number of samples, else ""."""
+    """Return a message if the header in the file's `first` bytes disagrees with the number of samples, else ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Invalid as wrong:

@@ -1,8 +1,8 @@
 """The sources of Python's standard library: real text for a first language model, without a download.
 
-The library has about 600 modules and 10 MB of text in one style. The same Python version always gives the same files, in UTF-8
-with Unix line ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build
-configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
+The library has about 600 modules and 10 MB of text. The same Python version always gives the same files, in UTF-8 with Unix line
+ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build configuration
+(`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Directories to skip because some installations lack them, or because they contain the user's packages."""
+"""Directories that some installations lack, or that contain the user's packages."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -57,7 +57,6 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a module's text, decoded as Python does, with Unix line ends."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -1,8 +1,7 @@
 """Attempts: a world's members restart its training processes without the coordinator. Pure.
 
-An attempt starts the same world again, with the same generation and members but a fresh store. It follows a failure once every
-member reports that its processes have ended. The member with rank 0 leads: it stops the other members, collects their answers,
-and starts the attempt.
+An attempt starts the same world again with a fresh store, after a failure and once the processes of all members have ended. The
+member with rank 0 leads: it stops the other members, collects their answers, and starts the attempt.
 
     Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they have ended
@@ -10,11 +9,11 @@ and starts the attempt.
     No      both ways            no attempt: the coordinator decides
 
 A `Participant` is one member's side: it takes messages and the time, and returns messages. Invariants, even if messages are lost,
-duplicated, late or reordered: a member starts an attempt only after every member has reported that its processes from the
-previous attempt have ended; an attempt has one store; a participant that has refused never starts.
+duplicated, late or reordered: a member starts an attempt only after the processes of every member have ended; an attempt has one
+store; a participant that has refused never starts.
 
-The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts. If
-some members have already started, the call stops them as in any attempt. Used by `rendezvous.membership`. See decision 0041.
+The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts.
+Used by `rendezvous.membership`. See decision 0041.
 """
 
 from __future__ import annotations
@@ -34,17 +33,15 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval at which an unanswered message is repeated. It is long because the mesh reports every failed delivery, stopping
-processes takes seconds, and a world may have a thousand members."""
+"""Interval at which an unanswered message is repeated. The mesh reports every failed delivery, so repeating is rarely needed."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
-"""Maximum number of consecutive attempts without progress: after an error or a hang (the next failure at that step ends the job),
-and after a kill."""
+"""Maximum number of consecutive attempts without progress, after an error or a hang and after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Maximum number of characters of a traceback or log in a message. Only the newest attempt in a report has them."""
+"""Maximum number of characters of a traceback or log in a message."""
 _Attempt = Annotated[int, lambda attempt: attempt > 0]
 
 
@@ -54,7 +51,7 @@ class Past:
 
     generation: int
     attempt: _Attempt
-    """The attempt that repaired the failure, counted from 1 in each generation. The failure was in the previous attempt."""
+    """The attempt that repaired the failure, counted from 1 in each generation."""
     worker: Id
     failure: Mapping[str, Any]
     at: float = 0.0
@@ -62,7 +59,7 @@ class Past:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt of the processes that failed, as in `failure.Failure.start`."""
+        """Generation and attempt of the processes that failed."""
         return self.generation, self.attempt - 1
 
     @property
@@ -148,8 +145,7 @@ def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, A
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log because a report's size is
-    limited."""
+    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, to keep the report small."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}
@@ -165,8 +161,8 @@ def previous_start(generation: int, attempt: int) -> tuple[int, int]:
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
     """Return the reported repairs up to `generation` that have not been counted yet, in the order in which to count them.
 
-    Each comes with its age relative to the newest repair in its report, because the coordinator may have been away for days.
-    `counted` is the generation and attempt of the last counted failure. Invalid entries are omitted.
+    Each has its age relative to the newest repair, because the coordinator may have been away for days. `counted` is the
+    generation and attempt of the last counted failure. Invalid entries are omitted.
     """
     repairs: dict[tuple[int, int], Repaired] = {}
     for report in reports:
@@ -186,18 +182,17 @@ class Stage(enum.Enum):
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
-    """The member is stopping its processes at the leader's request."""
+    """The leader has asked the member to stop its processes."""
     READY = enum.auto()
-    """The member's processes have ended, and it is waiting for the other members."""
+    """The member's processes have ended, and it waits for the other members."""
     GOES = enum.auto()
-    """All members have agreed, and this member starts `Participant.go` next."""
+    """All members have agreed, and the member starts `Participant.go` next."""
     REFUSED = enum.auto()
     """The coordinator decides; this world has no further attempts."""
 
 
 class Participant:
-    """One member's side of a world's attempts. `members` are in rank order. `limit` is the maximum number of attempts without a
-    new checkpoint, as in `restart_budget.Policy.limit`."""
+    """One member's side of a world's attempts. `members` are in rank order. `limit` is as in `restart_budget.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit
@@ -205,7 +200,7 @@ class Participant:
         self.attempt = 0
         self.stage = Stage.TRAINING
         self.reason = ""
-        """The reason for `Stage.REFUSED`; empty in other stages."""
+        """Why the member refuses; empty if it does not."""
         self.go: Go | None = None
         """The last attempt that all members agreed to."""
         self._own: Ready | None = None
@@ -213,14 +208,12 @@ class Participant:
         self._repeated = -math.inf
         # Used by the leader only:
         self._ready: dict[int, Ready] = {}
-        """Messages from the members that are ready for the next attempt."""
         self._first = 0.0
         self._step: int | None = None
         """The furthest step reached before an attempt."""
         self._tries = 0
         """Number of attempts since `_step` last grew."""
         self._committed = 0
-        """The newest committed step that any failure reported."""
         self._unsaved = 0
         """Number of attempts since `_committed` last grew."""
 
@@ -253,11 +246,11 @@ class Participant:
         self._ready = {}
 
     def late(self, now: float) -> bool:
-        """Return whether the other members are so late that this member should report to the coordinator."""
+        """Return whether this member has waited so long that it should report to the coordinator."""
         return self.stage is Stage.READY and now - self._since >= LATE_S
 
     def tick(self, now: float) -> Messages:
-        """Return unanswered messages that are due to be repeated. Call it regularly while this member waits or leads."""
+        """Return messages that are due to be repeated. Call it regularly while this member waits or leads."""
         messages = self._request_stops(now) if self.id == self.leader else []
         if self.stage is Stage.READY and self.id != self.leader and self._own and now - self._repeated >= REPEAT_S:
             self._repeated = now
@@ -321,7 +314,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return stop requests for the members that are still training; none while the root cause may be unreported."""
+        """Return stop requests for the members that still train; none while the root cause may be unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:
@@ -359,8 +352,8 @@ class Participant:
 
 
 def refused(pending: list[root_cause.Pending], tries: int) -> str:
-    """Return why the members cannot repair these failures without the coordinator; empty if they can. `tries` counts consecutive
-    attempts without progress."""
+    """Return why the members cannot repair these failures themselves; empty if they can. `tries` counts consecutive attempts
+    without progress."""
     if not pending:
         return "no member has reported a failure"
     first = root_cause.cause(pending).failure

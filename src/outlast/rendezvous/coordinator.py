@@ -1,9 +1,9 @@
 """The coordinator of one run: it processes members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
 
-A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
-agent (`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a
-job's status in each pass (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, stores what
-`CoordinatorState.persisted` returns, because the coordinator may die at any moment, and then performs the effects in order.
+The coordinator's process owns a `CoordinatorState`: the launcher on one machine (`local.launcher`), worker 0's agent
+(`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a job's
+status (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, stores `CoordinatorState.persisted`,
+because it may die at any moment, and then performs the effects in order.
 """
 
 from __future__ import annotations
@@ -28,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""Fields of a failure that are written to the ledger."""
 
 
 @dataclass(frozen=True)
@@ -40,13 +39,13 @@ class Settings:
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
-    """True if unresponsive members are made to exit; this requires that workers that exit are restarted."""
+    """True if unresponsive members are made to exit; workers that exit must then be restarted."""
     gives_up: bool = True
     """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
-    """True if the owner counts every worker's end as a failure (`Known`) or as an interruption. Failures of other members that
-    only follow from such an end then do not count."""
+    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' failures that only
+    follow from it do not count."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -61,7 +60,7 @@ class Settings:
 @dataclass(frozen=True)
 class Tick:
     """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the cause of
-    the pending failures if the owner knows more than the reports say."""
+    the pending failures if the owner knows it."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -69,8 +68,8 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Known | attempts.Repaired | Tick | Ending
-"""A member's report or loss, a failure that the owner has noticed (a `Known` root cause is counted at once), a failure that the
-members have repaired, a request for a decision, or an ending that the owner requests."""
+"""A member's report or loss, a failure that the owner has noticed (a `Known` one is counted at once), a failure that the members
+have repaired, a request for a decision, or an ending that the owner requests."""
 
 
 # Effects
@@ -97,7 +96,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message; see `sockets.Server.send`. Not needed if members read the published state."""
+    """Send a message. Not needed if members read the published state."""
 
     to: Iterable[int]
     kind: str
@@ -110,7 +109,7 @@ are wanted."""
 
 
 class EventSink(Protocol):
-    """Receives a coordinator's output, its ledger events and the final result."""
+    """Receives a coordinator's output."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -118,7 +117,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Print an effect that only informs people, and write it to the ledger. Other effects are ignored."""
+    """Print and log an effect that only informs people. Other effects are ignored."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:
@@ -137,8 +136,8 @@ def show(effect: Effect, sink: EventSink) -> None:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds because
-    clocks differ. The field names are also used in `launcher.json` and, with a few exceptions (`etcd.key_schema`), in etcd."""
+    """What the coordinator's successor cannot learn from the members. Times are ages in seconds because clocks differ. The field
+    names are also used in `launcher.json` and, with exceptions (`etcd.key_schema`), in etcd."""
 
     world: World | None = None
     called: Call | None = None
@@ -150,13 +149,12 @@ class PersistedState:
     attempt: int = 0
     """The attempt in which the counted failure occurred; see `failure.Failure.attempt`."""
     restarts: int = 0
-    """Number of failures counted since the start of the run."""
     failures: tuple[tuple[float, int, int | None], ...] = ()
     """`restart_budget.Record`s, each with an age instead of a time."""
     failure: Mapping[str, Any] | None = None
-    """The last counted failure, a `failure.Failure`."""
+    """The last counted `failure.Failure`."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as (id, age, number of consecutive losses)."""
+    """`partition.Loss`es that keep members out of worlds, as (id, age, number of consecutive losses)."""
 
     @property
     def generation(self) -> int:
@@ -165,8 +163,8 @@ class PersistedState:
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
     def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
-        """Return the state with which a successor continues `ago_s` seconds after this state was stored. The caller must restore
-        the ending."""
+        """Return the successor's initial state, `ago_s` seconds after this state was stored. The caller must restore the
+        ending."""
         then = now - ago_s
         lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
         history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
@@ -184,18 +182,17 @@ class CoordinatorState(who_trains.State):
     pending: tuple[Pending, ...] = ()
     """Failures of the current generation that have not been judged yet."""
     pending_since: float = 0.0
-    """Time on our clock at which the first pending failure arrived; `Failure.time` is on the sender's clock."""
+    """When the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
-    """The newest generation and attempt with a counted failure; further failures in them are ignored."""
+    """The newest generation and attempt with a counted failure; their further failures are ignored."""
     followed: int = 0
-    """The newest generation that a member reported, or that this coordinator or its predecessor published."""
+    """The newest generation that was reported or published."""
     committed: int = 0
-    """The newest committed step in any reported failure."""
     history: restart_budget.History = ()
     restarts: int = 0
     failure: Mapping[str, Any] | None = None
     fenced: Mapping[int, tuple[int, messages.Closed]] = field(default_factory=dict)
-    """Connected members that count as lost, each with the generation in which it was lost and the message for it."""
+    """Connected members that count as lost, with the generation in which they were lost and the message for them."""
     ending: Ending | None = None
 
     @property
@@ -205,17 +202,17 @@ class CoordinatorState(who_trains.State):
 
     @property
     def closed(self) -> messages.Closed | None:
-        """The final result, sent to every member that reports. None for an interruption, whose workers are asked to leave."""
+        """The final result, for every member that reports. None for an interruption, whose workers are asked to leave."""
         end = self.ending
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
     def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
-        """Return the reported failures that must still be judged. Each is given with its `messages.Report.again`, because the
-        world may have moved on without a restarted worker.
+        """Return the reported failures that must still be judged. Each comes with its `messages.Report.again`, because the world
+        may have moved on without a restarted worker.
 
-        An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt:
-        some members may already have begun an attempt, which breaks without the other members. Any other failure counts by
-        itself, such as a crash during a call to grow. A member that left counts as failed only if other members have failed.
+        An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt
+        that some members had already begun. Any other failure counts by itself, such as a crash during a call to grow. A member
+        that left counts as failed only if other members have failed.
         """
         of = self.world.generation if self.world else None
         called_for = self.counted[0] if self.called and self.called.cause is Cause.FAILED else None
@@ -239,7 +236,7 @@ def after(generation: int, now: float) -> CoordinatorState:
 
 
 def step(settings: Settings, state: CoordinatorState, event: Event, now: float) -> tuple[CoordinatorState, list[Effect]]:
-    """Return the state after an event, and the effects to perform, in order. `now` is on the coordinator's clock."""
+    """Return the state after an event, and the effects to perform in order. `now` is on the coordinator's clock."""
     run = _Step(settings, state, now)
     match event:
         case messages.Report():
@@ -318,8 +315,8 @@ class _Step:
         return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
 
     def explained(self) -> bool:
-        """Return whether a member of the world is gone, lost or leaving: other members' failures may only be consequences of its
-        end."""
+        """Return whether a member of the world is gone, lost or leaving, so that other members' failures may only be
+        consequences."""
         world, inside = self.state.world, self.state.inside
         here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
         return world is not None and (not here.issuperset(world.members) or bool(who_trains.lost(self.state, self.now).out))
@@ -359,7 +356,6 @@ class _Step:
         return messages.Called(call.generation, call.reason, call.planned, deadline, leave_s=deadline - self.now)
 
     def fence(self, id: int, reason: str) -> None:
-        """Exclude an unresponsive member from the run, and make its process exit."""
         closed, current = messages.Closed(reason, contract.Exit.INTERRUPTED), self.state.world
         self.lose(id)
         fenced = {**self.state.fenced, id: (current.generation if current else 0, closed)}
@@ -390,7 +386,7 @@ class _Step:
             self.judge(cause)
 
     def judge(self, known: Known | None, new: World | None = None) -> None:
-        """Judge the pending failures, which may end the run. `new` is the world that follows."""
+        """Judge the pending failures. `new` is the world that follows."""
         pending, last = self.state.pending, self.state.world
         if not pending:
             return
@@ -408,7 +404,6 @@ class _Step:
         self.count(known, self.now, pending)
 
     def count_all_repaired(self, report: messages.Report) -> None:
-        """Count failures that the members have repaired, which may end the run."""
         if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)
@@ -429,7 +424,7 @@ class _Step:
         return Known(failed.failure, None if failed.echo else failed.failure.step, committed)
 
     def count(self, known: Known, at: float, pending: Sequence[Pending] = (), *, past: attempts.Past | None = None) -> None:
-        """Count a failure that occurred at time `at`, which may end the run. `past` is set if the members have repaired it."""
+        """Count a failure that occurred at time `at`. `past` is set if the members have repaired it."""
         state = self.state
         fits, policy = who_trains.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
         failure, verdict = root_cause.judge(known, state.history, policy, at, pending=pending, current=state.world, fits=fits)

@@ -1,9 +1,8 @@
 """A member's client, which keeps the member's report on a board and reads what the coordinator has published there.
 
 A board is a socket to the coordinator (`transports.sockets`), the API server (`kubernetes.board`) or an etcd
-(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board or the coordinator is
-unreachable, the client raises no error: the last published state stays valid, and training continues. Used by
-`rendezvous.membership`.
+(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board is unreachable, the last
+published state stays valid and training continues. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ LAST_S = 1.0
 
 
 class Board(Protocol):
-    """A member's side of a board. Two threads use it: one calls `put`, the other `watch`. Both methods raise OutlastError or
-    OSError if the board is unreachable, and Superseded if the member has lost its run or its place in it."""
+    """A member's side of a board. One thread calls `put`, another `watch`; both raise OutlastError or OSError if the board is
+    unreachable, and Superseded if the member has lost its run or its place in it."""
 
     run: str
     put_log: ConnectionLog
@@ -39,8 +38,8 @@ class Board(Protocol):
         """The member's index; negative before one is assigned."""
 
     def put(self, report: Report) -> float | None:
-        """Write the report, or renew it if it is unchanged. Returns the seconds until the next renewal; None if nothing can be
-        written before the next item of `watch`."""
+        """Write or renew the report. Returns the seconds until the next renewal; None if nothing can be written before the next
+        item of `watch`."""
 
     def watch(self) -> Generator[bool]:
         """Yield whenever something may have been published; True if the report must be written again. Returns after `close`."""
@@ -100,8 +99,8 @@ class Client:
         return self._board.published().why
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new `standing`, a `MemberState`, and return before the report is written. `fields` are fields of
-        `Report`; omitted fields keep their values. The first report connects."""
+        """Report the member's new `standing`, a `MemberState`, without waiting for the write. `fields` are fields of `Report`;
+        omitted fields keep their values. The first report connects."""
         self._replace(lambda last: last.changed(standing, **fields))
         if not self._threads[0].ident:
             self._reachable = True
@@ -109,8 +108,7 @@ class Client:
                 thread.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change fields other than `standing` (`unheard`, `refused`, `mesh`, ...), from any thread. Nothing is written before the
-        first `report`."""
+        """Change fields other than `standing`, from any thread. Nothing is written before the first `report`."""
         self._replace(lambda last: dataclasses.replace(last, **fields))
 
     def _replace(self, changed: Callable[[Report], Report]) -> None:

@@ -38,8 +38,8 @@ LOOK_S = 1.0
 """Interval, in seconds, between reads of the processes' records, until the processes have reported their batch."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
-"""Connects to a world's store as the given rank; rank 0 also hosts the store on the listening socket. Raises OSError or torch's
-RuntimeError if the store's host cannot be reached."""
+"""Connects to a world's store as the given rank; rank 0 also hosts it on the listening socket. Raises OSError or torch's
+RuntimeError if the host is unreachable."""
 
 
 class RunClosed(Exception):
@@ -47,7 +47,7 @@ class RunClosed(Exception):
 
 
 class Leaving(RunClosed):
-    """Raised if this worker was asked to leave, so it joins no further world."""
+    """Raised if this worker was asked to leave."""
 
 
 _KILLED = "the training processes of this worker were killed"
@@ -86,12 +86,12 @@ class Membership:
         self._host = host
         self._processes = processes
         self.notice = state / contract.NOTICE
-        """The file that asks training to leave (`workerfiles.notice_file`)."""
+        """The file that asks training to leave."""
         self.world: World | None = None
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Returns True once the training processes were killed for good, so that this worker leaves at once, without saving."""
+        """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
         """Called for a new world before its training processes start."""
         self.dies: Callable[[], bool] = lambda: False
@@ -101,7 +101,6 @@ class Membership:
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
-        """True if this worker's memory holds a step newer than any checkpoint."""
         self._held = self._saved = 0
         """This worker's newest step, saved or in memory, and its newest saved step."""
         self._batch: tuple[int, ...] = ()
@@ -118,22 +117,22 @@ class Membership:
     # Called between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
-        """Record how the training processes of the current world have failed, for the next report."""
+        """Record how the current world's training processes have failed, for the next report."""
         self._next = {"failed": True, "failure": failure}
 
     def replaced(self, failure: dict[str, Any]) -> None:
-        """Report that the training processes have failed, before this worker ends and another worker takes its place."""
+        """Report a failure of the training processes before another process takes this worker's place."""
         self._client.amend(failed=True, failure=failure, **(self.repairs.report(failed=True) if self.repairs else {}))
 
     def left(self, *, reached: bool) -> None:
-        """Report that the training processes have ended and this worker leaves. `reached` is False if its newest step is not
-        saved where other workers can load it."""
+        """Report that the training processes have ended and this worker leaves. `reached` is True if other workers can load its
+        newest step."""
         self._report_leaving()
         self._read_steps()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
-        """Record that the training processes of the current world have finished, for the next report."""
+        """Record that the current world's training processes have finished, for the next report."""
         self._next = {"standing": MemberState.DONE}
 
     @property
@@ -174,7 +173,7 @@ class Membership:
 
     @property
     def run_id(self) -> str:
-        """The run id without slashes, since torch uses it in a directory name."""
+        """The run id without slashes, because torch uses it in a directory name."""
         return self._run_id.replace("/", ".")
 
     def close(self) -> None:
@@ -188,8 +187,8 @@ class Membership:
         self._client.report(standing=standing, **fields)
 
     def must_stop(self) -> bool:
-        """Return whether this worker must stop its training processes and request the next world. If training must first save or
-        leave, this writes the notice that asks training to do so."""
+        """Return whether this worker must stop its training processes and request the next world. If training must save first,
+        this writes the notice that asks for it."""
         now = self._clock()
         if self._client.closed is not None or self.abandoned():
             return True
@@ -288,7 +287,6 @@ class Membership:
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """Return the fields of the report that follows the end of our processes."""
         self._read_steps()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
@@ -377,7 +375,6 @@ class Membership:
         self.mesh.changed = self._report_peers
 
     def _enter_mesh(self, world: World) -> None:
-        """Watch the other members of this world."""
         if self.mesh is None:
             return
         self.mesh.id = self._client.id
@@ -387,8 +384,8 @@ class Membership:
         self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
-        """Report unheard peers, from any thread. Does nothing while the mesh is still in another world, where the indices may
-        belong to other processes."""
+        """Report unheard peers, from any thread. Does nothing while the mesh is still in another world, whose indices may belong
+        to other processes."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
@@ -399,8 +396,8 @@ class Membership:
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Return whether training saves on request. A world with a step to restore (`World.held`) restores the step first, even
-        if a member leaves, because few workers may have it in memory."""
+        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
+        member leaves, because few workers may have the step in memory."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress_file.Progress]:
@@ -426,8 +423,8 @@ class Membership:
         return self._batch
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Return whether training has used up its time to save and leave, measured from when we received the request, because the
-        sender's clock may differ. A new deadline restarts the time."""
+        """Return whether training has used up its time to save and leave. The time starts when we receive the request, because
+        clocks may differ; a new deadline restarts it."""
         request, now = (kind, generation, deadline), self._clock()
         if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s

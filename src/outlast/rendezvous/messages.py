@@ -26,8 +26,8 @@ _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A member's report to the coordinator. The readers of `failure` and `past`, `root_cause.reported` and `attempts.uncounted`,
-    check their contents."""
+    """A member's report to the coordinator. `root_cause.reported` checks the contents of `failure`, and `attempts.uncounted`
+    those of `past`."""
 
     run: str
     id: Id
@@ -49,21 +49,21 @@ class Report:
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""
     unheard: _Peers = ()
-    """Watched members of the same world that were heard before and are now silent or refuse connections."""
+    """Watched peers that were heard before and are now silent or refuse connections."""
     refused: _Peers = ()
     """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     attempt: int = 0
     """Number of times that the processes of `generation` were restarted without the coordinator."""
     past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
-    """The last failures repaired by such restarts, in any generation, as `attempts.Past`. Only a few members report them."""
+    """The last repaired failures in any generation, as `attempts.Past`. Only a few members report them."""
     held: int = 0
-    """The newest complete step that the member's processes had saved or held in memory when stopped. Sent between worlds."""
+    """The newest complete step that the member's processes had saved or held in memory when they ended. Sent between worlds."""
     owes: bool = True
-    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or
-    never will be able to."""
+    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
+    will."""
     again: bool = False
-    """True if this process has replaced the process that joined `generation`, which no longer responds to its peers. Only workers
-    that run the previous version report it."""
+    """True if this process has replaced the process that joined `generation`. Only workers that run the previous version report
+    it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
     """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if none was reported.
 
@@ -105,8 +105,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """The member has disconnected, or its key is gone. Nobody sends this message: the coordinator's side of the board detects the
-    loss."""
+    """The member has disconnected, or its key is gone. The coordinator's side of the board detects this; nobody sends it."""
 
     id: int
 

@@ -25,10 +25,9 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
-"""Maximum delay, in seconds, between reports of one partition: both ends of a link notice it within half a second, and reports
-take time to arrive."""
+"""Maximum delay, in seconds, between reports of one partition."""
 PATIENCE_S = 2.0
-"""Seconds for which a single broken pair is tolerated: its connection may recover, or other members' reports may be late."""
+"""Seconds for which a single broken pair is tolerated, because its connection may recover."""
 CONFIRM_S = 2.0
 """Timeout, in seconds, for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
@@ -53,7 +52,7 @@ class View:
 
     @property
     def speaks(self) -> bool:
-        """True if the member has shown a sign of life since a pair broke: it reports silent peers, or it answers."""
+        """True if the member has shown a sign of life since a pair broke."""
         return bool(self.unheard) or self.answers
 
 
@@ -67,13 +66,12 @@ class Verdict:
     by: tuple[int, ...] = ()
     """Remaining members that do not hear the members to remove; empty if only the latter reported silent peers."""
     ask: tuple[int, ...] = ()
-    """The majority that a minority does not hear, if any: all members must be called, to find out which members answer."""
+    """The majority, if any, that a minority does not hear: all members must be called, to find out which members answer."""
     look_again: float | None = None
     """Time at which the verdict may change without new reports."""
 
     @property
     def out(self) -> tuple[int, ...]:
-        """All members to remove."""
         return (*self.lost, *self.gone)
 
 
@@ -96,7 +94,7 @@ class Loss:
 
 
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
-    """Return the lost members of a world, according to its members' reports.
+    """Return the lost members of a world.
 
     `ranks` are the world's members in rank order. Members without a view are ignored: they have ended or no longer need peers.
     `called_at` is the time of a pending unplanned call.
@@ -130,7 +128,6 @@ def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, calle
 
 
 def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float]:
-    """Return the broken pairs, each with the time of its first report."""
     members, since = set(ranks), dict[Pair, float]()
     for id in ranks:
         for peer in members.intersection(views[id].unheard) - {id}:
@@ -145,16 +142,16 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. Returns none if half or more of the members are silent, because
-    one member may be wrong about all others; a world of two is an exception."""
+    """Return silent members whose machines refuse connections; none if half or more of the members are silent, because one member
+    may be wrong about all others. A world of two is an exception."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components with no
-    broken pair between them are merged, because the members of a large world do not all watch each other."""
+    """Return groups of members that hear each other: components connected by unbroken watched pairs. Components with no broken
+    pair between them are merged, because not all members of a large world watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)

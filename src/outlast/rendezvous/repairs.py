@@ -24,9 +24,8 @@ if TYPE_CHECKING:
 KIND = "attempt"
 """The kind of attempt messages in the mesh."""
 REPORTERS = 3
-"""Number of members in a world that report repairs, so that the coordinator of a thousand members reads only a few copies."""
+"""Number of members that report repairs, so that the coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02
-"""Interval, in seconds, for polling the coordinator and the notice while we wait for the other members."""
 
 
 class Repairs:
@@ -87,7 +86,7 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """Wait for all members to agree on the next attempt after our processes have ended. Returns None if the coordinator
+        """Wait for all members to agree on the next attempt, after our processes have ended. Returns None if the coordinator
         decides.
 
         `failure` describes how our processes failed; None if they were stopped. `overruled` returns a reason to refuse the
@@ -117,7 +116,7 @@ class Repairs:
             self._news.wait(_POLL_S)
 
     def taken_up(self) -> Past:
-        """Handle the start of our processes in the agreed attempt, and return the failure that the attempt repairs."""
+        """Handle the start of our processes in the agreed attempt, and return the repaired failure."""
         with self._lock:
             participant = self._participant
             if participant is None or participant.go is None:
@@ -128,8 +127,8 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Return the attempt fields of this member's `messages.Report`. After a failure, every member also reports earlier
-        repairs, so that failures are counted in order."""
+        """Return the attempt fields of this member's `messages.Report`. After a failure, every member reports earlier repairs, so
+        that failures are counted in order."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}

@@ -1,11 +1,9 @@
 """A job's restart budget, which progress refunds. Pure: the time is an argument.
 
-The coordinator (or the operator) calls `judge` once for every failed generation, and stores the returned `History`. Interruptions
-cost nothing. A configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies
-outside the window or the committed step has advanced.
-
-The job stops early if a restart would not help: if a step raises, hangs or runs out of memory three times in a row, or if every
-rank raises the same script error before its first step.
+The coordinator calls `judge` once for every failed generation, and stores the returned `History`. Interruptions cost nothing. A
+configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies outside the
+window or the committed step has advanced. The job stops early if a restart would not help: if a step raises, hangs or runs out of
+memory three times in a row, or if every rank raises the same script error before its first step.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, because a user
-may clean it up during the pauses, which add up to minutes."""
+"""Number of consecutive errors at one step that end a job: in general, and for a full disk, because a user may clean it up during
+the pauses, which add up to minutes."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds for `Kills`, in seconds; arbitrary."""
 
@@ -43,8 +41,7 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step at that time."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None if unknown or if the process was killed for a reason unrelated to the
-    step."""
+    """The step that raised, hung or ran out of memory; None if it is unknown or a kill was unrelated to it."""
 
 
 History = tuple[Record, ...]
@@ -75,7 +72,7 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Counts consecutive kills of a worker's processes (or full disks) with no progress in between."""
+    """Counts consecutive kills of a worker's processes (or full disks) without progress."""
 
     count: int = 0
     step: int = -1
@@ -133,8 +130,7 @@ def judge(
 
 
 def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
-    """Return the failures in the window and the last failures at a step, so that the history stays short even with a huge
-    limit."""
+    """Return the failures in the window and the last failures at a step, so that the history stays short."""
     raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 

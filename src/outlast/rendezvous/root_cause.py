@@ -1,8 +1,7 @@
-"""Rules for failures: finding the root cause among a world's failures, and judging when and whether the job continues. Pure.
+"""Rules for failures: finding the root cause among a world's failures, and judging whether the job continues. Pure.
 
 When one worker dies, the other workers fail as well. Their errors only echo its death, but may arrive first. So the coordinator
 collects a generation's failures for a moment, then judges the root cause once, against the budget in `rendezvous.restart_budget`.
-Every kind of coordinator uses these rules.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from outlast.rendezvous import restart_budget
 from outlast.rendezvous.who_trains import World
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
-"""The fields that a `Failure` takes from `messages.Report.failure`."""
 
 
 class Known(NamedTuple):
-    """A failure with the step that the run had reached, the step that raised the failure (None if unknown), and the newest
-    committed step."""
+    """A failure with the step that the run had reached, the step that raised it (None if unknown), and the newest committed
+    step."""
 
     failure: Failure
     raised: int | None
@@ -50,7 +48,7 @@ class Debounce:
     settle: float = 1.0
     """Time after which failures are judged even if no world can form yet."""
     answer: float = 5.0
-    """Used instead of `settle` while all failures are echoes and a member that may be the cause has not answered."""
+    """Replaces `settle` while all failures are echoes and a member that may be the cause has not answered."""
 
 
 COORDINATOR = Debounce()
@@ -61,8 +59,8 @@ PLAIN_PODS = Debounce(cause=5.0)
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`messages.Report.failure`). `start` is the generation and attempt of the processes
-    that failed. An invalid failure still counts, because it could otherwise cause endless restarts."""
+    """Return the failure in a member's report (`messages.Report.failure`). `start` is the generation and attempt of the failed
+    processes. An invalid failure still counts, because it could otherwise cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     try:
         failure = decode(Failure, {**{name: report[name] for name in _REPORTED if name in report}, **of})
@@ -98,7 +96,7 @@ def left_early(who: str, other: int | None, step: int | None) -> str:
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:
-    """Return whether all failures are echoes, so that their cause is still unreported; False if there are no failures."""
+    """Return whether all failures are echoes; False if there are no failures."""
     return bool(pending) and all(each.echo for each in pending)
 
 

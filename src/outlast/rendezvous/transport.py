@@ -94,7 +94,7 @@ def client(endpoint: str, member: Member) -> Client:
 
 def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
     """Return whether this worker should be ready to start ranks before it reports, because other workers may be training and
-    would stop as soon as it reports.
+    would stop at its report.
 
     `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
     reporting takes no time.

@@ -30,44 +30,34 @@ class MemberState(enum.StrEnum):
     """Ready to join a world, and not training."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """The member was asked to leave (SIGTERM, drain). It saves with the other members, then leaves."""
+    """The member was asked to leave (SIGTERM, drain). It saves with the other members first."""
     DONE = "done"
-    """The member's training processes have finished successfully."""
+    """The training processes have finished successfully."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker as described in its newest report."""
+    """A worker as described in its newest report; see `messages.Report` for its fields."""
 
     id: int
     """The worker's index, which is independent of its rank."""
     address: str
-    """`host:port` where the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
-    """The generation of the worker's current or last world; 0 if the worker has not trained yet."""
     since: float = 0.0
     """Time at which `standing` last changed."""
     failed: bool = False
-    """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
     """Description of the failure; empty if the failure is unknown or only a consequence of another worker's failure."""
     unheard: tuple[int, ...] = ()
-    """Watched members of the same world that have stopped responding to the worker."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     noticed: float = 0.0
     """Time at which `unheard` last grew."""
     held: int = 0
-    """The newest complete step that the worker's processes had saved or held in memory when they ended; 0 if unknown."""
     again: bool = False
-    """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
-    """True if other workers may not yet be able to load the step that this worker holds or is saving."""
     batch: tuple[int, ...] = ()
-    """See `messages.Report.batch`."""
     mesh_address: str = ""
-    """See `messages.Report.mesh_address`."""
 
 
 class Cause(enum.StrEnum):
@@ -114,7 +104,7 @@ class Call:
     """Workers that are leaving. Once they have saved, their absence is not a failure."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
-    """Unresponsive workers to kill or shut down; see `rendezvous.partition`."""
+    """Unresponsive workers to kill; see `rendezvous.partition`."""
 
 
 @dataclass(frozen=True)
@@ -131,7 +121,7 @@ class World:
     held: int = 0
     """The newest complete step of any worker in the last world. Resuming below this step loses steps and is reported."""
     mesh_addresses: tuple[MaybeAddress, ...] = ()
-    """Each member's mesh address, in rank order; empty if the member has no mesh. Older versions publish no addresses."""
+    """Each member's mesh address in rank order, empty for a member without a mesh. Older versions publish no addresses."""
 
 
 @dataclass(frozen=True)
@@ -141,7 +131,7 @@ class Wait:
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the remaining seconds, so that it changes only when the situation does."""
+    """`reason` without the remaining seconds, so that it changes only with the situation."""
     idle: str = field(default="", compare=False)
     """Why some workers are not training with the others and will not do so soon; empty if there are none. Part of `reason`."""
 
@@ -184,7 +174,7 @@ class Timeouts:
     recovery: float = 1.0
     """Timeout for missing workers while surviving workers are idle."""
     growth: float = 5.0
-    """Minimum age of a world before it grows, and how long the first newcomer waits for more newcomers."""
+    """Minimum age of a world before it grows, and how long the first newcomer waits for more."""
     leave: float = 75.0
     """Grace period in which training saves after a planned call."""
     answer: float = 10.0
@@ -203,8 +193,7 @@ class State:
     called: Call | None = None
     """The last call; it is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` of
-    it."""
+    """When this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` of it."""
     min_generation: int = 0
     """The highest generation that must not be used, because generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
@@ -212,7 +201,7 @@ class State:
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
     departed: frozenset[int] = frozenset()
-    """Workers that had joined the world and disconnected. A new process with the same index cannot take its place there."""
+    """Workers that had joined the world and disconnected. A new process with the same index cannot rejoin this world."""
 
     @property
     def inside(self) -> list[Member]:
@@ -221,8 +210,8 @@ class State:
         return [self.members[id] for id in ranks if id in self.members and self.members[id].generation >= generation]
 
     def reported(self, member: Member) -> Self:
-        """Return the state after a worker's report. A repeated report changes nothing. Changes in the worker's peers or in the
-        step that it holds leave `since` unchanged."""
+        """Return the state after a worker's report. Changes in the worker's peers or in the step that it holds leave `since`
+        unchanged."""
         last = self.members.get(member.id)
         if last is not None:
             if last.generation == member.generation and set(member.unheard) <= set(last.unheard):

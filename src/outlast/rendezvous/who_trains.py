@@ -85,8 +85,6 @@ def lost(state: State, now: float) -> partition.Verdict:
 
 
 class _Situation:
-    """The values that the rules need, derived from a state."""
-
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
         self.wanted = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         """The target size if any number of workers could share the batch."""
@@ -118,8 +116,8 @@ class _Situation:
         )
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
-        """The newest generation that may have made a step. A generation that a holder of state has not joined cannot have made
-        one."""
+        """The newest generation that may have made a step. No step is possible in a generation that a holder of state has not
+        joined."""
         absent = [id for id in self.ranks if id not in state.members or (id in self.late and id in state.departed)]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -141,7 +139,6 @@ class _Situation:
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Return the ids of the world's members with this standing, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
@@ -156,7 +153,7 @@ class _Situation:
         return None
 
     def wait(self, what: str, end: float | None, *, then: str = "", look_again: float | None = None) -> Wait:
-        """Return a wait until `end`, with the remaining seconds in its reason. `look_again` defaults to `end`."""
+        """Return a wait until `end`, which defaults `look_again`, with the remaining seconds in its reason."""
         left = f" ({math.ceil(end - self.now)} s left)" if end not in (None, math.inf) else ""
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
@@ -171,7 +168,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Continue with an unused generation if another coordinator was active, or if this coordinator has lost its state."""
+    """Continue with an unused generation if another coordinator was active, or if this one has lost its state."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -198,7 +195,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """Call all members if a minority cannot hear a silent majority, to find out which members answer."""
+    """Call all members to find out which answer, if a minority cannot hear a silent majority."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")
@@ -220,8 +217,7 @@ def workers_left_unasked(s: _Situation) -> Decision | None:
 
 
 def world_not_joined(s: _Situation) -> Decision | None:
-    """Call all members if a worker does not join its world in time: it was restarted unnoticed or never received the world, and
-    the other workers cannot step without it."""
+    """Call all members if a worker does not join its world in time, because the other workers cannot step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
@@ -427,8 +423,7 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save. A world that
-    began before the save would discard their state."""
+    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -451,7 +446,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: first holders of the newest state by rank in the last world, then waiting members, then all others, by id."""
+    """Sort members: first holders of the newest state by old rank, then waiting members, then all others, by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

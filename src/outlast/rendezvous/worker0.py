@@ -1,10 +1,9 @@
 """Coordination by worker 0, for pods without an operator or an etcd (`c10d://<full name of pod 0>:29400`).
 
-Worker 0's agent runs a `Host` in a separate thread. Unlike the store in torchrun's c10d backend, the host may die and return: the
-other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is lost.
-
-Members prove that they have the run's key (`job.sealed_lines`), and no message can end the host: an invalid message closes its
-sender's connection, and a failed decision is retried while training continues.
+Worker 0's agent runs a `Host` in a separate thread. The host may die and return: the other workers keep training, or wait for the
+next host, and report their state to it. Only the history of failures is lost. Members prove that they have the run's key
+(`job.sealed_lines`), and no message can end the host: an invalid message closes its sender's connection, and a failed decision is
+retried while training continues.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Length of the pause after a decision, as a multiple of the decision's duration. The pause leaves time to process reports."""
+"""Length of the pause after a decision, in multiples of the decision's duration, which leaves time to process reports."""
 LEAVE_S = 15.0
 """Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0
-"""Seconds for which decisions may fail before this worker is restarted. The next host learns the state from the other workers."""
+"""Seconds for which decisions may fail before this worker is restarted."""
 
 
 class Host:

@@ -34,7 +34,7 @@ Sample = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class Refused(OutlastError):
-    """The chat template cannot render a record. The caller adds file and line to the message."""
+    """Raised if the chat template cannot render a record. The caller adds file and line to the message."""
 
 
 def digest(directory: Path) -> str:

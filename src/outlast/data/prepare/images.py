@@ -54,7 +54,7 @@ class Settings:
     """True to resize the whole image to `size` x `size` instead, and to record its aspect ratio."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest, without `stretch` if it is false, so that older manifests still compare equal."""
+        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
@@ -110,7 +110,7 @@ def pillow() -> Any:
 
 
 def inside(source: Path) -> Path:
-    """Return the source, or its only directory if that contains `train`, as in archives: `tiny-imagenet-200/train/...`."""
+    """Return the source, or its only directory if that contains `train`, as in `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 

@@ -2,9 +2,9 @@
 
 Each line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
 "content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A role
-is encoded as a special token such as `<|assistant|>` if the tokenizer has it, as every tokenizer trained here does, and otherwise
-as text. A newline follows the role. Special tokens in a record's text are encoded as text. A Hugging Face tokenizer has its own
-chat template and end token (see `chat`). Memory: about four shards per process.
+is encoded as a special token such as `<|assistant|>` if the tokenizer has it, and otherwise as text; a newline follows. Special
+tokens in a record's text are encoded as text. A Hugging Face tokenizer has its own chat template and end token (see `chat`).
+Memory: about four shards per process.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outlast.data.prepare import chat, column_shards, jsonl_lines, source_files,
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
-"""Size in bytes of the records in a shard. Arbitrary, like `column_shards.SHARD`; tokens and labels take twice as many bytes."""
+"""Size in bytes of the records in a shard. Arbitrary; tokens and labels take twice as many bytes."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
 """Role (empty in records without roles), text, and whether the loss covers the text."""
@@ -53,7 +53,6 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """The tokenizer's settings, as for `text`."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
@@ -72,7 +71,6 @@ class Coder:
     """Settings for the processes that make samples."""
 
     path: Path
-    """Path of a tokenizer.json, or of a directory with a Hugging Face tokenizer."""
     digest: str
     separator: int | None
     max_length: int | None

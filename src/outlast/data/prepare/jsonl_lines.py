@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """Return `train.jsonl, line 7` for the line at byte `at`. Reads the file up to that line, so use it only for errors."""
+    """Return `train.jsonl, line 7` for the line at byte `at`. Reads the file up to that line."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):

@@ -1,7 +1,7 @@
 """Divides a source's files into parts and units of work, based only on their names and sizes.
 
-A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on the
-number of processes. A unit's size limits the memory that a process needs.
+A process runs one unit at a time: several small files, or a range of a large file. The output does not depend on the number of
+processes. A unit's size limits the memory that a process needs.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """The source cannot be prepared. The message names the file."""
+    """Raised if the source cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class Document:
 
     file: str
     size: int
-    """Size of the whole file in bytes."""
     low: int
     high: int
     part: str
@@ -79,8 +78,7 @@ class Unit:
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
 
-    Omits hidden files and the target directory `to`. A pattern, such as `*.py` or `src/*.md`, matches the name or the path below
-    the source. Raises BadSource.
+    Omits hidden files and the target directory `to`. A pattern matches the name or the path below the source. Raises BadSource.
     """
     if source.is_file():
         about = source.stat()
@@ -104,7 +102,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """Return the error for an I/O failure. This is not damage (--skip-damaged) because another machine may read the file."""
+    """Return the error for an I/O failure. The file is not damaged, because another machine may read it."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -136,7 +134,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def described(files: Sequence[File]) -> dict[str, Any]:
-    """Describe a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
+    """Describe a source for the manifest. Sources with the same `listing` count as equal."""
     lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
     listing = hashlib.sha256(b"".join(lines)).hexdigest()
     return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
@@ -177,7 +175,7 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
     """Divide documents into units of about `size` bytes, in order.
 
-    Small documents share a unit, documents larger than `size` bytes span several units, and empty documents are omitted.
+    Small documents share a unit, large ones span several units, and empty ones are omitted.
     """
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []

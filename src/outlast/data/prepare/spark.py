@@ -35,15 +35,15 @@ from outlast.data.dataset_directory import Say
 from outlast.data.prepare import source_files, work_units
 
 PARTITIONS = 4096
-"""Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and a task's overhead is
-milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
+"""Default maximum number of tasks per stage. A unit takes 0.1 s to several seconds, so one task per unit balances the load best,
+but more tasks would overload Spark's driver."""
 FAILURES = 4
-"""Maximum number of attempts per task; the same as Spark's default."""
+"""Maximum number of attempts per task; Spark's default."""
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""Timeout in seconds for a cancelled job to end; Spark kills a task's Python process after two seconds."""
+"""Timeout in seconds for a cancelled job to end."""
 _ANSWER_S = 5.0
 _NO_EXECUTOR_S = 60.0
 """Seconds without an executor before a warning. Arbitrary: executors start within seconds."""
@@ -63,7 +63,6 @@ class Settings:
 
     @property
     def failures(self) -> int:
-        """Maximum number of attempts per task."""
         return int(self.conf.get("spark.task.maxFailures", FAILURES))
 
 
@@ -167,7 +166,6 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """Return the reason in an error message from Spark, without class names."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
@@ -370,7 +368,7 @@ def _ended(future: Future[Any]) -> bool:
 
 
 class _Progress:
-    """A Spark accumulator for tasks' finished bytes and errors: (int, tuple of exceptions)."""
+    """A Spark accumulator for finished bytes and errors: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -406,8 +404,7 @@ def _run(
 def _of_machine(error: Exception) -> bool:
     """Return whether an error may be due to this machine, so that another machine may succeed.
 
-    A BadSource is a user's mistake, and so is any other OutlastError, unless an OSError caused it. All other exceptions, such as
-    MemoryError, may be due to the machine.
+    A BadSource is a user's mistake, and so is any other OutlastError, unless an OSError caused it.
     """
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)

@@ -1,12 +1,12 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-There are three stages, each of which can be resumed: `survey` (the set and number of characters, if needed), the tokenizer
-(trained on a sample), and `encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A
-document is a file or a record; the separator follows it.
+There are three resumable stages: `survey` (the set and number of characters, if needed), the tokenizer (trained on a sample), and
+`encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A document is a file or a
+record; the separator follows it.
 
-A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-keeps its part when other documents are added. Only a file that is the whole source is divided: its last characters are val, as in
-nanoGPT. Memory: about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
+A hash of the file's name, or of the record's text, decides whether a document is in val, so each document keeps its part when
+other documents are added. Only a file that is the whole source is divided: its last characters are val, as in nanoGPT. Memory:
+about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
 """
 
 from __future__ import annotations
@@ -71,10 +71,8 @@ class Reader:
 
 
 def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
-    """Make or finish the dataset, and return its manifest. Any number of processes produces the same bytes.
-
-    Raises BadSource, and OutlastError for invalid settings, or if the target contains other files.
-    """
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings, or if the
+    target contains other files."""
     sources = source_files.listed(request.source, request.to, settings.patterns)
     about = described(settings)
     source = source_files.described(sources)
@@ -176,7 +174,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """For each text in a unit, yield the part, the text, and whether the text ends a document.
+    """Yield the part of each text in a unit, the text, and whether the text ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
@@ -274,7 +272,6 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work_units.Note:
-    """Write a unit's tokens, one file per part."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}
@@ -299,7 +296,6 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
 def _assembled(
     place: work_units.Place, settings: Settings, notes: Sequence[work_units.Note], dtype: str
 ) -> dict[str, shard_format.Part]:
-    """Write all units' tokens as shards, in the order of the documents."""
     parts = {}
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0

@@ -35,7 +35,7 @@ _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 class Encoder(Protocol):
-    """A function that tokenizes text."""
+    """Tokenizes text."""
 
     def __call__(self, text: str) -> bytes:
         """Return the tokens of `text` as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
@@ -72,8 +72,7 @@ def vocab_size(tokenizer: Any) -> int:
 def separator(tokenizer: Any, name: str | None) -> int | None:
     """Return the token that follows each document: `name`, or if `name` is None the first of SEPARATORS in the vocabulary.
 
-    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if the vocabulary lacks
-    `name`.
+    Returns None if `name` is empty, or if no separator is found. Raises OutlastError if the vocabulary lacks `name`.
     """
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
@@ -97,7 +96,7 @@ def of_characters(characters: Iterable[str]) -> str:
 def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
     """Train a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR. Returns `tokenizer.json`.
 
-    The same texts in the same order give the same tokens: ties between merges are broken by token ids.
+    The same texts in the same order give the same tokens.
     """
     lib = library()
     tokenizer = lib.Tokenizer(lib.models.BPE())

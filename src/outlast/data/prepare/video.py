@@ -221,7 +221,6 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
-    """Return the start of clip `at` of a video, in seconds."""
     stream = container.streams.video[0]
     timed = stream.duration is not None
     late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the file's duration includes it
@@ -231,7 +230,6 @@ def _begin(container: Any, at: int, settings: Settings) -> Fraction:
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """Return a clip's frames at fixed intervals; fewer if the video ends early."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # there is already a process per core
     start = (stream.start_time or 0) * stream.time_base

@@ -1,8 +1,8 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
 A unit's note is written last, so a killed run continues with the missing units. `.prepare/` below the target contains the lock,
-the plan's digest, a note per finished unit, and intermediate files; it is removed after the manifest is written. The processes
-are not forked from this process because tokenizers and PyAV have threads. They end when this process does, even if it is killed.
+the plan's digest, a note per finished unit, and intermediate files, until the manifest is written. The processes are not forked
+from this process because tokenizers and PyAV have threads.
 """
 
 from __future__ import annotations
@@ -36,8 +36,7 @@ _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode
 """Pattern for partial files beside and in PRIVATE; see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory in bytes that a process needs besides its samples: measured with a tokenizer or decoders imported, plus a read
-buffer."""
+"""Memory in bytes that a process needs besides its samples, as measured with a tokenizer or decoders imported."""
 Note = dict[str, Any]
 
 
@@ -110,7 +109,7 @@ def check_attempt() -> None:
     """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
     A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or when it renames its removed
-    file, and never replaces a new file.
+    file.
     """
     if attempt := _attempt.get():
         attempt.check()
@@ -124,8 +123,8 @@ class Engine(Protocol):
     ) -> Mapping[int, Note]:
         """Run the units, and return their notes by unit number.
 
-        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since its
-        last call. Raises the task's exceptions, and OutlastError if a process is killed.
+        Calls `check`, which may raise Stopped, a few times per second, and `finished` with the bytes done since its last call.
+        Raises the task's exceptions, and OutlastError if a process is killed.
         """
 
 
@@ -142,7 +141,7 @@ class Request:
     uploaded: shard_format.Manifest | None = None
     """The dataset that already exists in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set this to stop the run; the next run continues it."""
+    """Set it to stop the run; the next run continues."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
@@ -197,9 +196,8 @@ class Place:
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
 
-        `do` is pickled, so it must be a module's function, or a `functools.partial` of one. Its files must be complete when it
-        returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and OutlastError if a
-        process is killed.
+        `do` must be picklable. Its files must be complete when it returns, and may be written twice, even at the same time.
+        Raises the exceptions of `do`, Stopped, and OutlastError if a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -264,7 +262,6 @@ class Processes:
         return notes
 
     def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
-        """Yield units and their notes in the order of completion."""
         if self._processes <= 1 or len(units) <= 1:
             for unit in units:
                 check()
@@ -314,7 +311,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """Initialise a pool process: leave Ctrl-C to the parent, set the number of threads, and exit with the parent."""
+    """Initialise a pool process, which leaves Ctrl-C to the parent and exits with it."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for
@@ -333,7 +330,7 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target. An earlier run's results are kept if the settings and the source are unchanged, and otherwise removed.
+    """Lock the target, and remove an earlier run's results if the settings or the source have changed.
 
     Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
     """

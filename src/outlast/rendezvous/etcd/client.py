@@ -2,7 +2,7 @@
 docs/decisions/0014-rendezvous-by-etcd.md and docs/guide/torchrun.md.
 
 This module connects `member.EtcdMember` and `election.Candidate` to etcd, and provides `look`, which reads the state of runs for
-people. While etcd is unreachable, the last published state stays valid and training continues.
+people. While etcd is unreachable, training continues.
 """
 
 from __future__ import annotations
@@ -32,11 +32,11 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 LEAST_TTL_S = 2
-"""The shortest TTL, in seconds, that etcd grants with its default election timeout of 1 s."""
+"""The shortest TTL, in seconds, that etcd grants by default."""
 LONGEST_PAUSE_S = 0.5
-"""Longest pause, in seconds, between two attempts while etcd is unreachable."""
+"""Longest pause, in seconds, between attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Interval, in seconds, between listings of watched keys, because a watch may die silently. Arbitrary."""
+"""Seconds between listings of watched keys, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
 """Seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
@@ -44,8 +44,7 @@ CLOSE_S = 2.0
 
 
 def _answer_s(ttl: int) -> float:
-    """Return the timeout for a request to one endpoint. It leaves time to renew a lease, which is due every third of its TTL,
-    through another endpoint."""
+    """Return the timeout for a request to one endpoint. It leaves time to renew a lease through another endpoint."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
@@ -76,7 +75,7 @@ class Listener:
                 raise
 
     def pause(self, seconds: float) -> None:
-        """Wait before the next attempt; `again` and `close` end the wait."""
+        """Wait before the next attempt, until `again` or `close` is called."""
         self._again.wait(seconds)
 
     def again(self) -> None:
@@ -90,7 +89,7 @@ class Listener:
 
 
 class Board:
-    """A member's side of the rendezvous (see `member_client.Board`): it writes the member's key and reads the published state."""
+    """A member's side of the rendezvous, see `member_client.Board`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd; the default is `who.run`."""
@@ -148,8 +147,7 @@ class Board:
 
 
 class Running:
-    """A candidate and its threads, in a process that may coordinate a run. `id` returns the process's member index; None until it
-    has one."""
+    """A candidate and its threads. `id` returns the process's member index; None until it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -247,7 +245,7 @@ class Running:
                 task = self._inbox.get_nowait()
 
     def _on_bug(self) -> None:
-        """Resign after an unexpected exception, from a bug or from unreadable data in etcd, so that another candidate tries."""
+        """Resign after an unexpected exception, so that another candidate tries."""
         if not self._printed_bug:
             print(
                 f"outlast | this worker could not decide, and resigns for another worker:\n{traceback.format_exc()}", flush=True
@@ -296,7 +294,7 @@ class Run:
     why: str = ""
     """The coordinator's reason for waiting, or a description of normal training."""
     nnodes: str = ""
-    """`min:max` of torchrun's --nnodes, on which members must agree."""
+    """`min:max` of torchrun's --nnodes."""
     left_s: int | None = None
     """Seconds until the published state expires unless it is renewed; None if nothing is published."""
 

@@ -1,8 +1,8 @@
-"""Coordination by an elected member, which coordinates until it exits or its lease expires (docs/decisions/0014).
+"""Coordination by an elected member, until it exits or its lease expires (docs/decisions/0014).
 
-`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
-simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
-ledger events are dropped. A nonce in the leader's key identifies an election because revisions restart if etcd loses its data.
+`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads. Every write of a term
+is conditional on its election: a term that is over cannot write, and its pending output and ledger events are dropped. A nonce in
+the leader's key identifies an election because revisions restart if etcd loses its data.
 """
 
 from __future__ import annotations
@@ -26,21 +26,19 @@ from outlast.rendezvous.etcd.member import TTL_S, Store
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL, in seconds, of the published state after the last coordinator has gone. It also limits how long etcd may be down."""
+"""TTL, in seconds, of the published state once no coordinator is left. It also limits how long etcd may be down."""
 LISTEN_S = 1.0
 """Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""Seconds that a new coordinator waits for a report from any member of the published world, because all may have been
-disconnected."""
+"""Seconds that a new coordinator waits for the first report, because all members may have been disconnected."""
 PASSED = 100
-"""Number of generations to skip if etcd has lost its state: more than can have followed the newest reported generation."""
+"""Number of generations to skip if etcd has lost its state."""
 WHY_S = 0.5
 """Minimum interval, in seconds, between writes that change only the reason for a wait."""
 ENDED = 100
 """Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
-"""Maximum random delay, in seconds, before running for election, because all candidates notice the end of a term at once.
-Candidates without a run wait longer."""
+"""Maximum random delay, in seconds, before running for election, because all candidates notice the end of a term at once."""
 
 
 class Deposed(Exception):
@@ -84,14 +82,13 @@ class Term:
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
         self.clock, self.state = config.clock, coordinator.CoordinatorState({})
         self._lease: int | None = None
-        """The lease of the published state."""
         self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._parked: dict[int, KeyValue] = {}
         """Keys of processes that replace a member whose loss is undecided."""
         self._effects: list[coordinator.Effect] = []
-        """Output and ledger events to emit once etcd has accepted the state."""
+        """Effects to show once etcd has accepted the state."""
         self._last_published: key_schema.Published | None = None
         self._last_published_at = 0.0
         self._listen_until: float | None = None
@@ -195,7 +192,7 @@ class Term:
         self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
-        """Recover a world that etcd may have lost from a member's record, and skip the generations that may have followed it."""
+        """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -238,7 +235,7 @@ class Term:
         self._publish()
 
     def _take(self, event: coordinator.Event) -> None:
-        """Process an event. Effects that others can see are deferred until etcd has accepted the state."""
+        """Process an event. Effects that others can see wait until etcd has accepted the state."""
         self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
         for effect in effects:
             match effect:
@@ -310,7 +307,6 @@ class Term:
         raise EtcdError(f"{of.published} changes although only this process may write it")
 
     def _renew_lease(self) -> None:
-        """Renew the lease of the published state. If the lease has expired, the state is published again."""
         if self._lease is None or self.clock() - self._renewed_at < LINGER_S / 4:
             return
         try:
@@ -321,7 +317,7 @@ class Term:
 
 
 class Candidate:
-    """A process that may be elected. Call `turn` regularly; `listed` and `happened` process etcd's keys and events."""
+    """A process that may be elected. Call `turn` regularly, and `listed` and `happened` with etcd's keys and events."""
 
     def __init__(
         self,
@@ -336,7 +332,6 @@ class Candidate:
         self.term: Term | None = None
         self.ended = False
         self._at = 0
-        """The last revision that we have received."""
         self._began: int | None = None
         """The revision of our first listing; None until then."""
         self._incarnation = ""
@@ -347,7 +342,6 @@ class Candidate:
 
     @property
     def prefix(self) -> str:
-        """Prefix for the keys to watch."""
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, listing: Outcome, below: str = "") -> None:
@@ -399,8 +393,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait. Returns the seconds until the next turn unless events arrive. Raises
-        EtcdError."""
+        """Run for election, coordinate, or wait. Returns the maximum seconds until the next turn. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)

@@ -3,12 +3,11 @@
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
-The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
-`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use no
-existing client.
+The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we
+need no package, and no gRPC core in processes that fork. See docs/decisions/0014.
 
-A request whose response is lost is repeated, on the next endpoint if there is one, and so may be executed twice. Callers write
-with comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
+A request whose response is lost is repeated, and so may be executed twice. Callers write with comparisons, which makes a
+repetition harmless: the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -38,8 +37,8 @@ PREFIX = "/outlast"
 ANSWER_S = 2.0
 """Default timeout for a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout for a login, in seconds. It is long because etcd spends 60 ms of a core on each password, all of a job's workers may
-log in at once, and retries add to that load."""
+"""Timeout for a login, in seconds. It is long because etcd spends 60 ms of a core on each password, and all of a job's workers
+may log in at once."""
 _IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
 """TCP keepalive settings for a watch; see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
@@ -74,7 +73,7 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""Options besides the endpoint, with the environment variables that set their defaults."""
+"""Options besides the endpoint, with the environment variables for their defaults."""
 
 
 class Host(NamedTuple):
@@ -93,7 +92,6 @@ class Address:
 
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
-    """Prefix for all keys."""
     tls: bool = False
     cacert: str = ""
     """File with trusted certificate authorities; empty to use those that this machine trusts."""
@@ -113,7 +111,7 @@ class KeyValue:
     key: str
     value: str
     created: int
-    """Revision at which the key was created; changes if the key is deleted and created again."""
+    """Revision at which the key was created."""
     modified: int
     lease: int = 0
 
@@ -128,7 +126,7 @@ class Gone:
 
 @dataclass(frozen=True)
 class Outcome:
-    """The result of a transaction: whether its comparisons held, and the keys read by the executed branch."""
+    """A transaction's result: whether its comparisons held, and the keys read by the executed branch."""
 
     succeeded: bool
     revision: int
@@ -165,14 +163,14 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 
 
 class Etcd:
-    """A process's connection to etcd, opened by the first request. All threads share it, one request at a time."""
+    """A process's connection to etcd, opened by the first request and shared by all threads."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
         """`answer_s` is the timeout for one endpoint, after which the request goes to the next endpoint."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
         self.local = ""
-        """Our own address on the connection to etcd; empty before the first request."""
+        """Our address on the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
@@ -229,7 +227,7 @@ class Etcd:
         """Yield the events after a revision for keys with this prefix, in order, forever. The first item, sent when the watch
         starts, is empty.
 
-        Raises Behind if the revision is compacted or not reached yet. Raises EtcdAway, including after `interrupt`.
+        Raises Behind if the revision is compacted or not reached yet, and EtcdAway, including after `interrupt`.
         """
         with self._lock:
             self._check_open()
@@ -290,7 +288,6 @@ class Etcd:
                     self._hang_up()
 
     def _check_open(self) -> None:
-        """Raise EtcdAway after `close`, because a new connection would never be closed."""
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
@@ -315,7 +312,7 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the current endpoint's response. If the server has closed a reused connection, retry on a new one."""
+        """Return the current endpoint's response, on a new connection if the server has closed the old one."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -408,7 +405,6 @@ class Etcd:
         return connection.getresponse()
 
     def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
-        """Raise the error for a response whose status is not 200."""
         user = self.address.user
         try:
             error = json.loads(text)
@@ -435,8 +431,8 @@ class Etcd:
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
         """Return the error for a connection that failed or ended without a response.
 
-        A missing or rejected client certificate may cause either: with TLS 1.3 the server checks it after the handshake, and the
-        server's alert is lost if it disconnects at once.
+        A missing or rejected client certificate may cause either: with TLS 1.3 the server checks it after the handshake, and its
+        alert may be lost.
         """
         self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
@@ -494,12 +490,12 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was created at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was created at this revision; 0 means that it does not exist."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was last written at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was last written at this revision; 0 means that it does not exist."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 

@@ -31,7 +31,7 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Names on the wire, for fields whose names differ there."""
+"""Names on the wire, where they differ from the fields' names."""
 _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 
@@ -75,8 +75,8 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return a run's name in an etcd shared by many jobs. In pods, the name is prefixed with the namespace and job, within which
-    the run is unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, the namespace and job are prefixed, within which the run is
+    unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -97,13 +97,13 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, along with the last published state that the member has received."""
+    """A member's report, with the last published state that the member has received."""
 
     report: Report
     token: str
     """The process's identifier, by which it recognises its own key."""
     nnodes: str = ""
-    """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods, where the job file sets the sizes."""
+    """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods."""
     incarnation: str = ""
     """See `Published.incarnation`; empty before the member has received it."""
     world: World | None = None
@@ -126,14 +126,13 @@ class Leader(_Value):
 
 @dataclass(frozen=True, kw_only=True)
 class Published(PersistedState, _Value):
-    """The published state, with all decisions. It has one writer."""
+    """The published state. It has one writer."""
 
     by: str
-    """Token of the coordinator that wrote the state."""
     incarnation: str
     """Identifier that distinguishes successive runs with the same name."""
     previous_incarnation: str = ""
-    """Incarnation of the previous run with this name, which has ended and whose members are ignored."""
+    """Incarnation of the previous run with this name, whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
     """Tokens of the world's processes, in rank order, because an index may pass to another process."""

@@ -1,7 +1,7 @@
 """A member's side of the etcd rendezvous, without threads: writes the member's key and follows the published state.
 
-`rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
-etcd may be late, duplicated or lost.
+`rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events, which may be
+late, duplicated or lost.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Store(Protocol):
 TTL_S = 5
 """TTL of a member's lease, in seconds: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""TTL, in seconds, of a member's lease once its peers watch it. Peers report a silent machine within 3 s, but do not notice a
-stopped process: after a stop of 5 s, this lease (renewed every third of the TTL) has more than a second left."""
+"""TTL, in seconds, of a member's lease once its peers watch it. Peers report a silent machine within 3 s, but not a stopped
+process: after a stop of 5 s, this lease (renewed every third of the TTL) has more than a second left."""
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,18 @@ class EtcdMember:
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
-        """Time at which we first saw the current leader."""
         self._call: tuple[int, bool, str] | None = None
         """The call (generation, planned, reason) whose deadline has been set."""
         self._lease: int | None = None
         self._ttl = who.ttl
-        """TTL of our lease; longer once our peers watch us."""
         self._renewed_at = 0.0
         self._at = 0
-        """The last revision that we have received."""
         self._registered = 0
-        """Revision of our first registration; 0 if we have not registered yet."""
+        """Revision of our first registration; 0 before it."""
         self._modified = 0
         """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None
-        """The report in etcd. A newer published world needs no write because etcd has the world already."""
+        """The report in etcd."""
 
     # Writing
 
@@ -134,8 +131,7 @@ class EtcdMember:
         raise Superseded(f"worker {self.id} finds no free index in run {self._who.run}: other processes keep taking them")
 
     def _renew(self) -> bool:
-        """Write our key if the report has changed. Renew its lease if the report is unchanged or renewal is due. Returns False if
-        the caller must retry."""
+        """Write our key if the report has changed, and renew its lease if due. Returns False if the caller must retry."""
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = record.report == self._written
@@ -169,7 +165,7 @@ class EtcdMember:
         return outcome.succeeded
 
     def _reconcile_key(self, current: KeyValue) -> None:
-        """Handle an unexpected value in our key. Raises Superseded if another process has written it and our index is fixed."""
+        """Handle an unexpected value in our key. Raises Superseded if another process has our fixed index."""
         record = key_schema.Record.loads(current.value)
         if record and record.token == self._who.token:  # we wrote it, but the response was lost
             self._registered = self._registered or current.created
@@ -183,7 +179,7 @@ class EtcdMember:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose one of the low free indices at random, because members that start together would all try the lowest."""
+        """Choose a low free index at random, because members that start together would all try the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]

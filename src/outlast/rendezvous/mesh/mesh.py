@@ -54,8 +54,6 @@ Handler = Callable[[int, Mapping[str, Any]], None]
 
 
 class _Caller:
-    """An accepted connection, from a member or a stranger."""
-
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
@@ -78,10 +76,10 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """`host:port`, with a numeric host."""
         self.generation = 0
-        """The generation of the world that the following attributes describe."""
+        """The generation that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard are omitted:
-        they may run a version without a mesh, or a firewall may block their port."""
+        """Watched peers that were heard before and are now silent or refuse connections. Other silent peers may run a version
+        without a mesh, or a firewall may block their port."""
         self.refused: tuple[int, ...] = ()
         """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
         self.complete = False
@@ -121,8 +119,7 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours in it. Connected peers keep their addresses. When this returns, `unheard`
-        describes the new world."""
+        """Enter a world, and watch only our neighbours in it. When this returns, `unheard` describes the new world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -134,15 +131,14 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set addresses of members of the world with this `generation`. They are ignored in any other world, where they may be
-        outdated."""
+        """Set addresses of members of this `generation`. They are ignored in any other world."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
         """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
-        The future completes when the member has handled the message. It raises `Undelivered` if the member has left, refuses
-        connections, or does not answer in time.
+        The future completes when the message is handled. It raises `Undelivered` if the member has left, refuses connections, or
+        does not answer in time.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()

@@ -23,7 +23,7 @@ from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """Seconds after which a silent peer counts as unheard: at first; after its connection broke (2 s after its last sign of life);
-and after a pause of this process or machine, which breaks connections on our side only."""
+and after a pause of this machine, which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
 """Counts all messages of this process, because a peer that returns remembers the numbers that it has seen."""
 
@@ -47,19 +47,18 @@ class Peer:
         self.address = ""
         self.state = watched_peers.PeerState()
         self.proven = self.met = False
-        """Two flags: the peer has proven its identity on the current connection, and on any connection to this address."""
+        """Whether the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """Time of the peer's next turn; any event sets it to now. Peers that are not due are skipped, because a world may have
-        thousands."""
+        """Time of the peer's next turn; any event sets it to now. Other peers are skipped, because a world may have thousands."""
 
     def meet(self, address: str, now: float) -> None:
-        """Set the peer's address. A new address means a new process, so the connection is closed and the state is reset. Raises
-        ValueError for an invalid address."""
+        """Set the peer's address. A new address means a new process, so the connection and the state are dropped. Raises
+        ValueError."""
         if address == self.address:
             return
         if address:
@@ -69,8 +68,7 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Prepare for a new world: clear the address of a peer that is not connected, because another process may have taken its
-        place."""
+        """Clear the address of an unconnected peer for a new world, where another process may have taken its place."""
         if not self.proven:
             self.meet("", now)
 

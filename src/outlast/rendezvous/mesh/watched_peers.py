@@ -20,19 +20,19 @@ REFUSALS = 2
 AGAIN_S, PAUSE_S = 0.1, 0.5
 """Pauses in seconds before reconnecting: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeouts in seconds for connecting: while the peer is in doubt, and once it is unheard. `ATTEMPT_S` is short because each
-attempt sends a new SYN, which the kernel would repeat only after 1 s."""
+"""Timeouts in seconds for connecting: while the peer is in doubt, and once it is unheard. `ATTEMPT_S` is short because the kernel
+would repeat a SYN only after 1 s."""
 
 
 @dataclasses.dataclass
 class PeerState:
-    """The state of one peer. `since` is the time at which the peer came into doubt; None if it is not in doubt."""
+    """The state of one peer. `since` is when the peer came into doubt; None if it is not in doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
     refusals: int = 0
     unheard: str = ""
-    """Why the peer is unheard, as the end of a sentence that begins with the peer's name; empty while the peer is heard."""
+    """Why the peer is unheard, as a predicate for the peer's name; empty while the peer is heard."""
     gone: bool = False
     """True if the peer's machine refuses connections, so its process has ended."""
     left: bool = False
@@ -43,8 +43,8 @@ class PeerState:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """Record that the peer's kernel has accepted a connection, which ends any doubt: a stopped process cannot do more. An
-        unheard peer must also prove its identity, because another process may now have its port."""
+        """Record that the peer's kernel has accepted a connection, which ends any doubt. An unheard peer must also prove its
+        identity, because another process may now have its port."""
         if not self.unheard:
             self.since = None
 
@@ -60,7 +60,6 @@ class PeerState:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """Record that the peer has proven its identity, which ends any doubt."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
@@ -70,12 +69,10 @@ class PeerState:
 
     @property
     def attempt_s(self) -> float:
-        """Timeout for one attempt to connect."""
         return LATER_S if self.unheard else ATTEMPT_S
 
     @property
     def pause_s(self) -> float:
-        """Pause after a failed attempt."""
         return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0
 
 
@@ -86,11 +83,11 @@ SMALL = 64
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the peers that member `id` watches, in rank order. `members` must also be in rank order.
+    """Return the peers that member `id` watches. `members` and the result are in rank order.
 
     In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. Watching is mutual, and the
-    ring stays connected if any two members are lost. The ranks in a rack are mostly neighbours, so opposite peers are in another
-    rack, and notice if a whole rack is cut off.
+    ring stays connected if any two members are lost. The ranks in a rack are mostly neighbours, so opposite peers notice if a
+    whole rack is cut off.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

@@ -31,10 +31,8 @@ from outlast.job import sealed_lines
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 WINDOW_S = 60.0
-"""Maximum difference, in seconds, between the sender's and the worker's clocks. Orders are remembered for this long, to detect
-replays."""
+"""Maximum difference, in seconds, between the sender's and the worker's clocks, and how long orders are remembered."""
 _REASON = 256
-"""Maximum length of a reason, in characters; longer reasons are truncated."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -2,17 +2,17 @@
 
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
 operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, and in pods after `SILENCE_S` of
-silence; the launcher kills an agent that does nothing.
+silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines sent to a port are sealed with the run's key (`job.sealed_lines`). An invalid message only
-closes its sender's connection. If several processes have the same index, the last one to connect is the member, unless its world
-is older than that of an earlier process.
+Strangers can reach a port, so its lines are sealed with the run's key (`job.sealed_lines`). An invalid message only closes its
+sender's connection. If several processes have the same index, the last one to connect is the member, unless its world is older
+than that of an earlier process.
 
-`rendezvous.member_client` uses the member's side, in threads because torch's agent is synchronous; `local.launcher` and
-`rendezvous.worker0` use the server, with asyncio.
+The member's side (`rendezvous.member_client`) uses threads because torch's agent is synchronous; the server (`local.launcher`,
+`rendezvous.worker0`) uses asyncio.
 """
 
 from __future__ import annotations
@@ -46,18 +46,16 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects silent
-machines earlier."""
+"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a report's line. A traceback and the tail of a log take some 12 KiB."""
+"""Maximum number of bytes in a report's line. A failure with its traceback takes some 12 KiB."""
 _MESSAGE_BYTES = 4 << 20
-"""Maximum number of bytes in a line to a member, and in the queue for a member that does not read. A world of 10,000 workers
-takes 60 KiB."""
+"""Maximum number of bytes in a line to a member, and in a member's queue. A world of 10,000 workers takes 60 KiB."""
 _PROVE_S = 5.0
 """Timeout for the first report on a connection, in seconds."""
 _STRANGERS, _BACKLOG = 512, 256
-"""Maximum number of connections without a report (beyond it, the oldest is closed), and the listen backlog."""
+"""Maximum number of connections without a report, and the listen backlog."""
 _PRINT_S = 1.0
 """Minimum interval, in seconds, between printed warnings about invalid messages."""
 _MOST_REPLACED = 64
@@ -73,7 +71,7 @@ class _Line:
 
 class MemberSocket:
     """A member's side (see `member_client.Board`). Connecting is retried forever because a running world does not need the
-    coordinator, which may return."""
+    coordinator."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
         """`key` is the run's key (see `sealed_lines.key`); empty on a Unix socket."""
@@ -178,8 +176,8 @@ class _Lines:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """Return the next line. Raises OSError at the end of the stream, TimeoutError if no line completes within the socket's
-        timeout, and ValueError if the line is longer than `longest` bytes."""
+        """Return the next line. Raises OSError at the end of the stream, TimeoutError after the socket's timeout, and ValueError
+        if the line is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
                 raise ValueError(f"a line has more than {longest} bytes")
@@ -208,7 +206,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 class Server:
-    """The coordinator's side: it receives reports, detects lost members, and sends messages to members."""
+    """The coordinator's side: it receives reports, detects lost members, and sends messages."""
 
     def __init__(
         self,
@@ -218,8 +216,8 @@ class Server:
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is the run's key, which every member must have; empty on a Unix socket. `clock` measures silence, and must stop
-        while this process is paused; see `clock.Awake`."""
+        """`key` is the run's key; empty on a Unix socket. `clock` measures silence, and must stop while this process is paused;
+        see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -227,14 +225,12 @@ class Server:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not reported yet, oldest first."""
         self._process: dict[int, str] = {}
-        """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
         self._joined: dict[int, int] = {}
         """The newest generation that a process has reported, for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
-        """The last message and its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
@@ -247,7 +243,6 @@ class Server:
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
     async def stop(self) -> None:
-        """Close the socket and all connections."""
         if self._server is not None:
             self._server.close()
         for writer in [*self._writers.values(), *self._strangers]:
@@ -329,9 +324,8 @@ class Server:
     def _admit(self, report: Report, process: str, writer: asyncio.StreamWriter) -> bool:
         """Accept a member's connection; returns False if a later process has replaced the connecting process.
 
-        A new coordinator can tell which process is later only if both have joined worlds: the later process has joined later
-        worlds. A process that has joined none may be new, may have hung before its first world, or may be the restart of a
-        process that was refused here.
+        A new coordinator can tell which process is later only if both have joined worlds. A process that has joined none may be
+        new, may have hung before its first world, or may be the restart of a process that was refused here.
         """
         id = report.id
         other, last = self._writers.get(id), self._process.get(id)
