@@ -1,11 +1,10 @@
 """A dataset's directory: files appear once they are complete, and the marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
-    DIR/...                    the dataset: files and directories, moved out of the staging directory
+    DIR/...                    the dataset, moved out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` but no marker is incomplete, whatever it contains, and another `outlast data get` completes it. A
-place in a store is incomplete if it has an object `.outlast-get`.
+A directory with `.outlast-get` but no marker is incomplete, and so is a place in a store with an object `.outlast-get`.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
-While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
-bytes on disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the server does
-not support ranges, the download restarts from the first byte. `fetch` verifies the length and the checksum.
+While the file is incomplete, `directory` contains the received bytes, and `state.json` with their number and the file's version.
+The missing bytes are requested only for the same version (If-Range); otherwise the download restarts.
 """
 
 from __future__ import annotations

@@ -2,9 +2,8 @@
 
     marker, written = get(named_datasets.named("cifar10"), Path("data/cifar10"), How(say=print))
 
-Called by `outlast data get` and by machines' caches. If a call is killed, the next call completes the dataset. A download is
-unpacked only after its checksum has been verified. Files appear in the directory only after all of them are unpacked, and the
-marker is written last.
+Called by `outlast data get` and by machines' caches. If a call is killed, the next call completes the dataset. Files appear in
+the directory only after all of them are verified and unpacked; the marker is written last.
 """
 
 from __future__ import annotations

@@ -1,12 +1,12 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or under a prefix in a store.
 
-`outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
-`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without
-one is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest.
+`outlast data prepare` writes prepared datasets, training reads them (`read` or `parse`, then `tokens` or `columns` per shard),
+and `verify` checks every byte. The manifest is written last, so a place without one is unfinished. A plain nanoGPT directory
+(`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest.
 
-Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
-fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples +
-1). Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+Text shards are raw little-endian token ids. All other shards are safetensors files of columns. A column of fixed shape has the
+samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples + 1). Formats:
+https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """The sources of Python's standard library: real text for a first language model, without a download.
 
-The library has about 600 modules and 10 MB of text. The same Python version always gives the same files, in UTF-8 with Unix line
-ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build configuration
-(`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
+The same Python version always gives the same files, about 600 modules with 10 MB of UTF-8 text. Files that differ between
+installations of one version are omitted: packages, the build configuration, and the tests. `outlast data get python-stdlib` calls
+`write`.
 """
 
 from __future__ import annotations

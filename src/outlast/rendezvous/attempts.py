@@ -1,19 +1,17 @@
 """Attempts: a world's members restart its training processes without the coordinator. Pure.
 
 An attempt starts the same world again with a fresh store, after a failure and once the processes of all members have ended. The
-member with rank 0 leads: it stops the other members, collects their answers, and starts the attempt.
+member with rank 0 leads.
 
     Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they have ended
     Go      leader -> members    all members are ready; the store's address
     No      both ways            no attempt: the coordinator decides
 
-A `Participant` is one member's side: it takes messages and the time, and returns messages. Invariants, even if messages are lost,
-duplicated, late or reordered: a member starts an attempt only after the processes of every member have ended; an attempt has one
-store; a participant that has refused never starts.
-
-The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts.
-Used by `rendezvous.membership`. See decision 0041.
+Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only after the processes of every
+member have ended; an attempt has one store; a participant that has refused never starts. The coordinator always wins: when it
+calls the members, publishes a world or ends the run, `refuse` ends that world's attempts. Used by `rendezvous.membership`. See
+decision 0041.
 """
 
 from __future__ import annotations
@@ -192,7 +190,8 @@ class Stage(enum.Enum):
 
 
 class Participant:
-    """One member's side of a world's attempts. `members` are in rank order. `limit` is as in `restart_budget.Policy.limit`."""
+    """One member's side of a world's attempts: it takes messages and the time, and returns messages. `members` are in rank order.
+    `limit` is as in `restart_budget.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit

@@ -4,8 +4,8 @@
     while not member.must_stop(): ...             its training processes run
     member.failed({...}) or member.done()         how they ended; then the next world
 
-The worker with rank 0 hosts the process group's TCPStore, on a socket that is already listening when its address is reported.
-Every generation, and every attempt, has a fresh store. Used by `worker.agent.world_loop` and `rendezvous.handler`.
+Every generation and every attempt has a fresh TCPStore, hosted by the worker with rank 0 on a socket that already listens when
+its address is reported. Used by `worker.agent.world_loop` and `rendezvous.handler`.
 """
 
 from __future__ import annotations

@@ -4,14 +4,13 @@ Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *u
 not hear the other. A broken pair stops training because every step needs every pair. `decide` picks the members to remove so that
 no broken pair remains:
 
-1. Members whose machines refuse connections are removed at once, because their processes have ended.
+1. Members whose machines refuse connections are removed at once.
 2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
 Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
 3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
 
-A minority never removes a silent majority on its own report alone: all members are called first (`ask`), and members that do not
-answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and no member is lost.
-Called by `rendezvous.who_trains`. See docs/decisions/0040-partitions.md.
+Before a minority removes a silent majority, all members are called (`ask`), and members that do not answer within CONFIRM_S are
+lost. If no member hears any other, the mesh is at fault, and no member is lost. See docs/decisions/0040-partitions.md.
 """
 
 from __future__ import annotations

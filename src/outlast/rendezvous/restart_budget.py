@@ -2,8 +2,8 @@
 
 The coordinator calls `judge` once for every failed generation, and stores the returned `History`. Interruptions cost nothing. A
 configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies outside the
-window or the committed step has advanced. The job stops early if a restart would not help: if a step raises, hangs or runs out of
-memory three times in a row, or if every rank raises the same script error before its first step.
+window or the committed step has advanced. The job stops early if a step fails three times in a row, or if every rank raises the
+same script error before its first step.
 """
 
 from __future__ import annotations

@@ -5,9 +5,8 @@
     kubernetes://job        the operator, through the API server              `kubernetes.board`
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
-A new transport is a module, here or in another package, that is listed in `TRANSPORTS` and has a function `board(endpoint,
-member)`, which returns an unconnected `member_client.Board` or raises OutlastError. Called by `handler.create` (torchrun) and
-`worker.agent.world_loop`.
+A transport is a module in `TRANSPORTS` with a function `board(endpoint, member)`, which returns an unconnected
+`member_client.Board` or raises OutlastError. Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Decides which workers train together, as a pure function of the members' reports.
 
-The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`. The
-decision is to call the workers to a new rendezvous, to publish a world, to wait, or to close the run.
+The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`.
 
     state = state.reported(Member(...))                   # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
@@ -9,8 +8,7 @@ decision is to call the workers to a new rendezvous, to publish a world, to wait
     state = state.after(decision)                         # store it before publishing it
 
 After `Call(g + 1)`, the workers training in `g` become WAITING, after a save if the call is planned; an unplanned call also
-affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING. A LEAVING worker saves with the
-other workers and leaves.
+affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING.
 
 Invariants: generations only grow, and each has one world. A world has an allowed size and consists of waiting workers. Holders of
 the newest state come first, in their old order, so rank 0 always holds it. No world begins with an older state than a leaving

@@ -1,9 +1,8 @@
 """Coordination by worker 0, for pods without an operator or an etcd (`c10d://<full name of pod 0>:29400`).
 
-Worker 0's agent runs a `Host` in a separate thread. The host may die and return: the other workers keep training, or wait for the
-next host, and report their state to it. Only the history of failures is lost. Members prove that they have the run's key
-(`job.sealed_lines`), and no message can end the host: an invalid message closes its sender's connection, and a failed decision is
-retried while training continues.
+Worker 0's agent runs a `Host` in a separate thread. The host may die and return: the other workers keep training, and report
+their state to the next host. Only the history of failures is lost. No message can end the host: an invalid message closes its
+sender's connection, and a failed decision is retried while training continues.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Turns records into tokens with a Hugging Face tokenizer, which is a directory with `tokenizer.json` and, for chats, a template.
 
-Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
-assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
-tokenizer's first token and its end token.
+The tokenizer's chat template renders `messages`. The loss covers only the assistant's messages, including each turn's end token.
+`prompt` and `completion`, or `text`, are encoded between the tokenizer's first token and its end token.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the files' bytes.
 
-Stretched images also have `aspect` float32 (n,): the original width / height, with which a crop (`outlast.recipes.pixels.boxes`)
-keeps the original proportions.
+Stretched images also have `aspect` float32 (n,): the original width / height, for crops (`outlast.recipes.pixels.boxes`).
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in the order of their names. Samples are sorted by a hash of their names, so that every
-shard mixes classes. Without `size` or `encoded`, all images must have the same shape. Memory: one shard per process, plus about
-600 bytes per image.
+shard mixes classes. Memory: one shard per process, plus about 600 bytes per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
 """

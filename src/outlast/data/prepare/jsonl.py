@@ -1,10 +1,9 @@
 """Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged. The loss ignores labels of -100.
 
-Each line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
+A record is a line of a .jsonl file: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
 "content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A role
-is encoded as a special token such as `<|assistant|>` if the tokenizer has it, and otherwise as text; a newline follows. Special
-tokens in a record's text are encoded as text. A Hugging Face tokenizer has its own chat template and end token (see `chat`).
-Memory: about four shards per process.
+is encoded as a special token such as `<|assistant|>` if the tokenizer has it, and otherwise as text. Special tokens in a record's
+text are encoded as text. For Hugging Face tokenizers see `chat`. Memory: about four shards per process.
 """
 
 from __future__ import annotations

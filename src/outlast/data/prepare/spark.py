@@ -1,8 +1,7 @@
 """Spark as the engine of `outlast data prepare`: its executors run the units of a `work_units.Place`.
 
-No other module imports pyspark. The driver and the executors access the source and the target at the same paths. Neither the
-division into tasks nor a retry changes the result. Under spark-submit this process is the driver: Java is already running, and
-spark-submit has set the master and the configuration.
+The driver and the executors access the source and the target at the same paths. Under spark-submit this process is the driver:
+Java is already running, and spark-submit has set the master and the configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """

@@ -1,12 +1,11 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
 There are three resumable stages: `survey` (the set and number of characters, if needed), the tokenizer (trained on a sample), and
-`encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A document is a file or a
-record; the separator follows it.
+`encode` (each unit's tokens). At the end the tokens are joined in file order. A separator follows each document, a file or a
+record.
 
-A hash of the file's name, or of the record's text, decides whether a document is in val, so each document keeps its part when
-other documents are added. Only a file that is the whole source is divided: its last characters are val, as in nanoGPT. Memory:
-about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
+A hash of the document's name or text decides whether it is in val, so it keeps its part when other documents are added. Only a
+file that is the whole source is divided: its last characters are val, as in nanoGPT. Memory: about 20 times a unit per process.
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
 """Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for text.
 
-No other module imports the library `tokenizers`. All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A
-byte-level BPE like GPT-2's never joins two words, so the encoder caches each word's tokens in a table, and calls the library only
-for new words (see `ascii_words`). Special tokens that occur in text are encoded as text.
+All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A byte-level BPE like GPT-2's never joins two words,
+so the encoder caches each word's tokens in a table (see `ascii_words`). Special tokens that occur in text are encoded as text.
 """
 
 from __future__ import annotations

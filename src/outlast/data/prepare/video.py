@@ -1,9 +1,8 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), as Perceiver IO expects. A
-video with another frame rate contributes the frames shown at these times. The shorter side is resized to `size` pixels, and the
-centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read from a CSV
-(Kinetics' lists, or `file,label`); without a CSV, a label is the directory's name. Memory: one shard per process.
+A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), as Perceiver IO expects. The
+shorter side is resized to `size` pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces
+missing frames. Memory: one shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """

@@ -1,8 +1,7 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
-A unit's note is written last, so a killed run continues with the missing units. `.prepare/` below the target contains the lock,
-the plan's digest, a note per finished unit, and intermediate files, until the manifest is written. The processes are not forked
-from this process because tokenizers and PyAV have threads.
+A unit's note is written last, so a killed run continues with the missing units. Until the manifest is written, `.prepare/` below
+the target contains the lock, the plan's digest, a note per finished unit, and intermediate files.
 """
 
 from __future__ import annotations
@@ -293,7 +292,8 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, forked from a threadless server that has imported the heavy modules."""
+    """Yield a pool of processes, forked from a server that has imported the heavy modules and has no threads, unlike this
+    process."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")

@@ -1,13 +1,11 @@
-"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches. Only this module handles the wire format.
+"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
-The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we
-need no package, and no gRPC core in processes that fork. See docs/decisions/0014.
-
-A request whose response is lost is repeated, and so may be executed twice. Callers write with comparisons, which makes a
-repetition harmless: the comparisons fail, and the caller finds its own value.
+The gateway is part of every etcd since 3.4 (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we need no package, and no
+gRPC core in processes that fork. A request whose response is lost may be executed twice. Callers write with comparisons, which
+makes that harmless: the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations

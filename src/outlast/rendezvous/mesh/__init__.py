@@ -5,6 +5,5 @@
     peer            the connection to one peer, and its unacknowledged messages
     mesh            all connections of a member, in one thread
 
-Members report where their mesh listens, and a world carries its members' addresses (`vocabulary.World`). Used by
-`rendezvous.membership`. Training (gloo, NCCL) and snapshots have their own sockets. See docs/decisions/0039-the-mesh.md.
+Members report where their mesh listens, and a `World` carries its members' addresses. See docs/decisions/0039-the-mesh.md.
 """

@@ -8,11 +8,8 @@
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   sends a goodbye
 
-The watching side connects, so two members that watch each other have two connections. The kernel probes the peer
-(`connection.IDLE_S`), so while all is well the thread only reads the clock once per second. The peer's kernel also answers for a
-stopped or starved process, which therefore still counts as heard; its own agent detects hangs.
-
-Used by `rendezvous.membership`. See docs/decisions/0039-the-mesh.md.
+The watching side connects, so two members that watch each other have two connections. The peer's kernel answers our probes
+(`connection.IDLE_S`), also for a stopped or starved process, whose own agent detects hangs. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations

@@ -6,10 +6,9 @@
 
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
-The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`sealed_lines.derived`). An order therefore requires the key, and cannot be replayed: neither to another worker, nor twice, nor
-after WINDOW_S, nor to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
-period.
+The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key. An order
+cannot be replayed: neither to another worker, nor twice, nor after WINDOW_S, nor to the worker's next process. Both fields are
+optional; the default deadline is the end of the job's grace period.
 
     202 accepted    400 not an order    401 not signed with the run's key    409 repeated, too old, or already ending
     411 no Content-Length    413 longer than 4 KiB (`probes`)

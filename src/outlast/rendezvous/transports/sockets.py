@@ -1,18 +1,15 @@
 """The rendezvous transport over sockets, directly from workers to the coordinator.
 
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
-operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, and in pods after `SILENCE_S` of
-silence.
+operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, or after `SILENCE_S` of silence in
+pods.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so its lines are sealed with the run's key (`job.sealed_lines`). An invalid message only closes its
-sender's connection. If several processes have the same index, the last one to connect is the member, unless its world is older
-than that of an earlier process.
-
-The member's side (`rendezvous.member_client`) uses threads because torch's agent is synchronous; the server (`local.launcher`,
-`rendezvous.worker0`) uses asyncio.
+Strangers can reach a port, so its lines are sealed with the run's key (`job.sealed_lines`). If several processes have the same
+index, the last one to connect is the member, unless its world is older. The member's side (`rendezvous.member_client`) uses
+threads because torch's agent is synchronous; the server (`local.launcher`, `rendezvous.worker0`) uses asyncio.
 """
 
 from __future__ import annotations
