@@ -122,7 +122,7 @@ class Place:
                 directory.rmdir()
         if {entry.name for entry in self.staging.iterdir()} <= {"lock", "name"}:
             shutil.rmtree(self.staging, ignore_errors=True)
-            if self._new:  # and empty
+            if self._new:  # only an empty directory is removed
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
 
@@ -130,7 +130,7 @@ class Place:
         """Move the tree's content to the directory and write the marker. Returns the marker with the numbers of files and
         bytes."""
         tree = self.staging / "tree"
-        for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
+        for name in (MARKER, COMING):  # an archive of a dataset's directory contains these names, which would count as our own
             _removed(tree / name)
         count = size = 0
         for parent, _, names in os.walk(tree):
@@ -139,14 +139,16 @@ class Place:
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
         marker = dataclasses.replace(marker, files=count, size=size, entries=entries[:_LISTED])
         files.flush(tree)
-        (self.directory / MARKER).unlink(missing_ok=True)  # from an earlier attempt, part of which is now deleted
+        (self.directory / MARKER).unlink(missing_ok=True)  # the marker of an earlier attempt, part of which is now deleted
         files.sync(self.directory)
         for name in entries:
             _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we are about to remove
+        for (
+            entry
+        ) in self.staging.iterdir():  # remove the lock last: its next holder must not see files that we are about to remove
             if entry.name != "lock":
                 with contextlib.suppress(OSError):
                     _removed(entry)
@@ -182,7 +184,7 @@ def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) ->
                 place.staging.mkdir(parents=True, exist_ok=True)
                 fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
                 current = os.path.samestat(os.fstat(fd), os.stat(lock))
-            except (FileNotFoundError, FileExistsError):  # removed in between
+            except (FileNotFoundError, FileExistsError):  # another process has removed the directory
                 attempts += 1
                 if attempts > _ATTEMPTS:
                     raise

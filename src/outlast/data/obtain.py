@@ -52,7 +52,9 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
         return marker, False
     given = _given(dataset, how.archive) if how.archive else {}
     with dataset_directory.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
-        if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):  # another process has finished it
+        if marker := checked(
+            dataset, dataset_directory.marker(directory), str(directory)
+        ):  # another process has finished the dataset
             return marker, False
         try:
             if dataset.made:

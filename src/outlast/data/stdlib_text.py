@@ -36,7 +36,7 @@ def write(directory: Path) -> None:
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # not validly encoded: deliberately bad files for tests
+            continue  # some modules are deliberately not valid, for tests
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())

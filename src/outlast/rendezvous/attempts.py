@@ -209,17 +209,16 @@ class Participant:
         self._ready: dict[int, Ready] = {}
         self._first = 0.0
         self._step: int | None = None
-        """The furthest step reached before an attempt."""
         self._tries = 0
-        """Number of attempts since `_step` last grew."""
+        """Number of attempts since `_step`, the furthest step reached, last grew."""
         self._committed = 0
         self._unsaved = 0
-        """Number of attempts since `_committed` last grew."""
+        """Number of attempts since `_committed`, the newest committed step, last grew."""
 
     # Local events
 
     def stopped(self, address: str, step: int, failure: Mapping[str, Any] | None, now: float) -> Messages:
-        """Handle the end of our processes. `failure` is None if they were stopped. We would host the store at `address`."""
+        """Handle the end of our processes. `failure` is None if they were stopped. `address` is where we would host the store."""
         if self.stage not in (Stage.TRAINING, Stage.STOPPING):
             return []
         failure = shortened(failure) if failure else None

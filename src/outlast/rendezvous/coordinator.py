@@ -45,7 +45,7 @@ class Settings:
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
     """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' failures that only
-    follow from it do not count."""
+    follow from such an end do not count."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -366,7 +366,7 @@ class _Step:
         self.judge(cause, new)
         if self.state.ending is not None:
             return
-        # All its members have reported, so a member that is absent from now on is lost.
+        # All members of the world have reported, so a member that is absent from now on is lost.
         self.state = replace(self.state.after(new), followed=new.generation, since=-math.inf)
         facts = {"generation": new.generation, "workers": list(new.members), "reason": new.reason}
         self.effects += [Record("world", facts, State.RUNNING, new.reason), new, Send(new.members, "world", new)]
@@ -386,7 +386,7 @@ class _Step:
             self.judge(cause)
 
     def judge(self, known: Known | None, new: World | None = None) -> None:
-        """Judge the pending failures. `new` is the world that follows."""
+        """Judge the pending failures. `new` is the next world."""
         pending, last = self.state.pending, self.state.world
         if not pending:
             return
@@ -404,7 +404,7 @@ class _Step:
         self.count(known, self.now, pending)
 
     def count_all_repaired(self, report: messages.Report) -> None:
-        if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
+        if report.generation > self.state.followed:  # another coordinator has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)
         for repaired in attempts.uncounted([report.past], self.state.counted, report.generation):
@@ -414,7 +414,9 @@ class _Step:
     def count_repaired(self, repaired: attempts.Repaired) -> None:
         past, ago_s = repaired
         failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
-        pending = tuple(each for each in self.state.pending if each.failure.start != past.start)  # also reported as a failure
+        pending = tuple(
+            each for each in self.state.pending if each.failure.start != past.start
+        )  # a member may also have reported this failure
         self.state = replace(self.state, counted=past.start, pending=pending)
         self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
 

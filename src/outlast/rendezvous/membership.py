@@ -213,7 +213,7 @@ class Membership:
         if request.get("generation") != called.generation:
             try:
                 notice_file.write(self.notice, "call", called.reason, called.deadline, generation=called.generation)
-            except OSError:  # a full disk: training receives no request to save, and could not save
+            except OSError:  # the disk is full: training receives no request to save, and could not save
                 return True
         return False
 
@@ -316,7 +316,7 @@ class Membership:
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
             if self.mesh:
-                self.mesh.id = self._client.id  # an etcd assigns it after the first report
+                self.mesh.id = self._client.id  # etcd assigns the id after the first report
             world, called = self._client.world, self._client.called
             if (
                 fields["standing"] is MemberState.DONE
@@ -342,7 +342,7 @@ class Membership:
         reported = self._take_up(world, again=again)
         notice_file.end_call(self.notice)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
-        with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
+        with contextlib.suppress(OSError):  # the file is for people only; a full disk must not prevent a world
             files.replace(self._state / contract.WORLD, json.dumps(fields))
         reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}
         self._client.report(standing=MemberState.TRAINING, **reported)
@@ -409,8 +409,8 @@ class Membership:
         return self._unsaved
 
     def _read_steps(self) -> None:
-        """Read the newest steps from the processes' records. The last world's values count until the new processes have
-        restored."""
+        """Read the newest steps from the processes' records. The last world's values count until the new processes have restored
+        the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))

@@ -120,7 +120,7 @@ class Called:
     deadline: float
     """When a planned call becomes unplanned, in seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds from receipt to `deadline`, counted on the recipient's clock."""
+    """Seconds from receipt to `deadline`, on the recipient's clock."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -45,9 +45,9 @@ class View:
     refused: tuple[int, ...] = ()
     """The subset of `unheard` whose processes have ended."""
     noticed: float = 0.0
-    """Time at which `unheard` last grew."""
+    """When `unheard` last grew."""
     answers: bool = False
-    """True if the member has stopped its processes and waits, which proves that it is alive."""
+    """True if the member has stopped its processes and waits, so it is alive."""
 
     @property
     def speaks(self) -> bool:
@@ -67,7 +67,7 @@ class Verdict:
     ask: tuple[int, ...] = ()
     """The majority, if any, that a minority does not hear: all members must be called, to find out which members answer."""
     look_again: float | None = None
-    """Time at which the verdict may change without new reports."""
+    """When the verdict may change without new reports."""
 
     @property
     def out(self) -> tuple[int, ...]:

@@ -39,7 +39,7 @@ class Record(NamedTuple):
     time: float
     """Time of the verdict, in seconds since the epoch."""
     committed_step: int
-    """The newest committed step at that time."""
+    """The newest committed step at this time."""
     failed_step: int | None
     """The step that raised, hung or ran out of memory; None if it is unknown or a kill was unrelated to it."""
 
@@ -79,8 +79,8 @@ class Kills:
     """The furthest step that any killed process reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step`
-        is None, running for longer than `LIVED_S` counts as progress."""
+        """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step` is
+        None, running for longer than `LIVED_S` counts as progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
@@ -93,11 +93,9 @@ class Kills:
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """Return the verdict on a failure, with its reason in one sentence.
-
-    `everywhere` is True if every rank raised this error before its first step, so that the machine is not the cause.
-    """
-    # If the clock was set back, date future failures now, or they would stay in the window for too long.
+    """Return the verdict on a failure. `everywhere` is True if every rank raised this error before its first step, so that the
+    machine is not the cause."""
+    # If the clock was set back, failures in the future count as current, or they would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)

@@ -48,7 +48,7 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
+    """The worker that connects. `environ` has the settings that are not in the endpoint."""
 
     run: str
     id: int
@@ -58,11 +58,11 @@ class Member:
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
     """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Called with the run's end once the operator has published it, before anything acts on it."""
+    """Called with the run's end once the operator has published it, before anything acts on the end."""
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output; the next world's is higher."""
+        """The newest generation recorded in the run's output; the next world's generation is higher."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 

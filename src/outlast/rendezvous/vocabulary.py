@@ -45,14 +45,14 @@ class Member:
     standing: MemberState
     generation: int = 0
     since: float = 0.0
-    """Time at which `standing` last changed."""
+    """When `standing` last changed."""
     failed: bool = False
     why: str = ""
     """Description of the failure; empty if the failure is unknown or only a consequence of another worker's failure."""
     unheard: tuple[int, ...] = ()
     refused: tuple[int, ...] = ()
     noticed: float = 0.0
-    """Time at which `unheard` last grew."""
+    """When `unheard` last grew."""
     held: int = 0
     again: bool = False
     owes: bool = True
@@ -101,7 +101,7 @@ class Call:
     """True if training saves first; otherwise its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that are leaving. Once they have saved, their absence is not a failure."""
+    """Workers whose absence is not a failure once they have saved."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
     """Unresponsive workers to kill; see `rendezvous.partition`."""
@@ -191,7 +191,7 @@ class State:
     world: World | None = None
     """The last published world, even if it is no longer training."""
     called: Call | None = None
-    """The last call; it is pending while its generation is newer than the world's."""
+    """The last call, which is pending while its generation is newer than the world's."""
     since: float = -math.inf
     """When this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` of it."""
     min_generation: int = 0

@@ -151,7 +151,7 @@ class _Situation:
         return None
 
     def wait(self, what: str, end: float | None, *, then: str = "", look_again: float | None = None) -> Wait:
-        """Return a wait until `end`, which defaults `look_again`, with the remaining seconds in its reason."""
+        """Return a wait until `end`, with the remaining seconds in its reason. `look_again` defaults to `end`."""
         left = f" ({math.ceil(end - self.now)} s left)" if end not in (None, math.inf) else ""
         return Wait(f"{what}{left}{then}", look_again or end, f"{what}{then}")
 
@@ -166,7 +166,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """Continue with an unused generation if another coordinator was active, or if this one has lost its state."""
+    """Continue with an unused generation if another coordinator was active, or if this coordinator has lost its state."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -365,7 +365,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """Keep lost workers out for a while, because a flapping connection could otherwise end one world after another."""
+    """Keep lost workers out for a while, because a flapping connection could otherwise end world after world."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None

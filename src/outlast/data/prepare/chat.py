@@ -52,7 +52,9 @@ def digest(directory: Path) -> str:
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
     """Load a directory's tokenizer, adding a chat template if needed. Cached per process by `digest`. Raises OutlastError."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # otherwise transformers warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
     try:

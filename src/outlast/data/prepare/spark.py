@@ -253,8 +253,8 @@ class _ExecutorWatch:
         if time.monotonic() < self._next_check:
             return
         self._next_check += _NO_EXECUTOR_S
-        with contextlib.suppress(Exception):  # Java may have ended, which the job reports
-            if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
+        with contextlib.suppress(Exception):  # Java may have ended; then the job fails, too
+            if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver counts as an executor
                 self._say(
                     f"no executor has come for {_NO_EXECUTOR_S:.0f} s: {self._master} has no free cores or memory for one, or "
                     f"its machines do not reach this one{_PENDING if self._master.startswith('k8s://') else ''}; waiting for them"

@@ -222,7 +222,7 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
     stream = container.streams.video[0]
     timed = stream.duration is not None
-    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the file's duration includes it
+    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the file's duration includes the start time
     duration: Fraction = stream.duration * stream.time_base if timed else Fraction(container.duration or 0, 1_000_000) - late
     room = duration - Fraction(settings.frames, FRAMES_PER_SECOND)
     return max(Fraction(0), room * (2 * at + 1) / (2 * settings.clips))

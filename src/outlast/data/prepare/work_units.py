@@ -238,7 +238,9 @@ class Place:
                 )
         shard_format.write(self.request.to, manifest)
         _remove_partial(self.request.to)
-        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may still write there; the next run removes the rest
+        shutil.rmtree(
+            self.private, ignore_errors=True
+        )  # a lost executor may still write there; the next run removes what it writes
         return shard_format.read(self.request.to)
 
 
@@ -358,7 +360,7 @@ def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[pl
     noted = private / "plan"
     outdated = not noted.exists() or noted.read_text() != digest
     if outdated:
-        noted.unlink(missing_ok=True)  # first: see `check_attempt`
+        noted.unlink(missing_ok=True)  # remove the plan first: see `check_attempt`
     for directory in (request.to, private):
         _remove_partial(directory)
     if outdated:

@@ -166,11 +166,11 @@ class Term:
         record, id = key_schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
-            return  # from another program, or already processed
+            return  # the record is from another program, or already processed
         if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._own.previous_incarnation):
-            return  # from another job, or a run that is over
+            return  # the record is from another job, or from a run that is over
         if record.token in self._own.ended:
-            return  # fenced, but not aware of it yet
+            return  # the process was fenced, but does not know that yet
         if token and token != record.token:
             self._take(messages.Gone(id))  # another process has replaced the member
         self._seen[id] = record.token, kv.modified
@@ -183,10 +183,12 @@ class Term:
                 return
             if report.generation == now.generation and not report.again:
                 report = replace(report, generation=now.generation - 1)
-        if report.failure:  # dated by its arrival, since the member's clock may differ from ours
+        if report.failure:  # dated by its arrival because clocks differ
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if given_up and report.failure and report.generation >= self.state.generation:  # unless the world has moved on without it
+        if (
+            given_up and report.failure and report.generation >= self.state.generation
+        ):  # unless the world has moved on without this member
             reason = report.failure.get("reason", f"worker {id} gives up")
             self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.LIMIT))
         self._take(report)
@@ -243,7 +245,7 @@ class Term:
                     self._own = replace(self._own, why=steady)
                 case who_trains.World(members=ranks):
                     self._own = replace(self._own, tokens=tuple(self._seen[id][0] for id in ranks))
-                case coordinator.Fence(id, reason):  # recorded by the process's token
+                case coordinator.Fence(id, reason):  # the state lists fenced processes by token
                     ended = [*self._own.ended.items(), (self._seen[id][0], reason)]
                     self._own, self.state = replace(self._own, ended=dict(ended[-ENDED:])), replace(self.state, fenced={})
                 case _:
@@ -333,7 +335,7 @@ class Candidate:
         self.ended = False
         self._at = 0
         self._began: int | None = None
-        """The revision of our first listing; None until then."""
+        """Revision of our first listing; None until then."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -347,7 +349,7 @@ class Candidate:
     def listed(self, listing: Outcome, below: str = "") -> None:
         """Process a listing of all keys below `prefix`. `below` is the prefix of the request; `prefix` may have changed since."""
         if below and below != self.prefix:
-            return  # outdated; the new prefix is listed as well
+            return  # the listing is outdated; the new prefix is listed as well
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         if self._began is None:

@@ -44,7 +44,7 @@ _AGAIN = (1, 4, 8, 10, 13, 14)
 """gRPC codes of errors to retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""etcd's message for a JWT that is older than the last change to users or roles."""
+"""etcd's message for an outdated JWT."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
@@ -92,7 +92,7 @@ class Address:
     prefix: str = PREFIX
     tls: bool = False
     cacert: str = ""
-    """File with trusted certificate authorities; empty to use those that this machine trusts."""
+    """File with certificate authorities; empty to trust those of this machine."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -164,7 +164,7 @@ class Etcd:
     """A process's connection to etcd, opened by the first request and shared by all threads."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s` is the timeout for one endpoint, after which the request goes to the next endpoint."""
+        """`answer_s` is the timeout for a request to one endpoint, after which the next endpoint is tried."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
         self.local = ""
@@ -172,13 +172,12 @@ class Etcd:
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
-        """Index of the host that the next request tries first."""
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
         """True after the first response, which proves that the address is right."""
         self._watching: dict[socket.socket, int] = {}
-        """The sockets used by watches, with the indices of their hosts."""
+        """The sockets of watches, with the indices of their hosts."""
         self._closed = False
 
     # Calls

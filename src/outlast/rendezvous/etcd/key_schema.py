@@ -4,8 +4,8 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); see docs/decisions/0014. No value
-holds a clock time that other machines compare with their own. Field names are the wire format, except for those in `_WIRE`.
+Members write their keys (`rendezvous.etcd.client`), the coordinator the others (`rendezvous.etcd.election`). No value holds a
+clock time. Field names are the wire format, except for those in `_WIRE`. See docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ class Record(_Value):
 
     report: Report
     token: str
-    """The process's identifier, by which it recognises its own key."""
+    """Identifies the process."""
     nnodes: str = ""
     """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods."""
     incarnation: str = ""
@@ -117,7 +117,7 @@ class Leader(_Value):
     """The coordinator, as recorded in the leader's key."""
 
     token: str
-    """The process's identifier; see `Published.by`."""
+    """Identifies the process."""
     host: str = ""
     id: int | None = None
     word: str = ""
@@ -130,14 +130,14 @@ class Published(PersistedState, _Value):
 
     by: str
     incarnation: str
-    """Identifier that distinguishes successive runs with the same name."""
+    """Distinguishes successive runs with the same name."""
     previous_incarnation: str = ""
     """Incarnation of the previous run with this name, whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
     """Tokens of the world's processes, in rank order, because an index may pass to another process."""
     leave_s: float = 0.0
-    """A planned call's duration, in seconds from when a member receives the call."""
+    """Duration of a planned call, in seconds from when a member receives it."""
     why: str = ""
     """The coordinator's reason for waiting, without the remaining seconds, or a description of normal training."""
     done: tuple[int, ...] = ()

@@ -52,7 +52,6 @@ class Identity:
     id: int | None = None
     """The member's index; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The process's identifier, by which it recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
     """`min:max`; see `key_schema.Record.nnodes`."""
@@ -104,7 +103,6 @@ class EtcdMember:
         self._modified = 0
         """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None
-        """The report in etcd."""
 
     # Writing
 
@@ -167,11 +165,11 @@ class EtcdMember:
     def _reconcile_key(self, current: KeyValue) -> None:
         """Handle an unexpected value in our key. Raises Superseded if another process has our fixed index."""
         record = key_schema.Record.loads(current.value)
-        if record and record.token == self._who.token:  # we wrote it, but the response was lost
+        if record and record.token == self._who.token:  # we wrote the value, but the response was lost
             self._registered = self._registered or current.created
             if current.lease == self._lease:
                 self._modified, self._written = current.modified, record.report
-            else:  # under a lease whose id we have lost
+            else:  # the key has a lease whose id we have lost
                 self._store.txn([modified(current.key, current.modified)], [delete(current.key)])
         elif self._who.id is not None:
             raise Superseded(f"another process is worker {self.id} of run {self._who.run} now, in the place of this one")
@@ -179,7 +177,7 @@ class EtcdMember:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose a low free index at random, because members that start together would all try the lowest."""
+        """Choose a low free index at random: members that start together would all try the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]
@@ -202,7 +200,7 @@ class EtcdMember:
         if not self.synced:
             published = key_schema.Published.loads(kv.value) if kv else None
             if published and not published.closed and published.generation >= self._min_generation:
-                self._min_generation = 0  # etcd stores it already
+                self._min_generation = 0  # etcd stores this generation already
         if kv:
             self._on_published(kv)
         self.synced = True
@@ -225,7 +223,7 @@ class EtcdMember:
         if published is None:
             print("outlast | the published state in etcd is invalid; another version may have written it", flush=True)
             return
-        if published.closed:  # for members of that run, not of a later run
+        if published.closed:  # the end concerns members of that run, not of a later run
             if self._incarnation == published.incarnation or (not self._incarnation and 0 < self._registered < kv.modified):
                 self.closed = published.closed
             return
@@ -233,7 +231,7 @@ class EtcdMember:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if published.incarnation != self._incarnation and not key_schema.live(published, self._leader):
-            return  # from a run that is over or has no new coordinator yet
+            return  # the state is from a run that is over or has no new coordinator yet
         if published.nnodes != self._who.nnodes:
             # The key of a killed job remains until its lease expires; only a leader that stays longer is another job's.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
@@ -246,7 +244,10 @@ class EtcdMember:
             self.closed = Closed(published.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = published.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
-            self._newest, self._tokens = replace(world, mesh_addresses=()), published.tokens  # each member's key has a copy
+            self._newest, self._tokens = (
+                replace(world, mesh_addresses=()),
+                published.tokens,
+            )  # each member's key has a copy of the world
             if (self.id, self._who.token) in zip(
                 world.members, published.tokens, strict=False
             ):  # not an earlier process of our index
@@ -254,10 +255,10 @@ class EtcdMember:
         call = published.called
         if call and (world is None or call.generation > world.generation):
             mark = (call.generation, call.planned, call.reason)
-            if mark != self._call:  # the deadline counts from its arrival, since the coordinator's clock may differ from ours
+            if mark != self._call:  # the deadline counts from the call's arrival because clocks differ
                 self._call = mark
                 self.called = Called(
                     call.generation, call.reason, call.planned, self._wall() + published.leave_s, published.leave_s
                 )
-        elif world:  # its call came first, even if we missed it
+        elif world:  # the world's call came first, even if we missed it
             self.called = Called(world.generation, world.reason, False, self._wall())

@@ -38,9 +38,9 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""Maximum duration of a wait, in seconds, because `Awake` must be read at least every second."""
+"""Maximum duration of a wait, in seconds: `Awake` must be read every second."""
 STOOD_S = 2.0
-"""Seconds by which a turn must be late to show that this process or machine was paused."""
+"""A turn that is late by this many seconds shows that this process or machine was paused."""
 PROVE_S = 5.0
 """Timeout, in seconds, for a new connection to prove that it has the key."""
 STRANGERS = 256
@@ -241,7 +241,7 @@ class Mesh:
             for message in connection.receive() if events & selectors.EVENT_READ else ():
                 self._on_message(caller, message)
             connection.flush()
-        except (OSError, ValueError, RecursionError):  # it disconnected, or is not a member; a member reconnects
+        except (OSError, ValueError, RecursionError):  # the caller disconnected, or is not a member; a member reconnects
             self._drop(caller)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
@@ -266,14 +266,14 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _parse_hello(self, hello: object) -> tuple[int, str, str]:
-        """Return the sender's index, process and address; the address is empty if the sender is in an older world."""
+        """Return the sender's index, process and address, which is empty if the sender is in an older world."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
         if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
             raise Forged("it does not identify itself")
         resolved(address)
-        world = hello.get("generation", self.generation)  # older versions do not send it
+        world = hello.get("generation", self.generation)  # older versions do not send their generation
         return id, process, address if isinstance(world, int) and world >= self.generation else ""
 
     def _handle(self, id: int, message: Mapping[str, Any]) -> None:
@@ -284,7 +284,7 @@ class Mesh:
 
     def _drop(self, caller: _Caller) -> None:
         if caller not in self._callers:
-            return  # already dropped in the same turn, for exceeding the limit
+            return  # already dropped in this turn because there were too many strangers
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -304,7 +304,7 @@ class Mesh:
             peer.watched, peer.due = id in watched, now
             peer.forget(now)
         self.unheard, self.refused, self.complete = (), (), False
-        self.generation = self._hello["generation"] = generation  # set last, since other threads read it
+        self.generation = self._hello["generation"] = generation  # set last because other threads read it
         self._publish()
 
     def _learn(self, generation: int, addresses: dict[int, str], now: float) -> None:
@@ -332,7 +332,7 @@ class Mesh:
         self._over = True
         for caller in self._callers:
             if caller.id is not None:
-                with contextlib.suppress(OSError):  # it disconnected first
+                with contextlib.suppress(OSError):  # the caller disconnected first
                     caller.connection.send({"goodbye": True})
                     caller.connection.flush()
 

@@ -54,7 +54,7 @@ _PROVE_S = 5.0
 _STRANGERS, _BACKLOG = 512, 256
 """Maximum number of connections without a report, and the listen backlog."""
 _PRINT_S = 1.0
-"""Minimum interval, in seconds, between printed warnings about invalid messages."""
+"""Minimum seconds between printed warnings about invalid messages."""
 _MOST_REPLACED = 64
 SCHEME = "unix://"
 TCP = "c10d://"
@@ -224,7 +224,7 @@ class Server:
         self._process: dict[int, str] = {}
         self._replaced: dict[int, collections.deque[str]] = {}
         self._joined: dict[int, int] = {}
-        """The newest generation that a process has reported, for each index."""
+        """The newest generation reported for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
@@ -280,7 +280,7 @@ class Server:
                 said = decode(_Line, json.loads(sealed.opened(line)))
                 report = said.report
                 self._strangers.pop(writer, None)
-                if report.run != self._run:  # left over from an earlier run with the same name
+                if report.run != self._run:  # the worker is left over from an earlier run with the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
                 if id is None and not self._admit(report, said.process[:64], writer):
@@ -298,7 +298,7 @@ class Server:
                 line = await reader.readline()
         except (ValueError, RecursionError) as problem:
             self._print_problem(writer, f"an invalid report: {problem}")
-        except (OSError, TimeoutError):  # it disconnected in the middle of a line, or sent nothing
+        except (OSError, TimeoutError):  # the peer disconnected in the middle of a line, or sent nothing
             pass
         except Exception:  # one member's message must not end the server
             self._print_problem(writer, f"a report of worker {id} that could not be processed:\n{traceback.format_exc()}")
@@ -340,7 +340,7 @@ class Server:
         return True
 
     def _print_problem(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Print a problem, at most once every `_PRINT_S`, because a peer may send any number of invalid messages."""
+        """Print a problem, but not too often, because a peer may send any number of invalid messages."""
         now = time.monotonic()
         if now - self._printed_at < _PRINT_S:
             return
