@@ -66,6 +66,7 @@ class Marker:
             return None
 
     def text(self) -> str:
+        """Return the marker file's content."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
@@ -110,11 +111,8 @@ class Place:
             shutil.rmtree(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty directories; does nothing after `finish`.
-
-        A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
-        this object created it.
-        """
+        """Remove empty directories; does nothing after `finish`. A staging directory with only the lock and the name counts as
+        empty."""
         if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
         for directory in self.staging.glob("[0-9]*"):
@@ -158,10 +156,8 @@ class Place:
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """Lock a dataset's directory and yield its `Place`. `what` is the dataset's name, for messages.
-
-    Raises OutlastError if the directory contains other files or cannot be written, or if its disk is full.
-    """
+    """Lock a dataset's directory and yield its `Place`. `what` is the dataset's name. Raises OutlastError if the directory
+    contains other files or cannot be written."""
     place = Place(directory)
     try:
         _check_empty_or_own(directory)

@@ -53,21 +53,23 @@ class Remote:
 
     @property
     def checked(self) -> bool:
+        """True if a checksum is published."""
         return bool(self.sha256 or self.md5)
 
     @property
     def shown(self) -> str:
+        """URL for messages."""
         return Address.parse(self.url).shown
 
     @property
     def file(self) -> str:
-        """Local name of the file."""
+        """The file's local name."""
         return self.name or Address.parse(self.url).name or "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts for a download. The defaults are arbitrary, but suit most networks."""
+    """Timeouts for a download. Arbitrary."""
 
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""
@@ -158,7 +160,6 @@ class Download:
     # The file
 
     def _fetch(self) -> None:
-        """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped and OSError."""
         self._arrived = time.monotonic()
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:

@@ -26,7 +26,6 @@ from outlast.base.errors import OutlastError
 from outlast.job import url_logins
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
-"""Status codes after which a retry may help."""
 _REMEDY = {
     401: "the server wants a login; write machine HOST login USER password PASSWORD into ~/.netrc, or into OUTLAST_NETRC",
     403: "the server does not allow it; check the URL, or use a browser and outlast data get --from FILE",
@@ -42,7 +41,7 @@ class Unavailable(Exception):
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Seconds to wait before a retry, from the `Retry-After` header."""
+        """Seconds to wait before a retry, from the server."""
         self.answered = answered
 
 
@@ -86,7 +85,7 @@ class Address:
 
     @property
     def name(self) -> str:
-        """Name of the file; empty if the URL has none."""
+        """The file's name; empty if the URL has none."""
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
         return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else ""
 
@@ -128,7 +127,7 @@ class Response:
     """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Unrequested content encoding, such as `gzip`; usually empty."""
+    """Unrequested content encoding, such as `gzip`."""
     _body: Any
 
     def read(self, limit: int) -> bytes:

@@ -23,7 +23,6 @@ class Made:
 
     write: Callable[[Path], object]
     source: Callable[[], str]
-    """Returns the source of the dataset, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,7 +38,7 @@ class Dataset:
 
     @property
     def directory(self) -> str:
-        """Name of the dataset's default directory."""
+        """Name of the default directory."""
         if not self.remotes or "://" not in self.name:
             return self.name
         lower = self.remotes[0].file

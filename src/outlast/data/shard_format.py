@@ -384,8 +384,7 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 class Writer:
     """Writes the shards of one part of a text dataset, in order. A shard gets its final name once it is complete.
 
-    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on, otherwise a single file, `PART.bin`. The
-    concatenated bytes are the same.
+    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on, otherwise a single file, `PART.bin`.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:

@@ -31,7 +31,7 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval at which an unanswered message is repeated. The mesh reports every failed delivery, so repeating is rarely needed."""
+"""Interval at which an unanswered message is repeated. Arbitrary: the mesh reports every failed delivery."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
@@ -62,6 +62,7 @@ class Past:
 
     @property
     def sentence(self) -> str:
+        """The beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
 
@@ -157,7 +158,7 @@ def previous_start(generation: int, attempt: int) -> tuple[int, int]:
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
-    """Return the reported repairs up to `generation` that have not been counted yet, in the order in which to count them.
+    """Return the reported repairs up to `generation` that have not been counted yet, in order.
 
     Each has its age relative to the newest repair, because the coordinator may have been away for days. `counted` is the
     generation and attempt of the last counted failure. Invalid entries are omitted.

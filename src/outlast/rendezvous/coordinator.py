@@ -35,7 +35,6 @@ class Settings:
     """A coordinator's settings for one run."""
 
     sizes: tuple[int, ...]
-    """Allowed sizes of a world, ascending."""
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
@@ -59,8 +58,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the cause of
-    the pending failures if the owner knows it."""
+    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
+    failures' cause if the owner knows it."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -68,8 +67,8 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Known | attempts.Repaired | Tick | Ending
-"""A member's report or loss, a failure that the owner has noticed (a `Known` one is counted at once), a failure that the members
-have repaired, a request for a decision, or an ending that the owner requests."""
+"""A member's report or loss, a failure that the owner has noticed (a `Known` failure is counted at once), a failure that the
+members have repaired, a request for a decision, or an ending that the owner requests."""
 
 
 # Effects
@@ -136,8 +135,8 @@ def show(effect: Effect, sink: EventSink) -> None:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """What the coordinator's successor cannot learn from the members. Times are ages in seconds because clocks differ. The field
-    names are also used in `launcher.json` and, with exceptions (`etcd.key_schema`), in etcd."""
+    """What a successor cannot learn from the members. Times are ages in seconds because clocks differ. Field names are also used
+    in `launcher.json` and, mostly, in etcd (`etcd.key_schema`)."""
 
     world: World | None = None
     called: Call | None = None
@@ -145,14 +144,12 @@ class PersistedState:
     min_generation: int = 0
     """Calls only use generations above this one."""
     counted: int = 0
-    """The newest generation with a counted failure."""
     attempt: int = 0
     """The attempt in which the counted failure occurred; see `failure.Failure.attempt`."""
     restarts: int = 0
     failures: tuple[tuple[float, int, int | None], ...] = ()
     """`restart_budget.Record`s, each with an age instead of a time."""
     failure: Mapping[str, Any] | None = None
-    """The last counted `failure.Failure`."""
     lost: tuple[tuple[int, float, int], ...] = ()
     """`partition.Loss`es that keep members out of worlds, as (id, age, number of consecutive losses)."""
 
@@ -180,7 +177,7 @@ class CoordinatorState(who_trains.State):
 
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
-    """Failures of the current generation that have not been judged yet."""
+    """Unjudged failures of the current generation."""
     pending_since: float = 0.0
     """When the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
@@ -211,8 +208,8 @@ class CoordinatorState(who_trains.State):
         may have moved on without a restarted worker.
 
         An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt
-        that some members had already begun. Any other failure counts by itself, such as a crash during a call to grow. A member
-        that left counts as failed only if other members have failed.
+        that some members had already begun. Any other failure counts by itself. A member that left counts as failed only if other
+        members have failed.
         """
         of = self.world.generation if self.world else None
         called_for = self.counted[0] if self.called and self.called.cause is Cause.FAILED else None
@@ -222,6 +219,7 @@ class CoordinatorState(who_trains.State):
         return new if any(not (each.echo and each.failure.left) for each in (*self.pending, *new)) else []
 
     def persisted(self, now: float) -> PersistedState:
+        """Return the state for a successor."""
         failures = tuple((now - at, committed, step) for at, committed, step in self.history)
         lost = tuple((id, now - loss.at, loss.times) for id, loss in self.lost.items() if loss.held)
         rest = *self.counted, self.restarts, failures, self.failure, lost
@@ -378,7 +376,7 @@ class _Step:
         self.state = replace(self.state, pending=(*self.state.pending, failed), pending_since=since)
 
     def judge_if_settled(self, cause: Known | None) -> None:
-        """Judge pending failures once the debounce time has passed, even if no new world can form yet."""
+        """Judge pending failures after the debounce time, even if no new world can form yet."""
         state, debounce = self.state, self.settings.debounce
         trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
         wait_s = debounce.answer if trains and root_cause.only_echoes(state.pending) else debounce.settle

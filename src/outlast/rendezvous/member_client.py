@@ -95,12 +95,12 @@ class Client:
 
     @property
     def why(self) -> str:
-        """The coordinator's reason for waiting, if it publishes one."""
+        """The coordinator's reason for waiting, if published."""
         return self._board.published().why
 
     def report(self, standing: str, **fields: Any) -> None:
         """Report the member's new `standing`, a `MemberState`, without waiting for the write. `fields` are fields of `Report`;
-        omitted fields keep their values. The first report connects."""
+        omitted fields keep their values."""
         self._replace(lambda last: last.changed(standing, **fields))
         if not self._threads[0].ident:
             self._reachable = True
@@ -149,7 +149,7 @@ class Client:
             raise
 
     def _end(self, reason: str, code: int) -> None:
-        """Exclude this member from further worlds, and stop its reports. The run may continue without it."""
+        """Exclude this member from further worlds. The run may continue without it."""
         with self._changed:
             if not self.closed:
                 print(f"outlast | {reason}", flush=True)

@@ -93,7 +93,7 @@ class Membership:
         self.abandoned: Callable[[], bool] = lambda: False
         """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
-        """Called for a new world before its training processes start."""
+        """Called before a new world's training processes start."""
         self.dies: Callable[[], bool] = lambda: False
         """Returns True while a rank is crashing, so that it can report its error before it is stopped."""
         self.pause_s = 0.0
@@ -354,7 +354,6 @@ class Membership:
         return store
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Enter a new world or an attempt, and return the attempt fields of the next report."""
         if self.repairs is None:
             return {}
         if again:
@@ -396,8 +395,8 @@ class Membership:
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
-        member leaves, because few workers may have the step in memory."""
+        """Return whether training saves on request. A step to restore (`World.held`) is restored first, even if a member leaves,
+        because few workers may have it in memory."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress_file.Progress]:

@@ -18,9 +18,8 @@ from outlast.rendezvous import vocabulary
 from outlast.rendezvous.vocabulary import Id, MaybeAddress, MemberState, World
 
 _MOST_UNHEARD = 256
-"""Maximum number of peers in one report; a member watches only a few."""
+"""Maximum number of peers in one report."""
 _MOST_PAST = 64
-"""Maximum number of repaired failures in one report."""
 _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 
 
@@ -42,9 +41,9 @@ class Report:
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, hung, left, early, step,
     committed}`. Fields may be missing.
 
-    `cause` is a `contract.FailureCause`, and `log_tail` has the last lines of the rank's log. `echo` is true if the error is only
-    a consequence of another rank's end. For `hung`, `left` and `early` see `failure.Failure`. `step` is the last step and
-    `committed` the newest saved step; both are None for a plain script.
+    `cause` is a `contract.FailureCause`. `echo` is true if the error is only a consequence of another rank's end. For `hung`,
+    `left` and `early` see `failure.Failure`. `step` is the last step and `committed` the newest saved step; both are None for a
+    plain script.
     """
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""
@@ -68,7 +67,7 @@ class Report:
     """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if none was reported.
 
     `batch` is the number of samples per step over all ranks, divided by this member's number of processes. A world's size must
-    divide it. It is 0 if a member's processes cannot share the samples equally, because then no size would help.
+    divide it. It is 0 if the member's processes cannot share the samples equally.
     """
     mesh_address: MaybeAddress = ""
     """`host:port` where the member's mesh listens; empty if it has none."""

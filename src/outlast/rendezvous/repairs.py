@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh
 
 KIND = "attempt"
-"""The kind of attempt messages in the mesh."""
 REPORTERS = 3
 """Number of members that report repairs, so that the coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02
@@ -44,6 +43,7 @@ class Repairs:
 
     @property
     def attempt(self) -> int:
+        """The current world's attempt, counted from 0."""
         return self._participant.attempt if self._participant else 0
 
     @property

@@ -18,8 +18,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job: in general, and for a full disk, because a user may clean it up during
-the pauses, which add up to minutes."""
+"""Number of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up
+meanwhile."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds for `Kills`, in seconds; arbitrary."""
 

@@ -59,8 +59,8 @@ PLAIN_PODS = Debounce(cause=5.0)
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`messages.Report.failure`). `start` is the generation and attempt of the failed
-    processes. An invalid failure still counts, because it could otherwise cause endless restarts."""
+    """Return the failure in a member's report. `start` is the generation and attempt of the failed processes. An invalid failure
+    still counts, because it could otherwise cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     try:
         failure = decode(Failure, {**{name: report[name] for name in _REPORTED if name in report}, **of})
@@ -118,7 +118,7 @@ def judge(
     """Return the failure, marked as counted or not, and the verdict on the job.
 
     `pending` are all failures in the `current` world. `fits` is False if that world's size is no longer allowed
-    (`who_trains.fits`): its script may have refused the size, and the next world has another size.
+    (`who_trains.fits`): the script may have refused it, and the next world has another size.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())

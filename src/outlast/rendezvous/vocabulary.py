@@ -16,7 +16,6 @@ from outlast.job import contract
 from outlast.rendezvous import partition
 
 Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
-"""A worker's index."""
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
 MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
@@ -61,7 +60,7 @@ class Member:
 
 
 class Cause(enum.StrEnum):
-    """The machine-readable reason for a call; `Call.reason` is the text for people."""
+    """The machine-readable reason for a call."""
 
     UNKNOWN = ""
     """No cause was given, or a newer version has introduced it."""
@@ -161,8 +160,8 @@ class Desired:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Ids of the workers that should be members, whether connected or still starting; absent workers are awaited until a timeout.
-    If None, any worker may join until the target is reached."""
+    """Ids of the workers that should be members; absent workers are awaited until a timeout. If None, any worker may join until
+    the target is reached."""
 
 
 @dataclass(frozen=True)
@@ -178,7 +177,7 @@ class Timeouts:
     leave: float = 75.0
     """Grace period in which training saves after a planned call."""
     answer: float = 10.0
-    """Timeout for a connected worker to join a world or stop its processes, and for all workers to report to a restarted
+    """Timeout for a connected worker to join a world or stop its processes, and for all workers to report to a new
     coordinator."""
 
 
@@ -233,6 +232,7 @@ class State:
         return replace(self, members=members, departed=self.departed | (gone & joined.keys()))
 
     def after(self, decision: Decision) -> Self:
+        """Return the state after a decision."""
         if isinstance(decision, Call):
             already = self.called.lost if self.called and self.called.generation == decision.generation else ()
             now, none = decision.at, partition.Loss(-math.inf, 0)

@@ -193,7 +193,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """Call all members to find out which answer, if a minority cannot hear a silent majority."""
+    """Call all members if a minority cannot hear a silent majority, to find out which members answer."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")

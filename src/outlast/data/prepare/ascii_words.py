@@ -67,6 +67,7 @@ class Table:
         return len(self._words) > _WORDS or self._bytes > _BYTES
 
     def clear(self) -> None:
+        """Remove all words."""
         self._words: dict[bytes, tuple[int, int]] = {}
         self._store = array("H" if self._dtype.itemsize == 2 else "I")
         self._bytes = 0

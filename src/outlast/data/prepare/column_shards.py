@@ -15,7 +15,7 @@ from outlast.data.prepare import source_files, work_units
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Total size of a shard's samples in bytes. Arbitrary: large enough for efficient requests, small enough for memory."""
+"""Total size of a shard's samples in bytes. Arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -25,7 +25,6 @@ class Batch(Generic[T]):
     number: int
     part: str
     shard: int
-    """Index of the shard within its part."""
     items: tuple[T, ...]
     bytes: int
     """Total size of the items' files in bytes."""

@@ -30,9 +30,9 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Maximum size of an image file in bytes. Arbitrary: the largest camera JPEGs are a tenth of this."""
+"""Maximum size of an image file in bytes. Arbitrary: ten times the largest camera JPEGs."""
 NAMED = 5
-"""Maximum number of damaged images that the manifest lists; all are counted."""
+"""Maximum number of damaged images that the manifest lists."""
 _TINY = "val/val_annotations.txt"
 
 
@@ -145,7 +145,6 @@ def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
 
 
 def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
-    """Return the classes of tiny-imagenet-200's `val/images/*`, by file."""
     if all(file.name != _TINY for file in sources):
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]

@@ -32,7 +32,7 @@ Segments = list[tuple[str, str, bool]]
 _Record = tuple[dict[str, Any], Segments]
 T = TypeVar("T")
 NAMED = 3
-"""Maximum number of damaged records that the manifest lists; all are counted."""
+"""Maximum number of damaged records that the manifest lists."""
 
 
 @dataclass(frozen=True)
@@ -52,6 +52,7 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
+        """The tokenizer's settings, as for `text`."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
@@ -103,7 +104,6 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
 
 
 def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """Return the coder for the given or a newly trained tokenizer, and the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))

@@ -67,6 +67,8 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
+    """Pieces for one process."""
+
     number: int
     pieces: tuple[Piece, ...]
 
@@ -76,7 +78,7 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
+    """Return the files of a source, a directory or a file, that match any of the patterns, sorted by name.
 
     Omits hidden files and the target directory `to`. A pattern matches the name or the path below the source. Raises BadSource.
     """
@@ -159,8 +161,8 @@ def hash_fraction(key: str | bytes) -> float:
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
     """Return the part of each file, by name.
 
-    If the names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With two or
-    more files, each part gets at least one.
+    If the names do not divide the files (`named`), a file is in val if its `hash_fraction` is below `share`. With two or more
+    files, each part gets at least one.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
@@ -173,10 +175,8 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 
 
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
-    """Divide documents into units of about `size` bytes, in order.
-
-    Small documents share a unit, large ones span several units, and empty ones are omitted.
-    """
+    """Divide documents into units of about `size` bytes, in order. Small documents share a unit, and empty documents are
+    omitted."""
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []
     room = size

@@ -34,8 +34,8 @@ from outlast.data.dataset_directory import Say
 from outlast.data.prepare import source_files, work_units
 
 PARTITIONS = 4096
-"""Default maximum number of tasks per stage. A unit takes 0.1 s to several seconds, so one task per unit balances the load best,
-but more tasks would overload Spark's driver."""
+"""Default maximum number of tasks per stage. One task per unit balances the load best, but more tasks would overload Spark's
+driver."""
 FAILURES = 4
 """Maximum number of attempts per task; Spark's default."""
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
@@ -62,6 +62,7 @@ class Settings:
 
     @property
     def failures(self) -> int:
+        """Maximum number of attempts per task."""
         return int(self.conf.get("spark.task.maxFailures", FAILURES))
 
 
@@ -359,7 +360,6 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 
 def _ended(future: Future[Any]) -> bool:
-    """Wait up to _POLL_S for a call, and return whether it has ended."""
     return bool(wait([future], _POLL_S).done)
 
 
@@ -379,10 +379,8 @@ class _Progress:
 def _run(
     groups: Iterable[Sequence[_U]], *, task: work_units.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work_units.Note], Exception | None]]:
-    """Run a task's units. Yields their notes and the error that ended the task, or None.
-
-    An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
-    """
+    """Run a task's units, and yield their notes and the error that ended the task, if any. Errors that may be due to this machine
+    are raised, so that Spark retries, unless this is the last attempt."""
     from pyspark import TaskContext
 
     notes: dict[int, work_units.Note] = {}
@@ -401,10 +399,8 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Return whether an error may be due to this machine, so that another machine may succeed.
-
-    A BadSource is a user's mistake, and so is any other OutlastError, unless an OSError caused it.
-    """
+    """Return whether an error may be due to this machine. A BadSource is a user's mistake, and so is any other OutlastError,
+    unless an OSError caused it."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)
     return True

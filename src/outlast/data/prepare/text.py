@@ -30,7 +30,6 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, F
 SAMPLE = 256 << 20
 """Maximum number of bytes of text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
 _WINDOW = 1 << 16
-"""Maximum number of bytes to search for a place to cut a document."""
 
 
 @dataclass(frozen=True)
@@ -42,7 +41,6 @@ class Settings:
     vocab_size: int | None = None
     """Vocabulary size of a BPE trained here; by default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
-    """Fraction of the documents in val."""
     separator: str | None = None
     """Token after each document; None means the tokenizer's own separator, and an empty string means no separator."""
     patterns: tuple[str, ...] = ()
@@ -173,7 +171,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the part of each text in a unit, the text, and whether the text ends a document.
+    """Yield the part and the content of each text in a unit, and whether it ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
@@ -212,8 +210,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Return the offset of the first place at or after byte `near` where the document can be cut: before a space or newline after
-    a printable character, so as not to split a GPT-2 word, or else between any two characters."""
+    """Return the first place at or after byte `near` where the document can be cut: before a space or newline after a printable
+    character, so as not to split a GPT-2 word, or else between any two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)

@@ -22,7 +22,6 @@ from outlast.data import shard_format
 from outlast.data.prepare import ascii_words, source_files
 
 SEPARATOR = "<|endoftext|>"
-"""Token between documents in GPT-2."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 """Tokens between documents in various tokenizers."""
 GPT2_VOCABULARY = 50_257
@@ -69,10 +68,8 @@ def vocab_size(tokenizer: Any) -> int:
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """Return the token that follows each document: `name`, or if `name` is None the first of SEPARATORS in the vocabulary.
-
-    Returns None if `name` is empty, or if no separator is found. Raises OutlastError if the vocabulary lacks `name`.
-    """
+    """Return the token that follows each document: `name`, or if it is None the first of SEPARATORS in the vocabulary. Returns
+    None for no separator. Raises OutlastError if the vocabulary lacks `name`."""
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
         return next((int(token) for token in tokens if token is not None), None)

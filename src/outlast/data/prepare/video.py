@@ -64,7 +64,6 @@ class Clip:
 
     file: str
     at: int
-    """Index of the clip in its video."""
     label: int
 
 

@@ -30,9 +30,8 @@ from outlast.data.prepare import source_files as plan
 
 PRIVATE = ".prepare"
 _OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
-"""Pattern for the files that an unfinished run leaves beside PRIVATE."""
+"""Files that an unfinished run leaves beside PRIVATE."""
 _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
-"""Pattern for partial files beside and in PRIVATE; see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
 """Memory in bytes that a process needs besides its samples, as measured with a tokenizer or decoders imported."""
@@ -54,10 +53,8 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """Runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
-
-    Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
-    """
+    """Runs one unit in a stage: calls `do`, then writes the unit's note. Two processes may run the same unit at once: they write
+    the same bytes to temporary files, and rename the complete files."""
 
     do: Callable[[_U], Note]
     stage: str
@@ -107,7 +104,7 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 def check_attempt() -> None:
     """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
-    A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or when it renames its removed
+    A new run first removes the old plan, then unfinished files, so an outdated unit fails here, or when it renames its removed
     file.
     """
     if attempt := _attempt.get():
@@ -134,11 +131,11 @@ class Request:
     source: Path
     to: Path
     processes: int = 1
-    """Number of processes on this machine; 0 means as many as its cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0 means as many as fit (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
     """Called with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
-    """The dataset that already exists in the store to which `to` will be uploaded, if any."""
+    """The existing dataset in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
     """Set it to stop the run; the next run continues."""
     unit: int = plan.UNIT
@@ -166,10 +163,8 @@ def fitting(request: Request, each: int) -> Request:
 
 
 def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shard_format.Manifest | None:
-    """Return the manifest of the existing dataset, or None if the target has no dataset yet.
-
-    Raises OutlastError if the target contains other files, or if the source or the settings have changed.
-    """
+    """Return the manifest of the existing dataset; None if there is no dataset yet. Raises OutlastError if the target contains
+    other files, or if the source or the settings have changed."""
     to = request.to
     if request.uploaded or (to / shard_format.MANIFEST).exists():
         made = request.uploaded or shard_format.read(to)
@@ -332,10 +327,8 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target, and remove an earlier run's results if the settings or the source have changed.
-
-    Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
-    """
+    """Lock the target, and remove an earlier run's results if the settings or the source have changed. Raises AlreadyRunning, and
+    OutlastError if the target cannot be written."""
     private = request.to / PRIVATE
     try:
         private.mkdir(parents=True, exist_ok=True)

@@ -38,7 +38,6 @@ LONGEST_PAUSE_S = 0.5
 LIST_S = 10.0
 """Seconds between listings of watched keys, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
-"""Seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
 """Seconds that a finished member remains a candidate, because one of the members must close the run."""
 
@@ -166,6 +165,7 @@ class Running:
 
     @property
     def ended(self) -> bool:
+        """True if the run is over."""
         return self._candidate.ended
 
     def start(self) -> None:
@@ -289,7 +289,7 @@ class Run:
     """The coordinator; None before an election and after the end."""
     world: World | None = None
     called: Call | None = None
-    """The pending call, for a newer generation than the world's."""
+    """The pending call, if any."""
     closed: Closed | None = None
     why: str = ""
     """The coordinator's reason for waiting, or a description of normal training."""

@@ -30,13 +30,12 @@ LINGER_S = 600
 LISTEN_S = 1.0
 """Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""Seconds that a new coordinator waits for the first report, because all members may have been disconnected."""
+"""Seconds that a new coordinator waits for a first report, because all members may have been disconnected."""
 PASSED = 100
 """Number of generations to skip if etcd has lost its state."""
 WHY_S = 0.5
 """Minimum interval, in seconds, between writes that change only the reason for a wait."""
 ENDED = 100
-"""Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
 """Maximum random delay, in seconds, before running for election, because all candidates notice the end of a term at once."""
 
@@ -344,6 +343,7 @@ class Candidate:
 
     @property
     def prefix(self) -> str:
+        """Prefix for the keys to watch."""
         return f"{self._keys.root}/" if self.term else self._keys.decided
 
     def listed(self, listing: Outcome, below: str = "") -> None:

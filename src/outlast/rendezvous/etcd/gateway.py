@@ -221,8 +221,8 @@ class Etcd:
             self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
-        """Yield the events after a revision for keys with this prefix, in order, forever. The first item, sent when the watch
-        starts, is empty.
+        """Yield the events after a revision for keys with this prefix, forever. The first item, sent when the watch starts, is
+        empty.
 
         Raises Behind if the revision is compacted or not reached yet, and EtcdAway, including after `interrupt`.
         """
@@ -426,11 +426,8 @@ class Etcd:
         raise EtcdError(f"etcd at {where} rejects a request: {message} (code {code})")
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
-        """Return the error for a connection that failed or ended without a response.
-
-        A missing or rejected client certificate may cause either: with TLS 1.3 the server checks it after the handshake, and its
-        alert may be lost.
-        """
+        """Return the error for a connection that failed or ended without a response. A bad client certificate may cause either:
+        with TLS 1.3 the server checks it after the handshake, and its alert may be lost."""
         self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
@@ -460,7 +457,7 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """Raised if this endpoint cannot serve our requests, although another endpoint of the same etcd may."""
+    """Raised if this endpoint cannot serve our requests; another endpoint may."""
 
 
 class _Expired(EtcdAway):

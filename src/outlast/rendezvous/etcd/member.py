@@ -41,7 +41,7 @@ TTL_S = 5
 """TTL of a member's lease, in seconds: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
 """TTL, in seconds, of a member's lease once its peers watch it. Peers report a silent machine within 3 s, but not a stopped
-process: after a stop of 5 s, this lease (renewed every third of the TTL) has more than a second left."""
+process, whose lease must outlast a stop of 5 s."""
 
 
 @dataclass(frozen=True)
@@ -192,7 +192,7 @@ class EtcdMember:
     # Receiving
 
     def listed(self, listing: Outcome) -> None:
-        """Process a listing of all keys below `key_schema.Keys.decided`."""
+        """Process a listing of the keys below `key_schema.Keys.decided`."""
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         self._on_leader(current.get(self._keys.leader))

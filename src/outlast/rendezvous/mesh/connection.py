@@ -56,6 +56,7 @@ class Connection:
 
     @property
     def writing(self) -> bool:
+        """True if bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:

@@ -75,8 +75,8 @@ class Mesh:
         self.generation = 0
         """The generation that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """Watched peers that were heard before and are now silent or refuse connections. Other silent peers may run a version
-        without a mesh, or a firewall may block their port."""
+        """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard may run a
+        version without a mesh."""
         self.refused: tuple[int, ...] = ()
         """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
         self.complete = False
@@ -135,7 +135,7 @@ class Mesh:
         """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
         The future completes when the message is handled. It raises `Undelivered` if the member has left, refuses connections, or
-        does not answer in time.
+        does not answer.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()

@@ -22,8 +22,8 @@ from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
-"""Seconds after which a silent peer counts as unheard: at first; after its connection broke (2 s after its last sign of life);
-and after a pause of this machine, which breaks connections on our side only."""
+"""Seconds after which a silent peer counts as unheard: at first, after its connection broke, and after a pause of this machine,
+which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
 """Counts all messages of this process, because a peer that returns remembers the numbers that it has seen."""
 

@@ -44,7 +44,7 @@ class PeerState:
 
     def accepted(self) -> None:
         """Record that the peer's kernel has accepted a connection, which ends any doubt. An unheard peer must also prove its
-        identity, because another process may now have its port."""
+        identity, because another process may have its port."""
         if not self.unheard:
             self.since = None
 
@@ -60,6 +60,7 @@ class PeerState:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
+        """Record that the peer has proven its identity."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
@@ -69,10 +70,12 @@ class PeerState:
 
     @property
     def attempt_s(self) -> float:
+        """Timeout for one attempt to connect."""
         return LATER_S if self.unheard else ATTEMPT_S
 
     @property
     def pause_s(self) -> float:
+        """Pause after a failed attempt."""
         return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0
 
 
@@ -85,9 +88,8 @@ SMALL = 64
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
     """Return the peers that member `id` watches. `members` and the result are in rank order.
 
-    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. Watching is mutual, and the
-    ring stays connected if any two members are lost. The ranks in a rack are mostly neighbours, so opposite peers notice if a
-    whole rack is cut off.
+    In a large world, these are the peers at distance 1 and 2 on both sides, so the ring stays connected if any two members are
+    lost, and the opposite peer, which is probably in another rack. Watching is mutual.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)

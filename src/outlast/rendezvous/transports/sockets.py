@@ -50,7 +50,6 @@ _LINE_BYTES = 64 << 10
 _MESSAGE_BYTES = 4 << 20
 """Maximum number of bytes in a line to a member, and in a member's queue. A world of 10,000 workers takes 60 KiB."""
 _PROVE_S = 5.0
-"""Timeout for the first report on a connection, in seconds."""
 _STRANGERS, _BACKLOG = 512, 256
 """Maximum number of connections without a report, and the listen backlog."""
 _PRINT_S = 1.0
@@ -131,7 +130,7 @@ class MemberSocket:
         """Do nothing: closing the connection ends the membership."""
 
     def hang_up(self) -> None:
-        """Close the connection, which `watch` notices."""
+        """Close the connection, which ends `watch`."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
@@ -240,6 +239,7 @@ class Server:
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
     async def stop(self) -> None:
+        """Close the socket and all connections."""
         if self._server is not None:
             self._server.close()
         for writer in [*self._writers.values(), *self._strangers]:
