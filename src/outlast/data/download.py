@@ -69,7 +69,7 @@ class Remote:
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts for a download. Arbitrary."""
+    """Timeouts for a download, in seconds. The defaults are arbitrary."""
 
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""

@@ -108,7 +108,7 @@ class Membership:
         self.key = b""
         """The run's key; the mesh is disabled if it is empty."""
         self.mesh: Mesh | None = None
-        """None before the first report, or if the mesh cannot listen."""
+        """None before the first report, without a key, or if the mesh cannot listen."""
         self.repairs: Repairs | None = None
         """None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None

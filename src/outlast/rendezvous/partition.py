@@ -144,8 +144,8 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. In worlds above two, returns none if they are half of the members,
-    because one member may be wrong about all others."""
+    """Return silent members whose machines refuse connections. In worlds above two, returns none if half or more of the members
+    are silent, because one member may be wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()

@@ -118,7 +118,7 @@ def judge(
     """Return the failure, marked as counted or not, and the verdict on the job.
 
     `pending` are all failures in the `current` world. `fits` is False if that world's size is no longer allowed
-    (`who_trains.fits`): the script may have refused it, and the next world has another size.
+    (`who_trains.fits`): the script may have refused the size, and the next world has another size.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())

@@ -98,8 +98,8 @@ def _first(tokenizer: Any) -> list[int]:
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return a rendered conversation's tokens, and whether each is learned: `{% generation %}` blocks, or else the assistant's
-    turns."""
+    """Return a rendered conversation's tokens, and whether each token is learned: those in `{% generation %}` blocks, or in the
+    assistant's turns if the template has no such block."""
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

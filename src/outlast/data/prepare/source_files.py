@@ -67,7 +67,7 @@ class Piece:
 
 @dataclass(frozen=True)
 class Unit:
-    """Pieces for one process."""
+    """Pieces that one process handles as one unit of work."""
 
     number: int
     pieces: tuple[Piece, ...]

@@ -171,7 +171,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """Yield the part and the content of each text in a unit, and whether it ends a document.
+    """Yield the part and the content of each text in a unit, and whether the text ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
