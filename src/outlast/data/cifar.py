@@ -1,8 +1,7 @@
 """CIFAR-10's Python batches: `data_batch_1` ... `data_batch_5`, `test_batch` and `batches.meta`, all pickled dicts.
 
-Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Pixels stay uint8: CIFAR-10's
-50,000 training images take 154 MB, a quarter of their size as float32. Loading a pickle can run any code, so the unpickler here
-accepts only numpy arrays and plain values. `train` and `test` raise `NotCifar` for any other directory.
+Recipes read them with `train` and `test`; `data.digits` writes other images in the same format. Loading a pickle can run any
+code, so the unpickler here accepts only numpy arrays and plain values.
 
 Format: https://www.cs.toronto.edu/~kriz/cifar.html, archive `cifar-10-python.tar.gz`.
 """
@@ -32,7 +31,7 @@ SHAPE = (3, 32, 32)
 
 
 class NotCifar(OutlastError):
-    """The directory does not contain CIFAR-10. The exit code means that a restart cannot help."""
+    """Raised if the directory does not contain CIFAR-10. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -50,24 +49,23 @@ class Images:
     y: NDArray[np.int64]
     """Labels, (n,), from 0 to 9."""
     names: tuple[str, ...]
-    """Names of the ten classes."""
 
     def __len__(self) -> int:
         return len(self.y)
 
 
 def train(directory: Path) -> Images:
-    """Return the training images of the CIFAR-10 dataset in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
+    """Return the training images in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
     return read(directory, TRAIN)
 
 
 def test(directory: Path) -> Images:
-    """Return the test images of the CIFAR-10 dataset in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
+    """Return the test images in `directory` or its `cifar-10-batches-py`. Raises NotCifar."""
     return read(directory, (TEST,))
 
 
 def write(directory: Path, file: str, x: NDArray[np.uint8], y: Sequence[int], title: str) -> None:
-    """Write a batch file of images `x`, (n, 3, 32, 32), with labels `y`, in CIFAR-10's original format."""
+    """Write a batch file of images `x`, (n, 3, 32, 32), with labels `y`."""
     rows = np.ascontiguousarray(x).reshape(len(x), -1)
     _dump(directory / file, {b"batch_label": title.encode(), b"labels": [int(i) for i in y], b"data": rows})
 
@@ -140,7 +138,7 @@ def _load(root: Path, file: str) -> dict[bytes, Any]:
 
 
 class _Disallowed(Exception):
-    """The pickle refers to a name outside the allow-list."""
+    """Raised if the pickle refers to a name outside the allow-list."""
 
 
 class _Unpickler(pickle.Unpickler):
@@ -157,7 +155,7 @@ class _Unpickler(pickle.Unpickler):
 
 
 def _empty_array(*_: object) -> NDArray[np.uint8]:
-    """Stand in for numpy's `_reconstruct`. The array's shape, type and bytes follow in the pickle; numpy checks them."""
+    """Stand in for numpy's `_reconstruct`. The array's shape, type and bytes follow in the pickle."""
     return np.empty(0, np.uint8)
 
 

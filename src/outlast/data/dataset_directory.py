@@ -1,11 +1,10 @@
 """A dataset's directory: files appear once they are complete, and the marker is written last.
 
     DIR/.outlast-get/          staging: the lock, downloads, unpacked files
-    DIR/...                    the dataset: files and directories, moved out of the staging directory
+    DIR/...                    the dataset, moved out of the staging directory
     DIR/.outlast-data.json     the marker: name, source, checksum
 
-A directory with `.outlast-get` but no marker is incomplete, whatever it contains. Another `outlast data get` completes it. A
-place in a store is incomplete if it has an object `.outlast-get`.
+A directory with `.outlast-get` but no marker is incomplete, and so is a place in a store with an object `.outlast-get`.
 """
 
 from __future__ import annotations
@@ -34,7 +33,6 @@ EMPTY = frozenset({"lost+found"})
 _ATTEMPTS = 100
 """Maximum number of attempts to lock a directory that other processes keep removing."""
 _LISTED = 1000
-"""Maximum number of names that a marker lists."""
 
 Say = Callable[[str], None]
 
@@ -46,7 +44,7 @@ class Marker:
     name: str
     """The dataset's name, or its URL."""
     source: str
-    """Source of the dataset: a URL, or a version such as `Python 3.12.4`."""
+    """A URL, or a version such as `Python 3.12.4`."""
     sha256: str = ""
     """Digest of the download; empty for a generated dataset, or for several downloads."""
     checked: bool = False
@@ -59,7 +57,7 @@ class Marker:
 
     @classmethod
     def parse(cls, text: str | bytes) -> Marker | None:
-        """Parse a marker, perhaps from another version of Outlast. Returns None if `text` is not a marker."""
+        """Parse a marker from any version of Outlast. Returns None if `text` is not a marker."""
         try:
             fields = json.loads(text)
             values = {field.name: fields[field.name] for field in dataclasses.fields(cls) if field.name in fields}
@@ -68,15 +66,13 @@ class Marker:
             return None
 
     def text(self) -> str:
-        """Return the content of the marker file."""
+        """Return the marker file's content."""
         return json.dumps({"version": 1, **dataclasses.asdict(self)}, indent=2) + "\n"
 
 
 def marker(directory: Path) -> Marker | None:
-    """Return the marker of a complete dataset; None if there is no marker, or if one of its entries is missing.
-
-    Raises OutlastError if the marker cannot be read.
-    """
+    """Return the marker of a complete dataset; None if the marker or one of its entries is missing. Raises OutlastError if the
+    marker cannot be read."""
     try:
         parsed = Marker.parse((directory / MARKER).read_bytes())
     except (FileNotFoundError, NotADirectoryError):
@@ -115,11 +111,8 @@ class Place:
             shutil.rmtree(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty directories; does nothing after `finish`.
-
-        A staging directory with only the lock and the dataset's name counts as empty. The dataset's directory is removed only if
-        this object created it.
-        """
+        """Remove empty directories; does nothing after `finish`. A staging directory with only the lock and the name counts as
+        empty."""
         if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
         for directory in self.staging.glob("[0-9]*"):
@@ -127,7 +120,7 @@ class Place:
                 directory.rmdir()
         if {entry.name for entry in self.staging.iterdir()} <= {"lock", "name"}:
             shutil.rmtree(self.staging, ignore_errors=True)
-            if self._new:  # and empty
+            if self._new:  # only an empty directory is removed
                 with contextlib.suppress(OSError):
                     self.directory.rmdir()
 
@@ -135,7 +128,7 @@ class Place:
         """Move the tree's content to the directory and write the marker. Returns the marker with the numbers of files and
         bytes."""
         tree = self.staging / "tree"
-        for name in (MARKER, COMING):  # archives of a dataset's directory contain these; they would count as ours
+        for name in (MARKER, COMING):  # an archive of a dataset's directory contains these names, which would count as our own
             _removed(tree / name)
         count = size = 0
         for parent, _, names in os.walk(tree):
@@ -144,14 +137,16 @@ class Place:
         entries = tuple(sorted(entry.name for entry in tree.iterdir()))
         marker = dataclasses.replace(marker, files=count, size=size, entries=entries[:_LISTED])
         files.flush(tree)
-        (self.directory / MARKER).unlink(missing_ok=True)  # from an earlier attempt, part of which is now deleted
+        (self.directory / MARKER).unlink(missing_ok=True)  # the marker of an earlier attempt, part of which is now deleted
         files.sync(self.directory)
         for name in entries:
             _removed(self.directory / name)
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for entry in self.staging.iterdir():  # the lock last: the next holder must not see files that we are about to remove
+        for (
+            entry
+        ) in self.staging.iterdir():  # remove the lock last: its next holder must not see files that we are about to remove
             if entry.name != "lock":
                 with contextlib.suppress(OSError):
                     _removed(entry)
@@ -161,10 +156,8 @@ class Place:
 
 @contextlib.contextmanager
 def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> Iterator[Place]:
-    """Lock a dataset's directory and yield its `Place`. `what` is the dataset's name, for messages.
-
-    Raises OutlastError if the directory contains other files or cannot be written, or if its disk is full.
-    """
+    """Lock a dataset's directory and yield its `Place`. `what` is the dataset's name. Raises OutlastError if the directory
+    contains other files or cannot be written."""
     place = Place(directory)
     try:
         _check_empty_or_own(directory)
@@ -187,7 +180,7 @@ def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) ->
                 place.staging.mkdir(parents=True, exist_ok=True)
                 fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
                 current = os.path.samestat(os.fstat(fd), os.stat(lock))
-            except (FileNotFoundError, FileExistsError):  # removed in between
+            except (FileNotFoundError, FileExistsError):  # another process has removed the directory
                 attempts += 1
                 if attempts > _ATTEMPTS:
                     raise

@@ -41,7 +41,7 @@ def _digits() -> tuple[NDArray[np.uint8], NDArray[np.int64]]:
 
 
 def _interpolation(n: int, m: int) -> NDArray[np.float64]:
-    """Return the matrix (m, n) that stretches a line of n pixels to m, interpolating linearly between the pixels' centres."""
+    """Return the matrix (m, n) that stretches a line of n pixels to m by linear interpolation."""
     centres = np.clip((np.arange(m) + 0.5) * n / m - 0.5, 0, n - 1)
     weights: NDArray[np.float64] = np.maximum(0, 1 - np.abs(centres[:, None] - np.arange(n)[None, :]))
     return weights

@@ -2,11 +2,8 @@
 
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
-While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version and the number of
-bytes on disk. The missing bytes are requested only for the same version (If-Range). If the file has changed, or the server does
-not support ranges, the download restarts from the first byte.
-
-`fetch` verifies the length and the checksum.
+While the file is incomplete, `directory` contains the received bytes, and `state.json` with their number and the file's version.
+The missing bytes are requested only for the same version (If-Range); otherwise the download restarts.
 """
 
 from __future__ import annotations
@@ -37,9 +34,9 @@ _WARN_S = 10.0
 _LARGE = 1 << 30
 """Size in bytes above which a checksum takes seconds."""
 _SAVE_S = 2.0
-"""Interval, in seconds, between writes of the state; a kill loses the bytes received since the last write."""
+"""Seconds between writes of the state; a kill loses the bytes received since the last write."""
 _BEGINNINGS = 4
-"""Maximum number of times a download starts from the first byte: the file may change, or ranges may be unsupported."""
+"""Maximum number of times that a download starts from the first byte, because the file has changed or ranges are unsupported."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -66,24 +63,24 @@ class Remote:
 
     @property
     def file(self) -> str:
-        """Local name of the file."""
+        """The file's local name."""
         return self.name or Address.parse(self.url).name or "data"
 
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """Timeouts for a download. The defaults are arbitrary, but suit most networks."""
+    """Timeouts for a download, in seconds. The defaults are arbitrary."""
 
     patience_s: float = 300.0
     """Seconds without a received byte after which retries stop."""
     absent_s: float = 20.0
-    """Seconds without any response after which retries stop: the host name may be wrong, or the network may be down."""
+    """Seconds without any response after which retries stop: the host name may be wrong, or the network down."""
     timeout_s: float = 60.0
     """A connection's read timeout, in seconds."""
 
 
 class _Changed(Exception):
-    """The file on the server is no longer the version that the bytes on disk are from."""
+    """Raised if the server has another version of the file than the bytes on disk."""
 
 
 class Download:
@@ -107,7 +104,6 @@ class Download:
         """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
         self._version = Version()
         self._beginnings = 0
-        """How often the download has begun at the first byte."""
         self._answered = False
         self._host = self._address.shown.split("/")[2]
         self._arrived = time.monotonic()
@@ -148,11 +144,9 @@ class Download:
 
     @property
     def _identity(self) -> str:
-        """The file's identifier. An earlier download is continued only if it has the same identifier."""
         return self._remote.sha256 or self._address.identity
 
     def _save(self, fd: int) -> None:
-        """Flush the received bytes, then write the state."""
         os.fdatasync(fd)
         state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
         files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)
@@ -166,7 +160,6 @@ class Download:
     # The file
 
     def _fetch(self) -> None:
-        """Fetch the missing bytes, with retries. Raises _Changed, OutlastError, Stopped and OSError."""
         self._arrived = time.monotonic()
         fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
         try:
@@ -236,7 +229,7 @@ class Download:
             self._set_size(response.total)
 
     def _set_size(self, size: int) -> None:
-        """Set the size of the file. Raises OutlastError if the published size differs, or if the disk has too little space."""
+        """Set the size of the file. Raises OutlastError if the size is wrong or the disk has too little space."""
         if self._remote.size not in (0, size):
             self._discard()
             raise OutlastError(
@@ -300,7 +293,7 @@ class Download:
 
 
 def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """Compare a file with its published size and checksum. Returns a message if they differ, else "". Raises Stopped."""
+    """Return a message if a file differs from its published size or checksum, else "". Raises Stopped."""
     size = path.stat().st_size
     if remote.size not in (0, size):
         return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"

@@ -1,10 +1,10 @@
-"""One HTTP request for a file or a part of it. No other module of `data` uses Python's HTTP client.
+"""One HTTP request for a file or a part of it.
 
     with request(Address.parse(url), first=0, version=None, timeout_s=60) as response:
         response.total, response.version, response.first, response.read(1 << 18)
 
-urllib follows redirects, uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates, and needs no
-package. After `Unavailable`, a retry may help; after OutlastError, it cannot.
+urllib follows redirects, and uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates. After
+`Unavailable`, a retry may help; after OutlastError, it cannot.
 """
 
 from __future__ import annotations
@@ -26,7 +26,6 @@ from outlast.base.errors import OutlastError
 from outlast.job import url_logins
 
 _AGAIN = (408, 425, 429, 500, 502, 503, 504)
-"""Status codes after which a retry may help."""
 _REMEDY = {
     401: "the server wants a login; write machine HOST login USER password PASSWORD into ~/.netrc, or into OUTLAST_NETRC",
     403: "the server does not allow it; check the URL, or use a browser and outlast data get --from FILE",
@@ -37,14 +36,13 @@ _REMEDY = {
 
 
 class Unavailable(Exception):
-    """The server is unreachable, or its response is unusable. A retry may help."""
+    """Raised if the server is unreachable, or its response is unusable. A retry may help."""
 
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Seconds to wait before a retry, from the `Retry-After` header."""
+        """Seconds to wait before a retry, from the server."""
         self.answered = answered
-        """True if a server responded."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,13 +50,13 @@ class Address:
     """The URL of a file."""
 
     url: str
-    """URL without a login or fragment."""
+    """The URL without a login or fragment."""
     login: str = ""
-    """Authorization header from the URL's login, `Basic ...`; empty if there is none. Not sent to redirect targets."""
+    """Authorization header from the URL's login; may be empty. Redirect targets do not receive it."""
 
     @classmethod
     def parse(cls, url: str) -> Address:
-        """Parse a URL. Raises OutlastError for anything other than an http or https URL."""
+        """Parse an http or https URL. Raises OutlastError."""
         try:
             parts = urllib.parse.urlsplit(url)
             host, port = parts.hostname, parts.port
@@ -77,24 +75,24 @@ class Address:
 
     @property
     def shown(self) -> str:
-        """URL for messages, without the query, which may contain a signature."""
+        """The URL for messages, without the query, which may contain a signature."""
         return self.url.partition("?")[0]
 
     @property
     def identity(self) -> str:
-        """URL that identifies the file, without a signed query, since signatures differ each time."""
+        """The URL that identifies the file, without a signed query because signatures differ each time."""
         return url_logins.hidden(self.url)
 
     @property
     def name(self) -> str:
-        """Name of the file; empty if the URL has none."""
+        """The file's name; empty if the URL has none."""
         name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
         return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else ""
 
 
 @dataclasses.dataclass(frozen=True)
 class Version:
-    """A file's version, from a response's headers."""
+    """A file's version, from the headers of a response."""
 
     etag: str = ""
     modified: str = ""
@@ -129,7 +127,7 @@ class Response:
     """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Unrequested content encoding, such as `gzip`; usually empty."""
+    """Unrequested content encoding, such as `gzip`."""
     _body: Any
 
     def read(self, limit: int) -> bytes:
@@ -140,10 +138,8 @@ class Response:
 
 @contextlib.contextmanager
 def request(address: Address, *, first: int = 0, version: Version | None = None, timeout_s: float) -> Iterator[Response]:
-    """Request the bytes of a file from offset `first` if it still has this version, otherwise the whole file.
-
-    Raises Unavailable, OutOfRange and OutlastError.
-    """
+    """Request the bytes of a file from offset `first` if the file still has this version, otherwise the whole file. Raises
+    Unavailable, OutOfRange and OutlastError."""
     outgoing = urllib.request.Request(
         address.url, headers={"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     )
@@ -161,7 +157,6 @@ def request(address: Address, *, first: int = 0, version: Version | None = None,
 
 
 def _basic(user: str, password: str) -> str:
-    """Return the value of an Authorization header (RFC 7617)."""
     return f"Basic {base64.b64encode(f'{user}:{password}'.encode()).decode()}"
 
 
@@ -193,7 +188,6 @@ def _response(body: Any, address: Address, *, part: bool) -> Response:
 
 @contextlib.contextmanager
 def _mapped_errors(address: Address | None = None) -> Iterator[None]:
-    """Map the client's exceptions to Unavailable, OutOfRange and OutlastError."""
     try:
         yield
     except urllib.error.HTTPError as error:
@@ -231,7 +225,7 @@ def _refusal(error: urllib.error.HTTPError, address: Address | None) -> Exceptio
 
 
 class OutOfRange(Exception):
-    """The requested part is beyond the end of a file of `total` bytes."""
+    """Raised if the requested part is beyond the end of a file of `total` bytes."""
 
     def __init__(self, total: int) -> None:
         super().__init__(total)

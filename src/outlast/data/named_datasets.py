@@ -1,7 +1,7 @@
 """The datasets of `outlast data get`, by name or by URL.
 
-Sizes and checksums are those published by a dataset's authors or by libraries that load it. If there is no checksum, `get` checks
-the length of a download and the integrity of an archive, and records the SHA-256 in the marker.
+Sizes and checksums are those published by a dataset's authors or by libraries that load it. Without a checksum, `get` checks the
+length of a download and the integrity of an archive, and records the SHA-256 in the marker.
 """
 
 from __future__ import annotations
@@ -22,9 +22,7 @@ class Made:
     """A dataset that is generated rather than downloaded."""
 
     write: Callable[[Path], object]
-    """Writes the dataset's files to an empty directory."""
     source: Callable[[], str]
-    """Returns the source of the dataset, for the marker."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,14 +32,13 @@ class Dataset:
     name: str
     """Name in the registry, or the URL."""
     about: str = ""
-    """A one-line description for `outlast data get`."""
     made: Made | None = None
     remotes: tuple[Remote, ...] = ()
     """Files to download. Archives are unpacked; other files are kept as they are."""
 
     @property
     def directory(self) -> str:
-        """Name of the dataset's default directory."""
+        """Name of the default directory."""
         if not self.remotes or "://" not in self.name:
             return self.name
         lower = self.remotes[0].file
@@ -69,7 +66,7 @@ def _digits() -> Made:
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """Return the lists for one version of Kinetics: the clips' labels, and the URLs of the archives that contain the clips."""
+    """Return the files of one version of Kinetics: the clips' labels, and the URLs of the archives that contain the clips."""
     above = f"https://s3.amazonaws.com/kinetics/{place}"
     paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
     return (
@@ -113,7 +110,6 @@ _KNOWN = (
 _MADE: dict[str, Callable[[], Made]] = {"digits": _digits, "python-stdlib": _stdlib}
 
 NAMES = tuple(each.name for each in _KNOWN)
-"""All names, sorted."""
 
 
 def named(name: str) -> Dataset:
@@ -123,10 +119,8 @@ def named(name: str) -> Dataset:
 
 
 def of_url(text: str) -> Dataset:
-    """Return a dataset with the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits.
-
-    Raises OutlastError for an invalid URL or checksum.
-    """
+    """Return a dataset with the single file at a URL, which may end in `#sha256=` and 64 hexadecimal digits. Raises
+    OutlastError."""
     url, mark, pin = text.partition("#")
     checksum = ""
     if mark:

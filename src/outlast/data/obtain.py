@@ -1,10 +1,9 @@
-"""Downloads or generates a dataset, verifies and unpacks it, and writes the marker. Called by `outlast data get` and by machines'
-caches.
+"""Downloads or generates a dataset, verifies and unpacks it, and writes the marker.
 
     marker, written = get(named_datasets.named("cifar10"), Path("data/cifar10"), How(say=print))
 
-If a call is killed, the next call completes the dataset. A download is unpacked only after its checksum has been verified. Files
-appear in the directory only after all of them are unpacked, and the marker is written last.
+Called by `outlast data get` and by machines' caches. If a call is killed, the next call completes the dataset. Files appear in
+the directory only after all of them are verified and unpacked; the marker is written last.
 """
 
 from __future__ import annotations
@@ -47,15 +46,15 @@ class How:
 
 
 def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
-    """Put a dataset into a directory unless it is already complete. Returns the marker, and whether this call wrote anything.
-
-    Raises OutlastError and Stopped.
-    """
+    """Put a dataset into a directory unless it is already complete there. Returns the marker, and whether this call wrote
+    anything. Raises OutlastError and Stopped."""
     if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):
         return marker, False
     given = _given(dataset, how.archive) if how.archive else {}
     with dataset_directory.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
-        if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):  # another process has finished it
+        if marker := checked(
+            dataset, dataset_directory.marker(directory), str(directory)
+        ):  # another process has finished the dataset
             return marker, False
         try:
             if dataset.made:
@@ -68,7 +67,7 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
 
 
 def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | None:
-    """Return the given marker. Raises OutlastError if it belongs to another dataset or version."""
+    """Return the given marker. Raises OutlastError if the marker belongs to another dataset or version."""
     if marker is None:
         return None
     expected = [remote.sha256 for remote in dataset.remotes]
@@ -114,7 +113,6 @@ def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how:
 
 
 def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, given: bool) -> None:
-    """Unpack a download into `tree`, or move the file there."""
     kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
     if kind in ("tar", "zip"):
         unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind, stop=stop)
@@ -130,7 +128,7 @@ def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, 
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
-    """Return the local paths of files that need no download. Raises OutlastError if one of them is missing."""
+    """Return the local paths of files that need no download. Raises OutlastError if a file is missing."""
     if dataset.made:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():

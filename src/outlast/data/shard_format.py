@@ -1,14 +1,12 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or under a prefix in a store.
 
-`outlast data prepare` writes prepared datasets (`Manifest.text`, `Writer`, `write_columns`), training reads them (`read` or
-`parse`, then `tokens` or `columns` per shard), and `verify` checks every byte. The manifest is written last, so a place without a
-manifest is unfinished. A plain nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest. This module
-does not import torch.
+`outlast data prepare` writes prepared datasets, training reads them (`read` or `parse`, then `tokens` or `columns` per shard),
+and `verify` checks every byte. The manifest is written last, so a place without one is unfinished. A plain nanoGPT directory
+(`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest.
 
-Text shards are raw little-endian token ids, nanoGPT's format. All other shards are safetensors files of columns. A column of
-fixed shape has the samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64,
-samples + 1).
-Formats: https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
+Text shards are raw little-endian token ids. All other shards are safetensors files of columns. A column of fixed shape has the
+samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples + 1). Formats:
+https://github.com/karpathy/nanoGPT (data/*/prepare.py), https://huggingface.co/docs/safetensors (Format).
 """
 
 from __future__ import annotations
@@ -39,17 +37,15 @@ TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
 OFFSETS = ".offsets"
-"""Suffix for the name of a ragged column's offsets."""
 UINT16 = 1 << 16
-"""Maximum size of a vocabulary whose tokens fit in uint16."""
 CHUNK = 8 << 20
-"""Number of bytes per read; a multiple of every item size."""
+"""Bytes per read; a multiple of every item size."""
 HEADER = 100_000_000
 """Maximum header size of a safetensors file in bytes, as in the reference implementation."""
 
 
 class BadDataset(OutlastError):
-    """The place has no complete, readable dataset. The exit code means that a restart cannot help."""
+    """Raised if the place has no complete, readable dataset. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -59,9 +55,8 @@ class Shard:
     """A file of samples."""
 
     file: str
-    """Name within the dataset."""
     samples: int
-    """Number of samples; for text, number of documents that begin in the shard."""
+    """Number of samples; for text, the number of documents that begin in the shard."""
     bytes: int
     sha256: str
     """Hexadecimal digest; empty in a directory without a manifest."""
@@ -82,19 +77,18 @@ class Part:
 
 @dataclasses.dataclass(frozen=True)
 class Manifest:
-    """Content of `manifest.json`."""
+    """The content of `manifest.json`."""
 
     kind: str
-    """Kind of the dataset, one of KINDS."""
+    """One of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Settings for `outlast data prepare`."""
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    """Description of the source: numbers of files and bytes, classes, damaged samples."""
+    """Describes the source: numbers of files and bytes, classes, damaged samples and the like."""
     dtype: str = ""
     """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
-    """Size of the tokenizer's vocabulary; None if unknown."""
+    """None if unknown."""
     tokenizer: str = ""
     """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
@@ -112,7 +106,7 @@ class Manifest:
 
     @property
     def text(self) -> str:
-        """Manifest as JSON, with the same bytes for the same dataset."""
+        """The manifest as JSON, with the same bytes for the same dataset."""
         parts = {}
         for name, part in self.parts.items():
             tokens = {} if part.tokens is None else {"tokens": part.tokens}
@@ -129,7 +123,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """Return the smallest type that fits a vocabulary's tokens, uint16 or uint32."""
+    """Return uint16 if it fits a vocabulary's tokens, otherwise uint32."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -139,7 +133,7 @@ def dtype(vocab_size: int) -> str:
 def read(directory: Path | str) -> Manifest:
     """Return the manifest of a dataset in a directory, or derive one for a plain nanoGPT directory.
 
-    Calls `stat` on every shard, but reads none. Raises BadDataset, also if a shard is missing or has the wrong size.
+    Checks the size of every shard, but reads none. Raises BadDataset.
     """
     directory = Path(directory)
     try:
@@ -187,7 +181,7 @@ def parse(text: bytes | str, place: str) -> Manifest:
 
 
 class _Invalid(Exception):
-    """A field of a manifest or a header has an unexpected type or value."""
+    """Raised if a field of a manifest or a header has an unexpected type or value."""
 
 
 def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
@@ -251,7 +245,7 @@ def token_count(size: int, dtype: str, file: str) -> int:
 
 
 def _plain(directory: Path) -> Manifest:
-    """Derive the manifest of a nanoGPT directory: uint16 tokens in `train.bin` and `val.bin`, and perhaps a `meta.pkl`."""
+    """Derive the manifest of a nanoGPT directory with uint16 tokens."""
     bins = {part: directory / f"{part}.bin" for part in ("train", "val")}
     if not bins["train"].is_file():
         unfinished = (
@@ -275,17 +269,17 @@ def _plain(directory: Path) -> Manifest:
 
 @dataclasses.dataclass(frozen=True)
 class Vocabulary:
-    """Content of nanoGPT's `meta.pkl`."""
+    """The content of nanoGPT's `meta.pkl`."""
 
     vocab_size: int
     stoi: Mapping[str, int]
-    """Token ids by text; empty if the file has none."""
+    """Token ids by text; may be empty."""
     itos: Mapping[int, str]
-    """Texts by token id; empty if the file has none."""
+    """Texts by token id; may be empty."""
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl`. Loads only dicts, lists, texts and numbers, so no code in the file runs. Raises BadDataset."""
+    """Read `meta.pkl`. No code in the file runs. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
@@ -358,7 +352,6 @@ _DTYPES = {
     "BOOL": "?", "U8": "u1", "I8": "i1", "U16": "<u2", "I16": "<i2", "U32": "<u4", "I32": "<i4", "U64": "<u8", "I64": "<i8",
     "F16": "<f2", "F32": "<f4", "F64": "<f8",
 }  # fmt: skip
-"""numpy's type codes, by safetensors' type names."""
 
 _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
@@ -391,8 +384,7 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 class Writer:
     """Writes the shards of one part of a text dataset, in order. A shard gets its final name once it is complete.
 
-    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on. Otherwise there is a single file,
-    `PART.bin`. The concatenated bytes are the same.
+    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on, otherwise a single file, `PART.bin`.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
@@ -460,7 +452,7 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, deterministically. Calls `check` before the complete file is renamed to `path`."""
+    """Write columns as a safetensors file, deterministically. Calls `check` before the file is renamed to `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
@@ -507,7 +499,7 @@ class Files(Protocol):
     """A dataset's files, in a directory (`Local`) or a store (`cli.data.prepare`)."""
 
     def size(self, name: str) -> int | None:
-        """Return a file's size in bytes, or None if it is missing."""
+        """Return a file's size in bytes, or None if the file is missing."""
 
     def chunks(self, name: str) -> Iterable[bytes]:
         """Yield a file's content in pieces of CHUNK bytes; the last piece may be shorter."""
@@ -530,7 +522,7 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard. Returns a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
+    """Read every shard, and return a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -575,7 +567,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in `first`, the file's first bytes, disagrees with the number of samples, else ""."""
+    """Return a message if the header in the file's `first` bytes disagrees with the number of samples, else ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Invalid as wrong:

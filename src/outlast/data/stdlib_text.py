@@ -1,8 +1,8 @@
 """The sources of Python's standard library: real text for a first language model, without a download.
 
-The library has about 600 modules and 10 MB of text in one style. The same Python version always gives the same files, in UTF-8
-with Unix line ends. Files that differ between installations of one version are omitted: packages (`site-packages`), the build
-configuration (`_sysconfigdata_*`), and the tests. `outlast data get python-stdlib` calls `write`.
+The same Python version always gives the same files, about 600 modules with 10 MB of UTF-8 text. Files that differ between
+installations of one version are omitted: packages, the build configuration, and the tests. `outlast data get python-stdlib` calls
+`write`.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from pathlib import Path
 from outlast.base.errors import OutlastError
 
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
-"""Directories to skip: some installations lack them, or they contain the user's packages."""
+"""Directories that some installations lack, or that contain the user's packages."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
 
 
@@ -28,17 +28,15 @@ def source() -> str:
 
 
 def write(directory: Path) -> None:
-    """Write the sources below `directory`, at their paths in the library, such as `json/decoder.py`.
-
-    Raises OutlastError if this Python has no sources, and OSError.
-    """
+    """Write the sources below `directory`, at their paths in the library, such as `json/decoder.py`. Raises OSError, and
+    OutlastError if this Python has no sources."""
     library = Path(sysconfig.get_path("stdlib"))
     written = 0
     for name in sorted(_modules(library)):
         try:
             text = _text(library / name)
         except (SyntaxError, UnicodeDecodeError):
-            continue  # not validly encoded: deliberately bad files for tests
+            continue  # some modules are deliberately not valid, for tests
         path = directory / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_bytes(text.encode())
@@ -50,7 +48,6 @@ def write(directory: Path) -> None:
 
 
 def _modules(library: Path) -> Iterator[str]:
-    """Yield module paths relative to the library."""
     for parent, directories, names in os.walk(library):
         here = Path(parent).relative_to(library)
         directories[:] = [each for each in directories if each not in _LEFT_OUT and not each.startswith("config-")]
@@ -60,7 +57,6 @@ def _modules(library: Path) -> Iterator[str]:
 
 
 def _text(path: Path) -> str:
-    """Return a module's text, decoded as Python does, with Unix line ends."""
     content = path.read_bytes()
     encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
     return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")

@@ -8,7 +8,7 @@ from typing import Any
 def entry_point() -> Any:
     """Return the function that creates handlers, for torch's `torchrun.handlers` registry.
 
-    Importing `handler` is deferred until a handler is created, since torch loads entry points while it is itself being imported.
+    The function imports `handler` late because torch loads entry points while it is itself being imported.
     """
 
     def create(params: Any) -> Any:

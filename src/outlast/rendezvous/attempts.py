@@ -1,21 +1,16 @@
 """Attempts: a world's members restart its training processes without the coordinator. Pure.
 
-An attempt starts the same world again, with the same generation and members but a fresh store. An attempt follows a failure, once
-every member reports that its processes have ended and that it has no other orders. The member with rank 0 leads: it stops the
-other members, collects their answers, and starts the attempt.
+An attempt starts the same world again with a fresh store, after a failure and once the processes of all members have ended. The
+member with rank 0 leads.
 
     Ready   member -> leader     my processes have ended; how they failed, and where I would host the store
     Stop    leader -> members    stop your processes, and report when they have ended
     Go      leader -> members    all members are ready; the store's address
     No      both ways            no attempt: the coordinator decides
 
-A `Participant` is one member's side of the attempts; it takes messages and the time, and returns messages. Unanswered messages
-are repeated, but rarely. Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only
-after every member has reported that its processes from the previous attempt have ended; an attempt has one store; a participant
-that has refused never starts.
-
-The coordinator always wins: when it calls the members, publishes a world or ends the run, `refuse` ends that world's attempts.
-If some members have already started, the call stops them like any running attempt. Used by `rendezvous.membership`. See
+Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only after the processes of every
+member have ended; an attempt has one store; a participant that has refused never starts. The coordinator always wins: when it
+calls the members, publishes a world or ends the run, `refuse` ends that world's attempts. Used by `rendezvous.membership`. See
 decision 0041.
 """
 
@@ -36,18 +31,15 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval at which an unanswered message is repeated. The mesh reports every failed delivery, and stopping processes takes
-seconds, so repeating messages to a thousand members often would be wasteful."""
+"""Interval at which an unanswered message is repeated. Arbitrary: the mesh reports every failed delivery."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
-"""Maximum number of consecutive attempts without progress: after an error or a hang at one step (the next one ends the job), and
-after a kill."""
+"""Maximum number of consecutive attempts without progress, after an error or a hang and after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
-"""Maximum number of characters in a traceback or log, in a message and in the newest attempt in a report. Older attempts in a
-report have neither."""
+"""Maximum number of characters of a traceback or log in a message."""
 _Attempt = Annotated[int, lambda attempt: attempt > 0]
 
 
@@ -57,16 +49,15 @@ class Past:
 
     generation: int
     attempt: _Attempt
-    """The attempt that repaired the failure, counted from 1 in each generation; the failure was in the previous attempt."""
+    """The attempt that repaired the failure, counted from 1 in each generation."""
     worker: Id
     failure: Mapping[str, Any]
-    """The failure, as in `messages.Report.failure`."""
     at: float = 0.0
     """Time of the repair on the reporting member's steady clock; comparable only within one report."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt of the processes that failed, as in `failure.Failure.start`."""
+        """Generation and attempt of the processes that failed."""
         return self.generation, self.attempt - 1
 
     @property
@@ -76,7 +67,7 @@ class Past:
 
 
 class Repaired(NamedTuple):
-    """A repaired failure, `ago_s` seconds after its repair."""
+    """A repaired failure, and the seconds since its repair."""
 
     past: Past
     ago_s: float
@@ -88,11 +79,9 @@ class Ready:
 
     generation: int
     attempt: _Attempt
-    """The attempt for which the sender is ready."""
     address: Address
     """`host:port` where the sender would host the store."""
     step: int = 0
-    """The last step of the sender's processes."""
     failure: Mapping[str, Any] | None = None
     """How the processes failed; None if they were stopped."""
 
@@ -103,7 +92,6 @@ class Stop:
 
     generation: int
     attempt: _Attempt
-    """The attempt for which to prepare."""
 
 
 @dataclass(frozen=True)
@@ -113,9 +101,7 @@ class Go:
     generation: int
     attempt: _Attempt
     address: Address
-    """`host:port` of the store."""
     worker: Id
-    """The failed worker's id."""
     failure: Mapping[str, Any]
 
     @property
@@ -125,7 +111,7 @@ class Go:
 
 @dataclass(frozen=True)
 class No:
-    """Message: no attempt is made, and the coordinator must decide."""
+    """Message: there is no attempt, and the coordinator must decide."""
 
     generation: int
     attempt: _Attempt
@@ -158,8 +144,7 @@ def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, A
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, since a report's size is
-    limited."""
+    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, to keep the report small."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}
@@ -173,10 +158,10 @@ def previous_start(generation: int, attempt: int) -> tuple[int, int]:
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
-    """Return the reported repairs up to `generation` that have not been counted yet, in the order in which to count them.
+    """Return the reported repairs up to `generation` that have not been counted yet, in order.
 
-    Each comes with its age in seconds relative to the newest repair, since the coordinator may have been away for days. `counted`
-    is the generation and attempt of the last failure that was counted. Invalid entries are omitted.
+    Each has its age relative to the newest repair, because the coordinator may have been away for days. `counted` is the
+    generation and attempt of the last counted failure. Invalid entries are omitted.
     """
     repairs: dict[tuple[int, int], Repaired] = {}
     for report in reports:
@@ -186,7 +171,7 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
                 valid.append(decode(Past, each))
         for past in valid:
             if counted < past.start and past.generation <= generation:
-                ago_s = max(other.at for other in valid) - past.at  # smaller in the report of a member without the newest
+                ago_s = max(other.at for other in valid) - past.at  # the age is smaller if this report lacks the newest repair
                 repairs[past.start] = Repaired(past, max(ago_s, repairs.get(past.start, (past, ago_s))[1]))
     return [each for _, each in sorted(repairs.items())]
 
@@ -196,51 +181,45 @@ class Stage(enum.Enum):
 
     TRAINING = enum.auto()
     STOPPING = enum.auto()
-    """The member is stopping its processes at the leader's request."""
+    """The leader has asked the member to stop its processes."""
     READY = enum.auto()
-    """The member's processes have ended, and it is waiting for the other members."""
+    """The member's processes have ended, and it waits for the other members."""
     GOES = enum.auto()
-    """All members have agreed, and this member starts `Participant.go` next."""
+    """All members have agreed, and the member starts `Participant.go` next."""
     REFUSED = enum.auto()
     """The coordinator decides; this world has no further attempts."""
 
 
 class Participant:
-    """One member's side of a world's attempts. `members` are in rank order. `limit` is the maximum number of attempts without a
-    new checkpoint, as in `restart_budget.Policy.limit`."""
+    """One member's side of a world's attempts: it takes messages and the time, and returns messages. `members` are in rank order.
+    `limit` is as in `restart_budget.Policy.limit`."""
 
     def __init__(self, id: int, members: tuple[int, ...], generation: int, limit: int) -> None:
         self.id, self.members, self.generation, self.limit = id, members, generation, limit
         self.leader = members[0]
         self.attempt = 0
-        """This member's current or last attempt."""
         self.stage = Stage.TRAINING
         self.reason = ""
-        """The reason for `Stage.REFUSED`; empty in other stages."""
+        """Why the member refuses; empty if it does not."""
         self.go: Go | None = None
         """The last attempt that all members agreed to."""
         self._own: Ready | None = None
         self._since = 0.0
         self._repeated = -math.inf
-        """Time at which an unanswered message was last sent."""
         # Used by the leader only:
         self._ready: dict[int, Ready] = {}
-        """Messages from the members that are ready for the next attempt."""
         self._first = 0.0
-        """Time at which the first entry of `_ready` arrived."""
         self._step: int | None = None
-        """The furthest step reached before an attempt."""
         self._tries = 0
-        """Number of attempts since `_step` last grew."""
+        """Number of attempts since `_step`, the furthest step reached, last grew."""
         self._committed = 0
-        """The newest committed step that any failure reported."""
         self._unsaved = 0
-        """Number of attempts since `_committed` last grew."""
+        """Number of attempts since `_committed`, the newest committed step, last grew."""
 
     # Local events
 
     def stopped(self, address: str, step: int, failure: Mapping[str, Any] | None, now: float) -> Messages:
-        """Handle the end of our processes, which failed (`failure`) or were stopped. We would host the store at `address`."""
+        """Handle the end of our processes. `failure` is None if they were stopped. `address` is where we would host the store."""
         if self.stage not in (Stage.TRAINING, Stage.STOPPING):
             return []
         failure = shortened(failure) if failure else None
@@ -251,7 +230,7 @@ class Participant:
         return [(self.leader, self._own)]
 
     def refuse(self, reason: str) -> Messages:
-        """Refuse further attempts, since the coordinator has decided or must decide."""
+        """Refuse further attempts, because the coordinator has decided or must decide."""
         if self.stage is Stage.REFUSED:
             return []
         waiting = self._ready if self.id == self.leader else {self.leader: None} if self.stage is not Stage.TRAINING else {}
@@ -266,11 +245,11 @@ class Participant:
         self._ready = {}
 
     def late(self, now: float) -> bool:
-        """Return whether the other members are so late that we should report to the coordinator."""
+        """Return whether this member has waited so long that it should report to the coordinator."""
         return self.stage is Stage.READY and now - self._since >= LATE_S
 
     def tick(self, now: float) -> Messages:
-        """Return unanswered messages that are due to be repeated. Call it regularly while this member waits or leads."""
+        """Return messages that are due to be repeated. Call it regularly while this member waits or leads."""
         messages = self._request_stops(now) if self.id == self.leader else []
         if self.stage is Stage.READY and self.id != self.leader and self._own and now - self._repeated >= REPEAT_S:
             self._repeated = now
@@ -334,7 +313,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return stop requests for the members that are still training; none while the failure's cause may be unreported."""
+        """Return stop requests for the members that still train; none while the root cause may be unreported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:
@@ -363,7 +342,7 @@ class Participant:
         cause = root_cause.cause(pending).failure
         self._step, self._tries = (reached, 1) if progress else (self._step, self._tries + 1)
         failed = self._ready[cause.worker].failure or {}
-        if committed:  # a process that died as it started did not know of its run's checkpoints
+        if committed:  # a process that died as it started did not know its run's checkpoints
             failed = {**failed, "committed": committed}
         address = self._ready[self.id].address
         self.go = Go(self.generation, self.attempt + 1, address, cause.worker, failed)
@@ -372,8 +351,8 @@ class Participant:
 
 
 def refused(pending: list[root_cause.Pending], tries: int) -> str:
-    """Return why the members cannot repair these failures without the coordinator; empty if they can. `tries` counts consecutive
-    attempts without progress."""
+    """Return why the members cannot repair these failures themselves; empty if they can. `tries` counts consecutive attempts
+    without progress."""
     if not pending:
         return "no member has reported a failure"
     first = root_cause.cause(pending).failure

@@ -1,10 +1,9 @@
-"""Coordinates one run: processes its members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
+"""The coordinator of one run: it processes members' reports, publishes calls and worlds, judges failures and ends the run. Pure.
 
-A coordinator is a `CoordinatorState` and the process that owns it: the launcher on one machine (`local.launcher`), worker 0's
-agent (`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a
-job's status in each pass (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, and performs the
-effects in order. `who_trains.decide` decides who trains, and `root_cause.judge` what a failure costs. A coordinator may die at
-any moment, so the owner stores what `CoordinatorState.persisted` returns before it performs effects.
+The coordinator's process owns a `CoordinatorState`: the launcher on one machine (`local.launcher`), worker 0's agent
+(`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a job's
+status (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, stores `CoordinatorState.persisted`,
+because it may die at any moment, and then performs the effects in order.
 """
 
 from __future__ import annotations
@@ -29,7 +28,6 @@ if TYPE_CHECKING:
 
 
 _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "counted", "attempt"}
-"""A failure's fields in the ledger."""
 
 
 @dataclass(frozen=True)
@@ -37,17 +35,16 @@ class Settings:
     """A coordinator's settings for one run."""
 
     sizes: tuple[int, ...]
-    """Allowed sizes of a world, ascending."""
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
-    """True if unresponsive members are made to exit, since workers that exit are restarted."""
+    """True if unresponsive members are made to exit; workers that exit must then be restarted."""
     gives_up: bool = True
     """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
-    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Failures of other members that only
-    follow from such an end then do not count."""
+    """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' failures that only
+    follow from such an end do not count."""
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
@@ -61,8 +58,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """A time to decide. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
-    failures' cause, if the owner knows more than the reports say."""
+    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
+    failures' cause if the owner knows it."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -70,8 +67,8 @@ class Tick:
 
 
 Event = messages.Report | messages.Gone | Pending | Known | attempts.Repaired | Tick | Ending
-"""A member's report or loss, a failure that the owner has noticed (`Known` if it is a root cause, to be counted at once), a
-failure that the members have repaired, a time to decide, or an ending that the owner requests."""
+"""A member's report or loss, a failure that the owner has noticed (a `Known` failure is counted at once), a failure that the
+members have repaired, a request for a decision, or an ending that the owner requests."""
 
 
 # Effects
@@ -79,7 +76,7 @@ failure that the members have repaired, a time to decide, or an ending that the 
 
 @dataclass(frozen=True)
 class Record:
-    """Write an event to the ledger. If it has a state, also print or publish it for people."""
+    """Write an event to the ledger. If it has a state, also print or publish the state."""
 
     kind: str
     facts: Mapping[str, Any]
@@ -98,7 +95,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message; see `sockets.Server.send`. Not needed if members read the published state."""
+    """Send a message. Not needed if members read the published state."""
 
     to: Iterable[int]
     kind: str
@@ -106,12 +103,12 @@ class Send:
 
 
 Effect = Record | World | Send | Fence | Ending | Wait | who_trains.Closed
-"""A `World` begins, an `Ending` must be carried out, a `Wait` says why there is no decision, and `Closed` that no workers are
-wanted."""
+"""A `World` begins, an `Ending` must be carried out, a `Wait` says why there is no decision, and `Closed` says that no workers
+are wanted."""
 
 
 class EventSink(Protocol):
-    """Receives a coordinator's output, its ledger events and the final result."""
+    """Receives a coordinator's output."""
 
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
@@ -119,7 +116,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Perform an effect that only informs people: print it, and write it to the ledger."""
+    """Print and log an effect that only informs people. Other effects are ignored."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:
@@ -138,8 +135,8 @@ def show(effect: Effect, sink: EventSink) -> None:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """The part of a coordinator's state that its successor cannot learn from the members. Times are ages in seconds, since clocks
-    differ. The field names are also used in `launcher.json` and, with a few exceptions (`etcd.key_schema`), in etcd."""
+    """What a successor cannot learn from the members. Times are ages in seconds because clocks differ. Field names are also used
+    in `launcher.json` and, mostly, in etcd (`etcd.key_schema`)."""
 
     world: World | None = None
     called: Call | None = None
@@ -147,17 +144,14 @@ class PersistedState:
     min_generation: int = 0
     """Calls only use generations above this one."""
     counted: int = 0
-    """The newest generation with a counted failure."""
     attempt: int = 0
-    """The attempt in which that failure occurred; see `failure.Failure.attempt`."""
+    """The attempt in which the counted failure occurred; see `failure.Failure.attempt`."""
     restarts: int = 0
-    """Number of failures counted since the start of the run."""
     failures: tuple[tuple[float, int, int | None], ...] = ()
     """`restart_budget.Record`s, each with an age instead of a time."""
     failure: Mapping[str, Any] | None = None
-    """The last counted failure, a `failure.Failure`."""
     lost: tuple[tuple[int, float, int], ...] = ()
-    """`partition.Loss`es that keep members out of worlds, each as (id, age, number of consecutive losses)."""
+    """`partition.Loss`es that keep members out of worlds, as (id, age, number of consecutive losses)."""
 
     @property
     def generation(self) -> int:
@@ -166,7 +160,8 @@ class PersistedState:
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
     def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
-        """Return the state with which a successor continues, `ago_s` seconds later. The caller must restore the ending."""
+        """Return the successor's initial state, `ago_s` seconds after this state was stored. The caller must restore the
+        ending."""
         then = now - ago_s
         lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
         history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
@@ -178,26 +173,24 @@ class PersistedState:
 
 @dataclass(frozen=True)
 class CoordinatorState(who_trains.State):
-    """A coordinator's state: the input of `who_trains.decide`, the members' reports, and the failures."""
+    """The input of `who_trains.decide`, the members' reports, and the failures."""
 
     reports: Mapping[int, messages.Report] = field(default_factory=dict)
     pending: tuple[Pending, ...] = ()
-    """Failures of the current generation that have not been judged yet."""
+    """Unjudged failures of the current generation."""
     pending_since: float = 0.0
-    """Time on our clock at which the first pending failure arrived; `Failure.time` is on the sender's clock."""
+    """When the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
-    """The newest generation and attempt with a counted failure; further failures in it are ignored."""
+    """The newest generation and attempt with a counted failure; their further failures are ignored."""
     followed: int = 0
-    """The newest generation that a member reported, or that we or our predecessor published."""
+    """The newest generation that was reported or published."""
     committed: int = 0
-    """The newest committed step in any reported failure."""
     history: restart_budget.History = ()
     restarts: int = 0
     failure: Mapping[str, Any] | None = None
     fenced: Mapping[int, tuple[int, messages.Closed]] = field(default_factory=dict)
-    """Connected members that count as lost, each with the generation in which it was lost and the message for it."""
+    """Connected members that count as lost, with the generation in which they were lost and the message for them."""
     ending: Ending | None = None
-    """How the run ends, once decided."""
 
     @property
     def generation(self) -> int:
@@ -206,17 +199,17 @@ class CoordinatorState(who_trains.State):
 
     @property
     def closed(self) -> messages.Closed | None:
-        """The final result, sent to every member that reports. None for an interruption, whose workers are asked to leave."""
+        """The final result, for every member that reports. None for an interruption, whose workers are asked to leave."""
         end = self.ending
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
     def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
-        """Return the reported failures that are yet to be judged, each given with its `messages.Report.again`: the world may have
-        moved on without a restarted worker.
+        """Return the reported failures that must still be judged. Each comes with its `messages.Report.again`, because the world
+        may have moved on without a restarted worker.
 
-        An echo is part of the call that the counted failure of its generation has caused, even if it comes from a later attempt:
-        some members may already have begun one, which breaks without the rest. Any other failure counts by itself, such as a
-        crash during a call to grow. A member that left has failed only if others have.
+        An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt
+        that some members had already begun. Any other failure counts by itself. A member that left counts as failed only if other
+        members have failed.
         """
         of = self.world.generation if self.world else None
         called_for = self.counted[0] if self.called and self.called.cause is Cause.FAILED else None
@@ -234,15 +227,14 @@ class CoordinatorState(who_trains.State):
 
 
 def after(generation: int, now: float) -> CoordinatorState:
-    """Return the initial state of a run that continues after `generation`, which is 1 for a new run in a store. `now` is on the
-    coordinator's clock."""
+    """Return the initial state of a run that continues after `generation`. A new run in a store continues after generation 1."""
     cause, reason = (Cause.RESUME, "the run goes on") if generation > 1 else (Cause.START, "training starts")
     called = Call(generation + 1, reason, False, now, cause=cause)
     return CoordinatorState({}, called=called if generation else None)
 
 
 def step(settings: Settings, state: CoordinatorState, event: Event, now: float) -> tuple[CoordinatorState, list[Effect]]:
-    """Return the state after an event, and the effects to perform, in order. `now` is on the coordinator's clock."""
+    """Return the state after an event, and the effects to perform in order. `now` is on the coordinator's clock."""
     run = _Step(settings, state, now)
     match event:
         case messages.Report():
@@ -264,8 +256,6 @@ def step(settings: Settings, state: CoordinatorState, event: Event, now: float) 
 
 
 class _Step:
-    """The state and effects so far."""
-
     def __init__(self, settings: Settings, state: CoordinatorState, now: float) -> None:
         self.settings, self.state, self.now = settings, state, now
         self.effects: list[Effect] = []
@@ -318,13 +308,13 @@ class _Step:
     # Decisions
 
     def awaits_cause(self) -> bool:
-        """Return whether it is too early to decide, since the cause of the pending echoes may be reported soon."""
+        """Return whether only echoes are pending, and their cause may still be reported."""
         state, debounce = self.state, self.settings.debounce
         return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
 
     def explained(self) -> bool:
-        """Return whether a member of the world is gone, lost or leaving: the others' failures may then only be consequences of
-        its end."""
+        """Return whether a member of the world is gone, lost or leaving, so that other members' failures may only be
+        consequences."""
         world, inside = self.state.world, self.state.inside
         here = {member.id for member in inside if member.standing is not MemberState.LEAVING}
         return world is not None and (not here.issuperset(world.members) or bool(who_trains.lost(self.state, self.now).out))
@@ -364,7 +354,6 @@ class _Step:
         return messages.Called(call.generation, call.reason, call.planned, deadline, leave_s=deadline - self.now)
 
     def fence(self, id: int, reason: str) -> None:
-        """Exclude an unresponsive member from the run, and make its process exit and restart."""
         closed, current = messages.Closed(reason, contract.Exit.INTERRUPTED), self.state.world
         self.lose(id)
         fenced = {**self.state.fenced, id: (current.generation if current else 0, closed)}
@@ -375,7 +364,7 @@ class _Step:
         self.judge(cause, new)
         if self.state.ending is not None:
             return
-        # All its members have reported, so a member that is absent from now on is lost.
+        # All members of the world have reported, so a member that is absent from now on is lost.
         self.state = replace(self.state.after(new), followed=new.generation, since=-math.inf)
         facts = {"generation": new.generation, "workers": list(new.members), "reason": new.reason}
         self.effects += [Record("world", facts, State.RUNNING, new.reason), new, Send(new.members, "world", new)]
@@ -383,12 +372,11 @@ class _Step:
     # Failures
 
     def add_failure(self, failed: Pending) -> None:
-        """Add a failure of the current generation, to be judged once the other members have had time to report."""
         since = self.state.pending_since if self.state.pending else self.now
         self.state = replace(self.state, pending=(*self.state.pending, failed), pending_since=since)
 
     def judge_if_settled(self, cause: Known | None) -> None:
-        """Judge pending failures once the debounce time has passed, even if no new world can form yet."""
+        """Judge pending failures after the debounce time, even if no new world can form yet."""
         state, debounce = self.state, self.settings.debounce
         trains = any(member.standing in (MemberState.TRAINING, MemberState.DONE) for member in state.inside)
         wait_s = debounce.answer if trains and root_cause.only_echoes(state.pending) else debounce.settle
@@ -396,7 +384,7 @@ class _Step:
             self.judge(cause)
 
     def judge(self, known: Known | None, new: World | None = None) -> None:
-        """Judge the pending failures, which may end the run. `new` is the world that follows."""
+        """Judge the pending failures. `new` is the next world."""
         pending, last = self.state.pending, self.state.world
         if not pending:
             return
@@ -414,8 +402,7 @@ class _Step:
         self.count(known, self.now, pending)
 
     def count_all_repaired(self, report: messages.Report) -> None:
-        """Count failures that the members have repaired, and end the run once its budget is used up."""
-        if report.generation > self.state.followed:  # from another coordinator, which has counted earlier failures
+        if report.generation > self.state.followed:  # another coordinator has counted earlier failures
             counted = max(self.state.counted, attempts.previous_start(report.generation, report.attempt))
             self.state = replace(self.state, followed=report.generation, counted=counted)
         for repaired in attempts.uncounted([report.past], self.state.counted, report.generation):
@@ -425,7 +412,9 @@ class _Step:
     def count_repaired(self, repaired: attempts.Repaired) -> None:
         past, ago_s = repaired
         failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
-        pending = tuple(each for each in self.state.pending if each.failure.start != past.start)  # also reported as a failure
+        pending = tuple(
+            each for each in self.state.pending if each.failure.start != past.start
+        )  # a member may also have reported this failure
         self.state = replace(self.state, counted=past.start, pending=pending)
         self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
 
@@ -435,7 +424,7 @@ class _Step:
         return Known(failed.failure, None if failed.echo else failed.failure.step, committed)
 
     def count(self, known: Known, at: float, pending: Sequence[Pending] = (), *, past: attempts.Past | None = None) -> None:
-        """Count a failure that occurred at time `at`, which may end the run. `past` is set if the members have repaired it."""
+        """Count a failure that occurred at time `at`. `past` is set if the members have repaired it."""
         state = self.state
         fits, policy = who_trains.fits(state.world, self.settings.sizes, state.members.values()), self.settings.policy
         failure, verdict = root_cause.judge(known, state.history, policy, at, pending=pending, current=state.world, fits=fits)

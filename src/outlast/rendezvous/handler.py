@@ -1,9 +1,7 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-Torch's elastic agent requests the next world (`next_rendezvous`), polls for changes (`num_nodes_waiting`), and stops on
-`RendezvousClosedError`. The answers come from a `Membership`, which a worker's agent uses directly, without this handler.
-
-Published as the entry point `torchrun.handlers: outlast`; works with torch 2.11 and newer.
+Torch's elastic agent calls it, and a `Membership` provides the answers. Published as the entry point `torchrun.handlers:
+outlast`; works with torch 2.11 and newer.
 """
 
 from __future__ import annotations

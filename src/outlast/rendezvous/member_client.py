@@ -1,9 +1,8 @@
 """A member's client, which keeps the member's report on a board and reads what the coordinator has published there.
 
 A board is a socket to the coordinator (`transports.sockets`), the API server (`kubernetes.board`) or an etcd
-(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board or the coordinator is
-unreachable, no error is raised here: the last published state stays valid, and training continues. Used by
-`rendezvous.membership`.
+(`rendezvous.etcd.client`). Each report is complete and replaces the previous one. While the board is unreachable, the last
+published state stays valid and training continues. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.vocabulary import MemberState, World
 
 LAST_S = 1.0
-"""Seconds to wait for the last report from a member that leaves."""
+"""Seconds that a leaving member waits until its last report is accepted."""
 
 
 class Board(Protocol):
-    """A member's side of a board. Two threads use it: one calls `put`, the other `watch`. Both methods raise OutlastError or
-    OSError if the board is unreachable, and Superseded if the member has lost its run or its place in it."""
+    """A member's side of a board. One thread calls `put`, another `watch`; both raise OutlastError or OSError if the board is
+    unreachable, and Superseded if the member has lost its run or its place in it."""
 
     run: str
     put_log: ConnectionLog
@@ -39,8 +38,8 @@ class Board(Protocol):
         """The member's index; negative before one is assigned."""
 
     def put(self, report: Report) -> float | None:
-        """Write the report, or renew it if it is unchanged. Returns the seconds until the next renewal; None if nothing can be
-        written before the next item of `watch`."""
+        """Write or renew the report. Returns the seconds until the next renewal; None if nothing can be written before the next
+        item of `watch`."""
 
     def watch(self) -> Generator[bool]:
         """Yield whenever something may have been published; True if the report must be written again. Returns after `close`."""
@@ -66,9 +65,8 @@ class Client:
         self._report = Report(board.run, board.id, MemberState.WAITING, since=time.time())
         self._changed = threading.Condition()
         self._version, self._written = 0, 0
-        """Version of the current report, and of the last one that the board has accepted."""
+        """Version of the current report, and of the last report that the board has accepted."""
         self._watched = 0
-        """Number of items yielded by `Board.watch`."""
         self._reachable = False
         self._over = threading.Event()
         self._closed: Closed | None = None
@@ -97,12 +95,12 @@ class Client:
 
     @property
     def why(self) -> str:
-        """The coordinator's reason for waiting, if it publishes one."""
+        """The coordinator's reason for waiting, if published."""
         return self._board.published().why
 
     def report(self, standing: str, **fields: Any) -> None:
-        """Report the member's new `standing`, a `MemberState`. `fields` are fields of `Report`; omitted fields keep their
-        values. Returns before the report is written."""
+        """Report the member's new `standing`, a `MemberState`, without waiting for the write. `fields` are fields of `Report`;
+        omitted fields keep their values."""
         self._replace(lambda last: last.changed(standing, **fields))
         if not self._threads[0].ident:
             self._reachable = True
@@ -110,8 +108,7 @@ class Client:
                 thread.start()
 
     def amend(self, **fields: Any) -> None:
-        """Change fields other than `standing` (`unheard`, `refused`, `mesh`), from any thread. Nothing is written before the
-        first `report`. A report of another generation resets these fields."""
+        """Change fields other than `standing`, from any thread. Nothing is written before the first `report`."""
         self._replace(lambda last: dataclasses.replace(last, **fields))
 
     def _replace(self, changed: Callable[[Report], Report]) -> None:
@@ -120,7 +117,7 @@ class Client:
             self._changed.notify_all()
 
     def wait(self, timeout_s: float) -> None:
-        """Wait for something to be published, for at most `timeout_s`."""
+        """Wait until something is published or changes, for at most `timeout_s`."""
         with self._changed:
             self._changed.wait(timeout_s)
 
@@ -152,7 +149,7 @@ class Client:
             raise
 
     def _end(self, reason: str, code: int) -> None:
-        """Exclude this member from further worlds, and stop its reports. The run may continue without it."""
+        """Exclude this member from further worlds. The run may continue without it."""
         with self._changed:
             if not self.closed:
                 print(f"outlast | {reason}", flush=True)
@@ -205,7 +202,7 @@ class Client:
             self._wait_to_write(version, watched, renewal_s)
 
     def _wait_to_write(self, version: int, watched: int, renewal_s: float | None) -> None:
-        """Wait for the next report or renewal; if nothing could be written, wait for the next item from `watch`."""
+        """Wait for the next report or renewal. If nothing could be written, wait for the next item from `watch`."""
         with self._changed:
             self._reachable = renewal_s is not None
             if self._reachable:

@@ -4,9 +4,8 @@
     while not member.must_stop(): ...             its training processes run
     member.failed({...}) or member.done()         how they ended; then the next world
 
-The coordinator provides the answers, through a transport. The worker with rank 0 hosts the process group's TCPStore, on a socket
-that is already listening when its address is reported. Every generation, and every attempt, has a fresh store. Used by a worker's
-agent (`worker.agent.world_loop`) and by torch's elastic agent (`rendezvous.handler`).
+Every generation and every attempt has a fresh TCPStore, hosted by the worker with rank 0 on a socket that already listens when
+its address is reported. Used by `worker.agent.world_loop` and `rendezvous.handler`.
 """
 
 from __future__ import annotations
@@ -36,11 +35,11 @@ from outlast.rendezvous.repairs import Repairs
 from outlast.rendezvous.who_trains import MemberState, World
 
 LOOK_S = 1.0
-"""Interval, in seconds, between checks of the processes' records for their batch, until they have reported it."""
+"""Interval, in seconds, between reads of the processes' records, until the processes have reported their batch."""
 Store = TypeVar("Store")
 Connect = Callable[[World, int, socket.socket], Store]
-"""Connects to a world's store as the given rank; rank 0 also hosts it, on the listening socket. Raises OSError or
-RuntimeError (torch's) if the store's host cannot be reached."""
+"""Connects to a world's store as the given rank; rank 0 also hosts it on the listening socket. Raises OSError or torch's
+RuntimeError if the host is unreachable."""
 
 
 class RunClosed(Exception):
@@ -48,7 +47,7 @@ class RunClosed(Exception):
 
 
 class Leaving(RunClosed):
-    """Raised if this worker was asked to leave, so it joins no further world."""
+    """Raised if this worker was asked to leave."""
 
 
 _KILLED = "the training processes of this worker were killed"
@@ -82,61 +81,58 @@ class Membership:
         self._join_s, self._leave_s = join_s, leave_s
         self._clock = Awake()
         self._request: tuple[tuple[str, int, float], float] | None = None
-        """The last request to training (kind, generation, deadline), with the deadline converted to our clock."""
+        """The last request to training (kind, generation, deadline), and its deadline on our clock."""
         self._state = state
         self._host = host
         self._processes = processes
         self.notice = state / contract.NOTICE
-        """The file that asks training to leave (`workerfiles.notice_file`)."""
+        """The file that asks training to leave."""
         self.world: World | None = None
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Callback that returns True once the training processes were killed for good: leave at once, without saving."""
+        """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
-        """Callback for a new world, before its training processes start."""
+        """Called before a new world's training processes start."""
         self.dies: Callable[[], bool] = lambda: False
-        """Callback that returns True while a rank is crashing, so that we do not stop it before it has reported its error."""
+        """Returns True while a rank is crashing, so that it can report its error before it is stopped."""
         self.pause_s = 0.0
-        """Delay, in seconds, before processes are next started; the other members wait."""
+        """Delay, in seconds, before processes are next started."""
         self._next: dict[str, Any] = {}
         self._reported_leaving = False
         self._unsaved = False
-        """True if this worker's memory holds a step newer than any checkpoint."""
         self._held = self._saved = 0
         """This worker's newest step, saved or in memory, and its newest saved step."""
         self._batch: tuple[int, ...] = ()
-        """See `messages.Report.batch`."""
         self._looked = -math.inf
-        """Time at which the processes' records were last checked for their batch."""
         self.key = b""
-        """The run's key; empty to disable the mesh."""
+        """The run's key; the mesh is disabled if it is empty."""
         self.mesh: Mesh | None = None
-        """This member's side of the mesh; None before the first report."""
+        """None before the first report, without a key, or if the mesh cannot listen."""
         self.repairs: Repairs | None = None
-        """This member's side of the attempts; None if only the coordinator may restart processes."""
+        """None if only the coordinator may restart processes."""
         self.repaired: Callable[[Past], None] = lambda _: None
-        """Callback for each restart that the members have agreed on."""
+        """Called for each restart that the members have agreed on."""
 
     # Called between two worlds
 
     def failed(self, failure: dict[str, Any]) -> None:
-        """Record that the training processes of the current world have failed."""
+        """Record how the current world's training processes have failed, for the next report."""
         self._next = {"failed": True, "failure": failure}
 
     def replaced(self, failure: dict[str, Any]) -> None:
-        """Report that the training processes have failed, before this worker ends and another one takes its place."""
+        """Report a failure of the training processes before another process takes this worker's place."""
         self._client.amend(failed=True, failure=failure, **(self.repairs.report(failed=True) if self.repairs else {}))
 
     def left(self, *, reached: bool) -> None:
-        """Report that the training processes have ended and this worker leaves. If `reached` is False, other workers wait for its
-        save."""
+        """Report that the training processes have ended and this worker leaves. `reached` is True if other workers can load its
+        newest step."""
         self._report_leaving()
         self._read_steps()
         self._client.amend(held=self._saved, owes=not reached)
 
     def done(self) -> None:
-        """Record that the training processes of the current world have finished."""
+        """Record that the current world's training processes have finished, for the next report."""
         self._next = {"standing": MemberState.DONE}
 
     @property
@@ -177,7 +173,7 @@ class Membership:
 
     @property
     def run_id(self) -> str:
-        """The run id without slashes, since torch uses it in a directory name."""
+        """The run id without slashes, because torch uses it in a directory name."""
         return self._run_id.replace("/", ".")
 
     def close(self) -> None:
@@ -191,7 +187,8 @@ class Membership:
         self._client.report(standing=standing, **fields)
 
     def must_stop(self) -> bool:
-        """Return whether this worker must stop its training processes and request the next world."""
+        """Return whether this worker must stop its training processes and request the next world. If training must save first,
+        this writes the notice that asks for it."""
         now = self._clock()
         if self._client.closed is not None or self.abandoned():
             return True
@@ -216,7 +213,7 @@ class Membership:
         if request.get("generation") != called.generation:
             try:
                 notice_file.write(self.notice, "call", called.reason, called.deadline, generation=called.generation)
-            except OSError:  # a full disk: training receives no request to save, and could not save
+            except OSError:  # the disk is full: training receives no request to save, and could not save
                 return True
         return False
 
@@ -246,13 +243,13 @@ class Membership:
             # The store's host died before we connected: report that, and request another world.
             where = f"the store of generation {world.generation} at {world.address}"
             reason = f"worker {self._client.id} cannot reach {where}: {problem}"
-            if time.monotonic() - begun > self._join_s:  # its host is alive but unreachable
+            if time.monotonic() - begun > self._join_s:  # the store's host is alive but unreachable
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
             failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
             self.failed({**failure, "echo": True, "step": None, "committed": None})
 
     def _agree_on_attempt(self, address: str) -> World | None:
-        """Return the current world with a fresh store if its members agree to restart their processes, otherwise None."""
+        """Return the current world with a fresh store if its members agree on an attempt, otherwise None."""
         self._read_steps()
         if self.repairs is None or self.world is None:
             return None
@@ -290,7 +287,6 @@ class Membership:
             self.repairs.refuse(reason)
 
     def _stopped(self) -> dict[str, Any]:
-        """Return the report's fields after our processes have stopped."""
         self._read_steps()
         fields: dict[str, Any] = {"standing": MemberState.WAITING, "failed": False, "failure": None, "held": self._held}
         fields |= {"owes": self._unsaved, "batch": self._newest_batch(), "mesh_address": self.mesh.address if self.mesh else ""}
@@ -316,11 +312,11 @@ class Membership:
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s){': ' if why else ''}{why}")
             if self.abandoned():
                 raise Leaving(_KILLED)
-            if self.leaving() and not self._unsaved:  # otherwise it leaves from the next world, after a save
+            if self.leaving() and not self._unsaved:  # otherwise this worker leaves from the next world, after a save
                 self._report_leaving()
                 raise Leaving("this worker was told to leave")
             if self.mesh:
-                self.mesh.id = self._client.id  # an etcd assigns it after the first report
+                self.mesh.id = self._client.id  # etcd assigns the id after the first report
             world, called = self._client.world, self._client.called
             if (
                 fields["standing"] is MemberState.DONE
@@ -346,7 +342,7 @@ class Membership:
         reported = self._take_up(world, again=again)
         notice_file.end_call(self.notice)
         fields = {**dataclasses.asdict(world), "attempt": self.attempt}
-        with contextlib.suppress(OSError):  # for people only; a full disk must not prevent a world
+        with contextlib.suppress(OSError):  # the file is for people only; a full disk must not prevent a world
             files.replace(self._state / contract.WORLD, json.dumps(fields))
         reported |= {"generation": world.generation, "failed": False, "failure": None, "held": 0}
         self._client.report(standing=MemberState.TRAINING, **reported)
@@ -358,7 +354,6 @@ class Membership:
         return store
 
     def _take_up(self, world: World, *, again: bool) -> dict[str, Any]:
-        """Enter a new world, or another attempt of the current world. Returns the attempt fields of the next report."""
         if self.repairs is None:
             return {}
         if again:
@@ -369,7 +364,6 @@ class Membership:
         return self.repairs.report()
 
     def _listen(self) -> None:
-        """Open this member's side of the mesh, whose address is sent in our reports and published with later worlds."""
         if self.mesh or not self.key:
             return
         try:
@@ -380,7 +374,6 @@ class Membership:
         self.mesh.changed = self._report_peers
 
     def _enter_mesh(self, world: World) -> None:
-        """Watch the other members of this world."""
         if self.mesh is None:
             return
         self.mesh.id = self._client.id
@@ -390,50 +383,47 @@ class Membership:
         self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
-        """Report unheard peers. Does nothing while the mesh is still in another world, where the indices may belong to other
-        processes. Also called in the mesh's thread."""
+        """Report unheard peers, from any thread. Does nothing while the mesh is still in another world, whose indices may belong
+        to other processes."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 
     def _listening(self) -> bool:
-        """Return whether all training processes have an open session, in which they read notices, save and leave. Before that,
-        training has nothing to save and may wait for a rank that has left."""
+        """Return whether all training processes have an open session. Before that, training cannot save and may wait for a rank
+        that left."""
         records = self._records()
         return len(records) == self._processes and all(record.phase not in ("started", "open") for record in records)
 
     def _saves(self) -> bool:
-        """Return whether training saves on request. A world with a step to restore (`World.held`) restores it first, even if a
-        member leaves, since few workers may have the step in memory."""
+        """Return whether training saves on request. A step to restore (`World.held`) is restored first, even if a member leaves,
+        because few workers may have it in memory."""
         return self._listening() or self._owes() or (self.world is not None and self.world.held > 0)
 
     def _records(self) -> list[progress_file.Progress]:
-        """Return the progress records of this attempt's processes."""
         records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         return [each for each in records if each and (each.generation, each.attempt) == (self.generation, self.attempt)]
 
     def _owes(self) -> bool:
-        """Return whether this worker's memory holds an unsaved step."""
         self._read_steps()
         return self._unsaved
 
     def _read_steps(self) -> None:
-        """Read which steps are in memory and saved from the processes' records. The last world's records count until the new
-        processes have restored the step."""
+        """Read the newest steps from the processes' records. The last world's values count until the new processes have restored
+        the step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))
             self._unsaved, self._held = in_memory > self._saved, max(in_memory, self._saved)
 
     def _newest_batch(self) -> tuple[int, ...]:
-        """Return `messages.Report.batch` as reported by the running processes, or else the last known value."""
         batch = max((each.batch for each in self._records() if is_count(each.batch)), default=0)
         if batch:
             self._batch = self.generation, self.attempt, 0 if batch % self._processes else batch // self._processes
         return self._batch
 
     def _too_late(self, kind: str, generation: int, deadline: float) -> bool:
-        """Return whether training has used up its time to save and leave. The time starts when we receive the request, since the
-        sender's clock may differ from ours. A new deadline restarts it."""
+        """Return whether training has used up its time to save and leave. The time starts when we receive the request, because
+        clocks may differ; a new deadline restarts it."""
         request, now = (kind, generation, deadline), self._clock()
         if self._request is None or self._request[0] != request:
             left_s = deadline - time.time() if self._leave_s is None else self._leave_s

@@ -18,16 +18,15 @@ from outlast.rendezvous import vocabulary
 from outlast.rendezvous.vocabulary import Id, MaybeAddress, MemberState, World
 
 _MOST_UNHEARD = 256
-"""Maximum number of peers in one report; a member watches only a few."""
+"""Maximum number of peers in one report."""
 _MOST_PAST = 64
-"""Maximum number of repaired failures in one report."""
 _Peers = Annotated[tuple[Id, ...], lambda ids: len(ids) <= _MOST_UNHEARD]
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """A member's report to the coordinator. The contents of `failure` and `past` are checked by their readers,
-    `root_cause.reported` and `attempts.uncounted`."""
+    """A member's report to the coordinator. `root_cause.reported` checks the contents of `failure`, and `attempts.uncounted`
+    those of `past`."""
 
     run: str
     id: Id
@@ -40,35 +39,35 @@ class Report:
     failed: bool = False
     failure: Mapping[str, Any] | None = None
     """The failure in `generation`: `{rank, code, reason, cause, traceback, log_tail, time, echo, hung, left, early, step,
-    committed}`.
+    committed}`. Fields may be missing.
 
-    `cause` is a `contract.FailureCause`, and `log_tail` has the last lines of the rank's log. `echo` is true if the error is only
-    a consequence of another rank's end. For `hung`, `left` and `early` see `failure.Failure`. `step` and `committed` are the last
-    step and the newest saved step; None for a plain script. Fields may be missing.
+    `cause` is a `contract.FailureCause`. `echo` is true if the error is only a consequence of another rank's end. For `hung`,
+    `left` and `early` see `failure.Failure`. `step` is the last step and `committed` the newest saved step; both are None for a
+    plain script.
     """
     mesh: bool = False
     """True if this member watches its peers in this world and has heard all of them."""
     unheard: _Peers = ()
-    """Watched members of the same world that were heard before and are now silent or refuse connections."""
+    """Watched peers that were heard before and are now silent or refuse connections."""
     refused: _Peers = ()
     """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
     attempt: int = 0
     """Number of times that the processes of `generation` were restarted without the coordinator."""
     past: Annotated[tuple[Mapping[str, Any], ...], lambda past: len(past) <= _MOST_PAST] = ()
-    """The last failures repaired by such restarts, in any generation, as `attempts.Past`. Only a few members report them."""
+    """The last repaired failures in any generation, as `attempts.Past`. Only a few members report them."""
     held: int = 0
-    """The newest complete step that the member's processes had saved or held in memory when stopped. Sent between worlds."""
+    """The newest complete step that the member's processes had saved or held in memory when they ended. Sent between worlds."""
     owes: bool = True
-    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or
-    never will be able to."""
+    """True if other workers may not yet be able to load the step that this member holds or is saving; False if they can, or never
+    will."""
     again: bool = False
-    """True if this process has replaced the process that joined `generation`, which no longer responds to its peers. Only workers
-    running the previous version report it."""
+    """True if this process has replaced the process that joined `generation`. Only workers that run the previous version report
+    it."""
     batch: Annotated[tuple[int, ...], lambda batch: len(batch) in (0, 3)] = ()
-    """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if there is none.
+    """The batch last reported by the member's processes, as `(generation, attempt, batch)`; empty if none was reported.
 
     `batch` is the number of samples per step over all ranks, divided by this member's number of processes. A world's size must
-    divide it. It is 0 if a member's processes cannot share the samples equally, since then no size would help.
+    divide it. It is 0 if the member's processes cannot share the samples equally.
     """
     mesh_address: MaybeAddress = ""
     """`host:port` where the member's mesh listens; empty if it has none."""
@@ -105,7 +104,7 @@ class Report:
 
 @dataclasses.dataclass(frozen=True)
 class Gone:
-    """The member has disconnected, or its key is gone. This is not sent: the coordinator's side of the board detects it."""
+    """The member has disconnected, or its key is gone. The coordinator's side of the board detects this; nobody sends it."""
 
     id: int
 
@@ -120,7 +119,7 @@ class Called:
     deadline: float
     """When a planned call becomes unplanned, in seconds since the epoch."""
     leave_s: float | None = None
-    """Seconds from receipt to `deadline`, counted on the recipient's clock."""
+    """Seconds from receipt to `deadline`, on the recipient's clock."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -135,7 +134,7 @@ class Closed:
 
 @dataclasses.dataclass(frozen=True)
 class Published:
-    """The coordinator's messages. On a socket, each line carries one of them."""
+    """The coordinator's messages. On a socket, each line carries one message."""
 
     called: Called | None = None
     world: World | None = None

@@ -1,17 +1,16 @@
 """Decides which members of a partitioned world are lost. Pure.
 
 Members watch each other (`rendezvous.mesh`) and report unresponsive peers as *unheard*. A pair of members is *broken* if one does
-not hear the other. A broken pair stops training, as every step needs every pair. `decide` picks the members to remove so that no
-broken pair remains:
+not hear the other. A broken pair stops training because every step needs every pair. `decide` picks the members to remove so that
+no broken pair remains:
 
-1. Members whose machines refuse connections are removed at once, since their processes have ended.
+1. Members whose machines refuse connections are removed at once.
 2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
 Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
 3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
 
-A minority never removes a silent majority on its own report alone: all members are called first (`ask`), and members that do not
-answer within CONFIRM_S are lost. If no member hears any other, the mesh is at fault (a port is blocked), and no member is lost.
-Called by `rendezvous.who_trains`. See docs/decisions/0040-partitions.md.
+Before a minority removes a silent majority, all members are called (`ask`), and members that do not answer within CONFIRM_S are
+lost. If no member hears any other, the mesh is at fault, and no member is lost. See docs/decisions/0040-partitions.md.
 """
 
 from __future__ import annotations
@@ -25,10 +24,9 @@ from outlast.base.clock import until
 from outlast.rendezvous.mesh import watched_peers
 
 AGREE_S = 1.0
-"""Maximum delay, in seconds, between reports of one partition: both ends of a link notice within half a second, and the
-reports take time to arrive."""
+"""Maximum delay, in seconds, between reports of one partition."""
 PATIENCE_S = 2.0
-"""Seconds for which a single broken pair is tolerated: its connection may recover, or other members' reports may be late."""
+"""Seconds for which a single broken pair is tolerated, because its connection may recover."""
 CONFIRM_S = 2.0
 """Timeout, in seconds, for an unheard majority to answer a call."""
 HELD_S, LONGEST_HELD_S = 10.0, 300.0
@@ -47,13 +45,13 @@ class View:
     refused: tuple[int, ...] = ()
     """The subset of `unheard` whose processes have ended."""
     noticed: float = 0.0
-    """Time at which `unheard` last grew."""
+    """When `unheard` last grew."""
     answers: bool = False
-    """True if the member has stopped its processes and waits, which proves that it is alive."""
+    """True if the member has stopped its processes and waits, so it is alive."""
 
     @property
     def speaks(self) -> bool:
-        """True if the member has shown a sign of life since a pair broke: it reports silent peers, or it answers."""
+        """True if the member has shown a sign of life since a pair broke."""
         return bool(self.unheard) or self.answers
 
 
@@ -64,13 +62,12 @@ class Verdict:
     lost: tuple[int, ...] = ()
     """Silent members and members of removed sides, in rank order."""
     gone: tuple[int, ...] = ()
-    """Members whose processes have ended."""
     by: tuple[int, ...] = ()
     """Remaining members that do not hear the members to remove; empty if only the latter reported silent peers."""
     ask: tuple[int, ...] = ()
-    """The majority that a minority does not hear, if any: all members must be called, to find out which of them answer."""
+    """The majority, if any, that a minority does not hear: all members must be called, to find out which members answer."""
     look_again: float | None = None
-    """Time at which the verdict may change without new reports."""
+    """When the verdict may change without new reports."""
 
     @property
     def out(self) -> tuple[int, ...]:
@@ -84,7 +81,6 @@ class Loss:
 
     at: float
     times: int = 1
-    """Number of consecutive losses."""
     reason: str = ""
     held: bool = True
     """True if the member is kept out of worlds; False once a world has needed it anyway."""
@@ -100,7 +96,7 @@ class Loss:
 
 
 def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, called_at: float | None = None) -> Verdict:
-    """Return the lost members of a world, according to its members' reports.
+    """Return the lost members of a world.
 
     `ranks` are the world's members in rank order. Members without a view are ignored: they have ended or no longer need peers.
     `called_at` is the time of a pending unplanned call.
@@ -134,7 +130,6 @@ def decide(ranks: Sequence[int], views: Mapping[int, View], now: float, *, calle
 
 
 def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float]:
-    """Return the broken pairs, each with the time of its first report."""
     members, since = set(ranks), dict[Pair, float]()
     for id in ranks:
         for peer in members.intersection(views[id].unheard) - {id}:
@@ -144,22 +139,21 @@ def _broken(ranks: Sequence[int], views: Mapping[int, View]) -> dict[Pair, float
 
 
 def _watched(ranks: Sequence[int]) -> set[Pair]:
-    """Return the pairs that watch each other."""
     places = range(len(ranks))
     return {frozenset((ranks[one], ranks[other])) for one in places for other in watched_peers.watched(one, places)}
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. If half or more of the members are silent, returns none, since one
-    member may be wrong about all others; a world of two is an exception."""
+    """Return silent members whose machines refuse connections. In worlds above two, returns none if half or more of the members
+    are silent, because one member may be wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """Return groups of members that hear each other: the components connected by unbroken watched pairs. Components with no
-    broken pair between them are merged, since the members of a large world do not all watch each other."""
+    """Return groups of members that hear each other: components connected by unbroken watched pairs, merged if no broken pair is
+    between them, because not all members of a large world watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)
@@ -182,7 +176,7 @@ def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair])
 def _staying(
     rest: Sequence[int], sides: Sequence[set[int]], views: Mapping[int, View], called_at: float | None, now: float
 ) -> tuple[set[int], float | None, tuple[int, ...]]:
-    """Return the side that stays (empty while undecided), when to decide if this is undecided, and the members to call first, if
+    """Return the side that stays (empty while undecided), the time at which to decide again, and the members to call first, if
     any."""
     if len(sides) < 2:
         return set(rest), None, ()

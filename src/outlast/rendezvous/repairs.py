@@ -1,7 +1,7 @@
 """A member's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
 
-Each member has one `Repairs`. Its membership calls `stop_requested` while processes train, and `agree` once they have ended.
-`rendezvous.attempts` makes the decisions.
+A member's membership calls `stop_requested` while processes train, and `agree` once they have ended. `rendezvous.attempts` makes
+the decisions.
 """
 
 from __future__ import annotations
@@ -22,11 +22,9 @@ if TYPE_CHECKING:
     from outlast.rendezvous.mesh.mesh import Mesh
 
 KIND = "attempt"
-"""The kind of our messages in the mesh."""
 REPORTERS = 3
-"""Number of members in a world that report repairs, so that a coordinator of a thousand members reads only a few copies."""
+"""Number of members that report repairs, so that the coordinator of a thousand members reads only a few copies."""
 _POLL_S = 0.02
-"""Interval, in seconds, for polling the coordinator and the notice while we wait for the other members."""
 
 
 class Repairs:
@@ -50,7 +48,7 @@ class Repairs:
 
     @property
     def reason(self) -> str:
-        """The reason why the coordinator must decide; empty otherwise."""
+        """The reason why the coordinator must decide; empty if the members may."""
         return self._participant.reason if self._participant else "the members do not watch each other"
 
     def enter(self, world: World, mesh: Mesh | None) -> None:
@@ -66,7 +64,7 @@ class Repairs:
             self._catch_up()
 
     def stop_requested(self) -> bool:
-        """Return whether our processes must stop. Call this often, since it also repeats unanswered messages."""
+        """Return whether our processes must stop. Call this often, because it also repeats unanswered messages."""
         with self._lock:
             if self._participant is None:
                 return False
@@ -88,7 +86,7 @@ class Repairs:
         overruled: Callable[[], str],
         late: Callable[[], None],
     ) -> Go | None:
-        """After our processes have ended, wait for all members to agree on the next attempt. Returns None if the coordinator
+        """Wait for all members to agree on the next attempt, after our processes have ended. Returns None if the coordinator
         decides.
 
         `failure` describes how our processes failed; None if they were stopped. `overruled` returns a reason to refuse the
@@ -118,7 +116,7 @@ class Repairs:
             self._news.wait(_POLL_S)
 
     def taken_up(self) -> Past:
-        """Handle the start of our processes in the agreed attempt. Returns the failure that the attempt repairs."""
+        """Handle the start of our processes in the agreed attempt, and return the repaired failure."""
         with self._lock:
             participant = self._participant
             if participant is None or participant.go is None:
@@ -129,8 +127,8 @@ class Repairs:
             return self._past[-1]
 
     def report(self, *, failed: bool = False) -> dict[str, Any]:
-        """Return the attempt fields of this member's `messages.Report`. After a failure, every member also reports earlier
-        repairs, so that failures are counted in order."""
+        """Return the attempt fields of this member's `messages.Report`. After a failure, every member reports earlier repairs, so
+        that failures are counted in order."""
         participant = self._participant
         if participant is None or not (failed or self._id in participant.members[:REPORTERS]):
             return {"attempt": self.attempt}

@@ -1,11 +1,9 @@
 """A job's restart budget, which progress refunds. Pure: the time is an argument.
 
-The coordinator (or the operator) calls `judge` once for every failed generation, and stores the returned `History`. Interruptions
-cost nothing. A configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies
-outside the window or the committed step has advanced.
-
-The job stops early if a step raises, hangs or runs out of memory three times in a row, or if every rank raises the same script
-error before its first step, since a restart would not help.
+The coordinator calls `judge` once for every failed generation, and stores the returned `History`. Interruptions cost nothing. A
+configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies outside the
+window or the committed step has advanced. The job stops early if a step fails three times in a row, or if every rank raises the
+same script error before its first step.
 """
 
 from __future__ import annotations
@@ -20,8 +18,8 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job, whatever its limit: in general, and for a full disk, since a user may
-clean it up during the pauses, which add up to minutes."""
+"""Number of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up
+meanwhile."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 """Thresholds for `Kills`, in seconds; arbitrary."""
 
@@ -41,10 +39,9 @@ class Record(NamedTuple):
     time: float
     """Time of the verdict, in seconds since the epoch."""
     committed_step: int
-    """The newest committed step at that time."""
+    """The newest committed step at this time."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None if unknown or if the process was killed for a reason unrelated to the
-    step."""
+    """The step that raised, hung or ran out of memory; None if it is unknown or a kill was unrelated to it."""
 
 
 History = tuple[Record, ...]
@@ -75,15 +72,15 @@ class Stop:
 
 @dataclass(frozen=True)
 class Kills:
-    """Counts consecutive kills of a worker's processes (or full disks) with no progress in between."""
+    """Counts consecutive kills of a worker's processes (or full disks) without progress."""
 
     count: int = 0
     step: int = -1
     """The furthest step that any killed process reached."""
 
     def after(self, outside: bool, step: int | None, lived_s: float) -> Kills:
-        """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step`
-        is None, running for longer than `LIVED_S` counts as progress."""
+        """Return the counter after the processes have ended again. `outside` is True if the script is not the cause. If `step` is
+        None, running for longer than `LIVED_S` counts as progress."""
         further = step > self.step if step is not None else lived_s > LIVED_S
         return Kills(self.count + 1 if outside and not further else 0, max(self.step, -1 if step is None else step))
 
@@ -96,11 +93,9 @@ class Kills:
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """Return the verdict on a failure, with its reason in one sentence.
-
-    `everywhere` is True if every rank raised this error before its first step, so that the machine is not the cause.
-    """
-    # If the clock was set back, date future failures now, or they would stay in the window for too long.
+    """Return the verdict on a failure. `everywhere` is True if every rank raised this error before its first step, so that the
+    machine is not the cause."""
+    # If the clock was set back, failures in the future count as current, or they would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window)
     used = sum(now - record.time < window and record.committed_step >= committed_step for record in past)
@@ -133,13 +128,11 @@ def judge(
 
 
 def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
-    """Return the failures in the window and the last failures at a step, so that the history stays short even with a huge
-    limit."""
+    """Return the failures in the window and the last failures at a step, so that the history stays short."""
     raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 
 
 def _consecutive(failures: tuple[Record, ...]) -> int:
-    """Return the number of consecutive errors at the last failed step."""
     steps = [record.failed_step for record in reversed(failures) if record.failed_step is not None]
     return len(list(takewhile(lambda step: step == steps[0], steps)))

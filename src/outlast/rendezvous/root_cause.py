@@ -1,8 +1,7 @@
-"""Rules for failures: finding the root cause among a world's failures, and judging when and whether the job continues. Pure.
+"""Rules for failures: finding the root cause among a world's failures, and judging whether the job continues. Pure.
 
 When one worker dies, the other workers fail as well. Their errors only echo its death, but may arrive first. So the coordinator
-briefly collects a generation's failures, then judges the root cause once, against the budget in `rendezvous.restart_budget`. The
-launcher, worker 0, an elected coordinator and the operator all use these rules.
+collects a generation's failures for a moment, then judges the root cause once, against the budget in `rendezvous.restart_budget`.
 """
 
 from __future__ import annotations
@@ -21,12 +20,11 @@ from outlast.rendezvous import restart_budget
 from outlast.rendezvous.who_trains import World
 
 _REPORTED = ("code", "rank", "step", "time", "hung", "left", "reason", "cause", "traceback", "log_tail", "early")
-"""The fields that a `Failure` takes from `messages.Report.failure`."""
 
 
 class Known(NamedTuple):
-    """A coordinator's knowledge of a failure: the failure with the step that the run had reached, the step that raised it (None
-    if unknown), and the newest committed step."""
+    """A failure with the step that the run had reached, the step that raised it (None if unknown), and the newest committed
+    step."""
 
     failure: Failure
     raised: int | None
@@ -37,7 +35,7 @@ class Pending(NamedTuple):
     """A failure that has not been judged yet."""
 
     echo: bool
-    """True if the failure is only a consequence of another one."""
+    """True if the failure is only a consequence of another failure."""
     failure: Failure
 
 
@@ -46,23 +44,23 @@ class Debounce:
     """Debounce times for the failures of one generation, in seconds from the first failure."""
 
     cause: float = 0.5
-    """Delay for calls while all failures are echoes, since a call would stop the culprit before it can report."""
+    """Delay for calls while all failures are echoes, because a call would stop the culprit before it can report."""
     settle: float = 1.0
     """Time after which failures are judged even if no world can form yet."""
     answer: float = 5.0
-    """Used instead of `settle` while all failures are echoes and a member that may be the cause has not answered."""
+    """Replaces `settle` while all failures are echoes and a member that may be the cause has not answered."""
 
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Times for the operator: kubelets report how a container ended within about a second, and eventually for every pod."""
+"""Kubelets report how a container ended within about a second, and eventually for every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
-"""Times for pods without an agent: another kubelet may report the root cause seconds after a consequence."""
+"""In pods without an agent, another kubelet may report the root cause seconds after a consequence."""
 
 
 def reported(report: Mapping[str, Any], worker: int, start: tuple[int, int], now: float) -> Pending:
-    """Return the failure in a member's report (`messages.Report.failure`). `start` is the generation and attempt of the processes
-    that failed. An invalid failure still counts, since it could otherwise cause endless restarts."""
+    """Return the failure in a member's report. `start` is the generation and attempt of the failed processes. An invalid failure
+    still counts, because it could otherwise cause endless restarts."""
     of: dict[str, Any] = {"worker": worker, "generation": start[0], "attempt": start[1]}
     try:
         failure = decode(Failure, {**{name: report[name] for name in _REPORTED if name in report}, **of})
@@ -80,7 +78,7 @@ def committed(report: Mapping[str, Any] | None) -> int | None:
 
 def cause(pending: Iterable[Pending]) -> Pending:
     """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
-    echoes, the cause is a rank that exited early and so broke the others' collective."""
+    echoes, the cause is a rank that exited early and so broke the other ranks' collective."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])
@@ -98,7 +96,7 @@ def left_early(who: str, other: int | None, step: int | None) -> str:
 
 
 def only_echoes(pending: Collection[Pending]) -> bool:
-    """Return whether all failures are echoes, so that their cause is still unreported; False if there are no failures."""
+    """Return whether all failures are echoes; False if there are no failures."""
     return bool(pending) and all(each.echo for each in pending)
 
 
@@ -120,7 +118,7 @@ def judge(
     """Return the failure, marked as counted or not, and the verdict on the job.
 
     `pending` are all failures in the `current` world. `fits` is False if that world's size is no longer allowed
-    (`who_trains.fits`): its script may have refused the size, and the next world has another one.
+    (`who_trains.fits`): the script may have refused the size, and the next world has another size.
     """
     failure = known.failure
     everywhere = raised_everywhere(failure, pending, current.members if current else ())
@@ -133,6 +131,6 @@ def judge(
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
-    """Return whether all members have raised the same error before their first step, so a restart would raise it again."""
+    """Return whether all members have raised the same error before their first step, so that a restart would raise it again."""
     same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
     return bool(failure.early) and same >= set(members)

@@ -40,9 +40,9 @@ def do_not_hear(by: Sequence[int], whom: Sequence[int], *, named: bool = True) -
 
 
 def how_lost(all: Sequence[int], lost: Sequence[int], gone: Sequence[int], by: Sequence[int]) -> str:
-    """Return a clause that explains how the loss of the workers in `lost` or `gone` was noticed; empty for other losses.
+    """Return a clause that explains how the loss of `all` workers was noticed; empty if none is in `lost` or `gone`.
 
-    The preceding text names `all` lost workers. `by` are the workers that do not hear them.
+    `by` are the workers that do not hear the lost workers.
     """
     cut = [id for id in all if id in {*lost, *gone}]
     if not cut:

@@ -42,7 +42,7 @@ FOREIGN = (
 UNNAMED = "none"
 """torchrun's run id if --rdzv-id is not given."""
 _FOREVER = restart_budget.Policy(limit=sys.maxsize, window=timedelta(days=1))
-"""A policy without a limit, since torchrun itself counts --max-restarts."""
+"""A policy without a limit, because torchrun itself counts --max-restarts."""
 
 
 class Client(member_client.Client):
@@ -92,7 +92,7 @@ class Client(member_client.Client):
         if not self._candidate_started:
             self._candidate_started = True
             self._running.start()
-            atexit.register(self.close)  # on a signal, torchrun does not shut down its handler
+            atexit.register(self.close)  # after a signal, torchrun does not shut down its handler
 
     def close(self) -> None:
         atexit.unregister(self.close)
@@ -150,7 +150,7 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
     """Return our address for other nodes: our end of the connection to etcd, or this machine's main address if etcd is local.
 
-    An endpoint such as `localhost` works only if all nodes are on this machine, so it is returned unchanged.
+    Our end is also returned if the endpoint is local (`localhost`), because all nodes are then on this machine.
     """
     if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
         return seen
@@ -160,12 +160,12 @@ def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
 def _loopback(address: str) -> bool:
     try:
         return ipaddress.ip_address(address.partition("%")[0]).is_loopback
-    except ValueError:  # a name
+    except ValueError:  # the address is a host name
         return False
 
 
 def primary() -> str:
-    """Return this machine's address on its default route; empty if it has none. Sends nothing."""
+    """Return this machine's address on its default route, without sending anything; empty if there is none."""
     with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as sock:
         try:
             sock.connect(("192.0.2.1", 9))  # TEST-NET-1, RFC 5737

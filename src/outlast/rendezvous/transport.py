@@ -5,9 +5,8 @@
     kubernetes://job        the operator, through the API server              `kubernetes.board`
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
-A new transport is a module, here or in another package, that is listed in `TRANSPORTS` and has a function `board(endpoint,
-member)`, which returns an unconnected `member_client.Board` or raises OutlastError.
-Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
+A transport is a module in `TRANSPORTS` with a function `board(endpoint, member)`, which returns an unconnected
+`member_client.Board` or raises OutlastError. Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
 """
 
 from __future__ import annotations
@@ -49,22 +48,21 @@ TRANSPORTS = {
 
 @dataclass(frozen=True)
 class Member:
-    """The worker that connects. Settings that are not in the endpoint come from the worker's environment."""
+    """The worker that connects. `environ` has the settings that are not in the endpoint."""
 
     run: str
     id: int
     state: Path
-    """The worker's state directory."""
     processes: int
     environ: Mapping[str, str] = field(default_factory=lambda: os.environ)
     must_leave: Callable[[float, str], None] = lambda _deadline, _reason: None
     """Called when the operator tells this worker to leave, with the deadline in seconds since the epoch and the reason."""
     run_ended: Callable[[Closed], None] = lambda _: None
-    """Called with the run's end once the operator has published it, before anything acts on it."""
+    """Called with the run's end once the operator has published it, before anything acts on the end."""
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output; the next world's is higher."""
+        """The newest generation recorded in the run's output; the next world's generation is higher."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
@@ -74,7 +72,7 @@ def of(endpoint: str) -> ModuleType:
 
 
 def mode(endpoint: str) -> Mode:
-    """Return the kind of coordinator behind an endpoint. Raises OutlastError if its scheme is unknown."""
+    """Return the mode of an endpoint's coordinator. Raises OutlastError if the endpoint's scheme is unknown."""
     return _entry(endpoint)[1]
 
 
@@ -94,10 +92,10 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether other workers may be training, and would stop as soon as this worker reports. `needed` is True if no world
-    can do without this worker.
+    """Return whether this worker should be ready to start ranks before it reports, because other workers may be training and
+    would stop at its report.
 
-    If no worker can train without this one, it is faster to report first, and prepare ranks while waiting. On one machine,
+    `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
     reporting takes no time.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"

@@ -1,4 +1,4 @@
-"""The inputs and results of `rendezvous.who_trains`: members' reports, the desired size, the coordinator's state, and decisions.
+"""The inputs and results of `rendezvous.who_trains`.
 
 Field names are the wire format of `Call` and `World`. Import all classes from `rendezvous.who_trains`.
 """
@@ -16,12 +16,10 @@ from outlast.job import contract
 from outlast.rendezvous import partition
 
 Id = Annotated[int, lambda id: id < contract.MOST_WORKERS]
-"""A worker's index."""
 is_address = re.compile(r"[!-~]{1,255}:[0-9]{1,5}").fullmatch
 Address = Annotated[str, is_address]
-"""An address of the form `host:port`."""
 MaybeAddress = Annotated[str, lambda address: not address or is_address(address)]
-"""An address of the form `host:port`, or an empty string."""
+"""An `Address`, or an empty string."""
 
 
 class MemberState(enum.StrEnum):
@@ -31,51 +29,41 @@ class MemberState(enum.StrEnum):
     """Ready to join a world, and not training."""
     TRAINING = "training"
     LEAVING = "leaving"
-    """Asked to leave (SIGTERM, drain): the member saves with the other members, then leaves."""
+    """The member was asked to leave (SIGTERM, drain). It saves with the other members first."""
     DONE = "done"
-    """The member's training processes have finished successfully."""
+    """The training processes have finished successfully."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """A worker as described in its newest report."""
+    """A worker as described in its newest report; see `messages.Report` for its fields."""
 
     id: int
     """The worker's index, which is independent of its rank."""
     address: str
-    """`host:port` where the worker would host the world's store as rank 0."""
     standing: MemberState
     generation: int = 0
-    """The generation of the worker's current or last world; 0 if the worker has not trained yet."""
     since: float = 0.0
-    """Time at which `standing` last changed; repeating a report does not change it."""
+    """When `standing` last changed."""
     failed: bool = False
-    """True if the worker's training processes in `generation` failed or hung."""
     why: str = ""
-    """Description of the failure; empty if it is unknown or only a consequence of another worker's failure."""
+    """Description of the failure; empty if the failure is unknown or only a consequence of another worker's failure."""
     unheard: tuple[int, ...] = ()
-    """Watched members of the same world that have stopped responding to the worker."""
     refused: tuple[int, ...] = ()
-    """The subset of `unheard` whose processes have ended: their machines refuse connections."""
     noticed: float = 0.0
-    """Time at which `unheard` last grew; repeating a report does not change it."""
+    """When `unheard` last grew."""
     held: int = 0
-    """The newest complete step that the worker's processes had saved or held in memory at their end; 0 if none was reported."""
     again: bool = False
-    """True if the worker was restarted after it joined `generation`."""
     owes: bool = True
-    """True if other workers may not yet be able to load the step that this worker holds or is saving."""
     batch: tuple[int, ...] = ()
-    """See `messages.Report.batch`."""
     mesh_address: str = ""
-    """See `messages.Report.mesh_address`."""
 
 
 class Cause(enum.StrEnum):
-    """A call's machine-readable reason; `Call.reason` is the text for people."""
+    """The machine-readable reason for a call."""
 
     UNKNOWN = ""
-    """Not given, or introduced in a newer version."""
+    """No cause was given, or a newer version has introduced it."""
     START = "start"
     RESUME = "resume"
     """The run continues after a pause in which no worker trained."""
@@ -103,7 +91,7 @@ class Cause(enum.StrEnum):
 class Call:
     """A request to re-rendezvous for `generation`.
 
-    A later call for the same generation replaces this one if a planned call becomes unplanned, or if more workers leave.
+    A later call for the same generation replaces this call if a planned call becomes unplanned, or if more workers leave.
     """
 
     generation: int
@@ -112,10 +100,10 @@ class Call:
     """True if training saves first; otherwise its unsaved work is dropped at once."""
     at: float = 0.0
     leaving: tuple[int, ...] = ()
-    """Workers that are leaving. Once they have saved, their absence is not a failure."""
+    """Workers whose absence is not a failure once they have saved."""
     cause: Cause = Cause.UNKNOWN
     lost: tuple[int, ...] = ()
-    """Unresponsive workers to kill or shut down; see `rendezvous.partition`."""
+    """Unresponsive workers to kill; see `rendezvous.partition`."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +120,7 @@ class World:
     held: int = 0
     """The newest complete step of any worker in the last world. Resuming below this step loses steps and is reported."""
     mesh_addresses: tuple[MaybeAddress, ...] = ()
-    """Each member's mesh address, in rank order; empty if the member has no mesh. Older versions publish no addresses."""
+    """Each member's mesh address in rank order, empty for a member without a mesh. Older versions publish no addresses."""
 
 
 @dataclass(frozen=True)
@@ -142,9 +130,9 @@ class Wait:
     reason: str
     look_again: float | None = None
     steady: str = field(default="", compare=False)
-    """`reason` without the remaining seconds, so that it changes only when the situation does."""
+    """`reason` without the remaining seconds, so that it changes only with the situation."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others and will not do so soon; part of `reason`. Empty if there are none."""
+    """Why some workers are not training with the others and will not do so soon; empty if there are none. Part of `reason`."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -153,7 +141,7 @@ class Wait:
 
 @dataclass(frozen=True)
 class Closed:
-    """A decision to form no further worlds, since training is done or suspended."""
+    """A decision to form no further worlds, because training is done or suspended."""
 
     reason: str
     done: bool
@@ -172,47 +160,47 @@ class Desired:
     sizes: tuple[int, ...]
     """Allowed sizes of a world, ascending."""
     expected: frozenset[int] | None = None
-    """Ids of the workers that should be members, connected or still starting; absent workers are awaited until a timeout. If
-    None, any worker may join until the target is reached."""
+    """Ids of the workers that should be members; absent workers are awaited until a timeout. If None, any worker may join until
+    the target is reached."""
 
 
 @dataclass(frozen=True)
 class Timeouts:
-    """Timeouts for workers, in seconds."""
+    """Timeouts of the rendezvous, in seconds."""
 
     start: float = 30.0
     """Timeout for missing workers while no worker holds any state, counted from when the smallest allowed world could form."""
     recovery: float = 1.0
     """Timeout for missing workers while surviving workers are idle."""
     growth: float = 5.0
-    """Minimum age of a world before it grows, and how long the first newcomer waits for more newcomers."""
+    """Minimum age of a world before it grows, and how long the first newcomer waits for more."""
     leave: float = 75.0
     """Grace period in which training saves after a planned call."""
     answer: float = 10.0
-    """Timeout for a connected worker to join a world or stop its processes, and for all workers to report to a restarted
+    """Timeout for a connected worker to join a world or stop its processes, and for all workers to report to a new
     coordinator."""
 
 
 @dataclass(frozen=True)
 class State:
-    """The coordinator's state."""
+    """The state on which the coordinator decides."""
 
     members: Mapping[int, Member]
     """Connected workers, plus members of the world that were DONE when they disconnected."""
     world: World | None = None
     """The last published world, even if it is no longer training."""
     called: Call | None = None
-    """The last call; it is pending while its generation is newer than the world's."""
+    """The last call, which is pending while its generation is newer than the world's."""
     since: float = -math.inf
-    """Time at which this coordinator took over another one's world. Members must report within `Timeouts.answer` of it."""
+    """When this coordinator took over another coordinator's world. Members must report within `Timeouts.answer` of it."""
     min_generation: int = 0
-    """The highest generation that must not be used, since generations up to it may have existed unseen."""
+    """The highest generation that must not be used, because generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
     """Recent losses by worker id; these workers are kept out of worlds for a while."""
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
     departed: frozenset[int] = frozenset()
-    """Workers that had joined the world and disconnected. A new process with the same index cannot take its place there."""
+    """Workers that had joined the world and disconnected. A new process with the same index cannot rejoin this world."""
 
     @property
     def inside(self) -> list[Member]:
@@ -221,8 +209,8 @@ class State:
         return [self.members[id] for id in ranks if id in self.members and self.members[id].generation >= generation]
 
     def reported(self, member: Member) -> Self:
-        """Return the state after a worker's report. A repeated report changes nothing. Changes in the worker's peers or in the
-        step that it holds leave `since` unchanged."""
+        """Return the state after a worker's report. Changes in the worker's peers or in the step that it holds leave `since`
+        unchanged."""
         last = self.members.get(member.id)
         if last is not None:
             if last.generation == member.generation and set(member.unheard) <= set(last.unheard):

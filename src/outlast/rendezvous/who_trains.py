@@ -1,7 +1,6 @@
 """Decides which workers train together, as a pure function of the members' reports.
 
-The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`. The
-decision is to call the workers to a new rendezvous, to publish a world, to wait, or to close the run.
+The coordinator keeps a `State`, updates it with every report, and calls `decide` after every event and at `look_again`.
 
     state = state.reported(Member(...))                   # a worker reported
     state = state.gone(3)                                 # its connection closed, or it was silent for too long
@@ -9,10 +8,9 @@ decision is to call the workers to a new rendezvous, to publish a world, to wait
     state = state.after(decision)                         # store it before publishing it
 
 After `Call(g + 1)`, the workers training in `g` become WAITING, after a save if the call is planned; an unplanned call also
-affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING in generation g + 1. A worker that
-is not in the new world becomes WAITING. A LEAVING worker saves with the others and leaves.
+affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING.
 
-Invariants: generations only grow and each has one world. A world has an allowed size and consists of waiting workers. Holders of
+Invariants: generations only grow, and each has one world. A world has an allowed size and consists of waiting workers. Holders of
 the newest state come first, in their old order, so rank 0 always holds it. No world begins with an older state than a leaving
 worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock, preferably a monotonic
 one; see `until` for clock jumps.
@@ -44,7 +42,7 @@ __all__ = ["Call", "Cause", "Closed", "Decision", "Desired", "Member", "MemberSt
 
 
 def largest(sizes: Iterable[int], available: int) -> int:
-    """Return the largest allowed size up to `available`; 0 if none fits."""
+    """Return the largest of `sizes` up to `available`; 0 if none fits."""
     return max((size for size in sizes if size <= available), default=0)
 
 
@@ -61,7 +59,7 @@ def fits(world: World | None, sizes: Sequence[int], members: Iterable[Member]) -
 
 
 def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> Decision:
-    """Return the decision of the first rule that returns one, with its reason in one sentence."""
+    """Return the decision of the first rule that returns one."""
     situation = _Situation(state, desired, timeouts, now)
     decision = next(decision for rule in RULES if (decision := rule(situation)) is not None)
     again = min((end for end in (situation.verdict.look_again, *situation.held.values()) if end is not None), default=math.inf)
@@ -71,7 +69,7 @@ def decide(state: State, desired: Desired, timeouts: Timeouts, now: float) -> De
 
 
 def lost(state: State, now: float) -> partition.Verdict:
-    """Return the unresponsive members of the running world."""
+    """Return the verdict on the unresponsive members of the running world."""
     if state.world is None:
         return partition.Verdict()
     ranks, generation = state.world.members, state.world.generation
@@ -85,8 +83,6 @@ def lost(state: State, now: float) -> partition.Verdict:
 
 
 class _Situation:
-    """The values that the rules need, derived from a state."""
-
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
         self.wanted = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         """The target size if any number of workers could share the batch."""
@@ -105,22 +101,21 @@ class _Situation:
         self.called = state.called if state.called and state.called.generation > self.generation else None
         self.running = self.world is not None and self.called is None
         self.newest = max((m.generation for m in state.members.values()), default=0)
-        """The newest generation that any worker has reported."""
         self.next = max(self.generation, self.newest, state.min_generation) + 1
         """The lowest generation that is certainly unused."""
         self.target = largest(desired.sizes, desired.replicas) or desired.sizes[0]
         self.inside = [
             self.members[id] for id in self.ranks if id in self.members and self.members[id].generation >= self.generation
         ]
-        """Members that have joined the world, in rank order."""
         self.late = [id for id in self.ranks if id in self.members and self.members[id].generation < self.generation]
-        """Members that have not joined the world, or were restarted since."""
+        """Members that have not joined the world, or were restarted after they joined it."""
         self.late_until = (
             self.until(max(state.since, *(e.at for e in (self.world, self.called) if e)), timeouts.answer) if self.late else None
         )
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
-        """The newest generation that may have made a step: one that a holder of state has not joined cannot have made any."""
+        """The newest generation that may have made a step. No step is possible in a generation that a holder of state has not
+        joined."""
         absent = [id for id in self.ranks if id not in state.members or (id in self.late and id in state.departed)]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -142,7 +137,6 @@ class _Situation:
         return min((end for end in (*ends, self.late_until, self.unheard_until) if end not in (None, math.inf)), default=None)
 
     def with_standing(self, standing: MemberState) -> list[int]:
-        """Return the world's members in this state, in rank order."""
         return [m.id for m in self.inside if m.standing is standing]
 
     def call(self, cause: Cause, reason: str, *, planned: bool, leaving: Iterable[int] = ()) -> Call:
@@ -172,8 +166,7 @@ def everybody_is_done(s: _Situation) -> Decision | None:
 
 
 def generation_from_elsewhere(s: _Situation) -> Decision | None:
-    """If another coordinator was active, or this one has lost its state, continue with a generation newer than any that members
-    report."""
+    """Continue with an unused generation if another coordinator was active, or if this coordinator has lost its state."""
     if s.called is not None:
         beyond = [m for m in s.members.values() if m.generation >= s.called.generation]
     else:
@@ -200,7 +193,7 @@ def lost_workers(s: _Situation) -> Decision | None:
 
 
 def a_majority_is_unheard(s: _Situation) -> Decision | None:
-    """If a minority cannot hear a silent majority, call all members to find out which of them answer."""
+    """Call all members if a minority cannot hear a silent majority, to find out which members answer."""
     if not s.verdict.ask:
         return None
     return s.drop(Cause.LOST, f"{sentences.do_not_hear(s.verdict.by, s.verdict.ask)}: call all, to find out which are alive")
@@ -216,14 +209,13 @@ def failed_workers(s: _Situation) -> Decision | None:
 
 def workers_left_unasked(s: _Situation) -> Decision | None:
     left = s.with_standing(MemberState.WAITING)
-    if not s.running or not left or s.with_standing(MemberState.LEAVING):  # a leaving member stops the others, after a save
+    if not s.running or not left or s.with_standing(MemberState.LEAVING):  # a LEAVING member stops the others, after a save
         return None
     return s.drop(Cause.LEFT, f"{sentences.workers(left)} left generation {s.generation} without a call")
 
 
 def world_not_joined(s: _Situation) -> Decision | None:
-    """If a worker does not join its world in time, call all members: it was restarted unnoticed, or never received the world, and
-    the others cannot step without it."""
+    """Call all members if a worker does not join its world in time, because the other workers cannot step without it."""
     if not s.late or s.late_until is not None:
         return None
     return s.drop(
@@ -241,7 +233,8 @@ def grace_ran_out(s: _Situation) -> Decision | None:
 
 
 def done_without_the_others(s: _Situation) -> Decision | None:
-    """If some members had finished before the call, and the others cannot finish without them, all repeat the last steps."""
+    """Make a planned call unplanned if some members are done and the others cannot finish without them, so that all repeat the
+    last steps."""
     done = [m.id for m in s.members.values() if m.standing is MemberState.DONE and m.generation >= s.generation]
     if s.called is None or not s.called.planned or s.training or not done:
         return None
@@ -260,7 +253,7 @@ def more_workers_leave(s: _Situation) -> Decision | None:
     )
 
 
-# A world runs; calls do not interrupt its beginning or end
+# A world runs; no planned call interrupts its beginning or end
 
 
 def world_begins(s: _Situation) -> Decision | None:
@@ -346,13 +339,13 @@ def workers_leave(s: _Situation) -> Decision | None:
 
 def too_many_workers(s: _Situation) -> Decision | None:
     surplus = s.ranks[s.target :]
-    if len(s.ranks) <= s.wanted:  # a batch limits only later worlds
+    if len(s.ranks) <= s.wanted:  # the batch limits only later worlds
         return None
     return s.call(Cause.SHRINK, f"shrinking from {len(s.ranks)} to {s.target}", planned=True, leaving=surplus)
 
 
 def newcomers(s: _Situation) -> Decision | None:
-    """Growing costs a save and a restart: grow once for all newcomers, and not soon after the last change."""
+    """Grow once for all newcomers, and not soon after the last change, because growing costs a save and a restart."""
     waiting = sorted(m.id for m in s.members.values() if m.standing is MemberState.WAITING and m.id not in s.ranked)
     available = len(s.ranks) + len(waiting)
     size = largest(s.desired.sizes, min(s.target, available))
@@ -372,7 +365,7 @@ def newcomers(s: _Situation) -> Decision | None:
 
 
 def lost_workers_are_kept_out(s: _Situation) -> Decision | None:
-    """Keep lost workers out for a while, since a flapping connection could otherwise end one world after another."""
+    """Keep lost workers out for a while, because a flapping connection could otherwise end world after world."""
     missing = sorted(s.held.keys() - s.ranked)
     if not missing or len(s.ranks) >= s.target:
         return None
@@ -428,8 +421,7 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save. A world that
-    began before the save would discard their state."""
+    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -447,12 +439,12 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
         return s.until(at, s.timeouts.start)
     survivors = any(m.generation >= max(s.generation, 1) for m in here)
     if s.world is not None and max(m.held for m in here) < s.world.held:
-        survivors = False  # none of these has restored, and the holder of the state is still missing
+        survivors = False  # none of them has restored the state, and its holder is still missing
     return s.until(max(at, s.called.at), s.timeouts.recovery if survivors else s.timeouts.start)
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: holders of the newest state by rank in the last world, then waiting members and all others by id."""
+    """Sort members: first holders of the newest state by old rank, then waiting members, then all others, by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

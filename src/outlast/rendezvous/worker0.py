@@ -1,9 +1,7 @@
 """Coordination by worker 0, for pods without an operator or an etcd (`c10d://<full name of pod 0>:29400`).
 
-Worker 0's agent runs a `Host` in a separate thread. Unlike the store in torchrun's c10d backend, the host may die and return: the
-other workers keep training, or wait for the next host, and report their state to it. Only the history of failures is lost.
-
-Members prove that they have the run's key (`job.sealed_lines`), and no message can end the host: an invalid message closes its
+Worker 0's agent runs a `Host` in a separate thread. The host may die and return: the other workers keep training, and report
+their state to the next host. Only the history of failures is lost. No message can end the host: an invalid message closes its
 sender's connection, and a failed decision is retried while training continues.
 """
 
@@ -29,12 +27,11 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Length of the pause after a decision, as a multiple of the decision's duration. The pause leaves time to process reports."""
+"""Length of the pause after a decision, in multiples of the decision's duration, which leaves time to process reports."""
 LEAVE_S = 15.0
 """Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0
-"""Seconds for which decisions may fail before this worker is restarted. Its successor learns the state from the other
-workers."""
+"""Seconds for which decisions may fail before this worker is restarted."""
 
 
 class Host:
@@ -62,10 +59,8 @@ class Host:
         self._fails_since: float | None = None
 
     def start(self, endpoint: str) -> None:
-        """Listen and decide in the background. Listens on all addresses of this machine, or only on loopback for `localhost`.
-
-        Raises OutlastError if the port is taken.
-        """
+        """Listen and decide in the background, on all addresses of this machine, or only on loopback for `localhost`. Raises
+        OutlastError if the port is taken."""
         host, port = tcp.host_port(endpoint.removeprefix(sockets.TCP))
         anywhere = host != "localhost" and socket.has_dualstack_ipv6()
         try:
@@ -107,7 +102,7 @@ class Host:
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide. After an error, retry at the next tick; once decisions have failed for BROKEN_S, raise it."""
+        """Decide. An error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
         try:
             # We expect the pods in the spec, plus any other workers that report, as when the workload is scaled.
             self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))

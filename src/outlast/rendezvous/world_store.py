@@ -1,5 +1,6 @@
 """The TCPStore of a world's process group, hosted by the worker with rank 0: in torchrun's process (`connect`), or in a separate
-process that outlives rank 0 (`main`)."""
+process that outlives rank 0 (`main`).
+"""
 
 from __future__ import annotations
 

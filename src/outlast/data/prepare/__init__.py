@@ -1,7 +1,5 @@
 """Turns raw files into datasets: text, images, records and videos become shards as defined in `data.shard_format`.
 
 Each kind has a module (`text`, `images`, `jsonl`, `video`) with a function `prepare(request, ...)`, which returns the manifest.
-They share `source_files` (pure functions for files, their order, and work units) and `work_units` (processes that run the units
-and record each result, so that a killed run can continue). The output depends only on the source and the settings, not on the
-number of processes or on interruptions.
+The output depends only on the source and the settings, not on the number of processes or on interruptions.
 """

@@ -1,8 +1,7 @@
 """Turns records into tokens with a Hugging Face tokenizer, which is a directory with `tokenizer.json` and, for chats, a template.
 
-Within `data`, only this module imports transformers. The tokenizer's chat template renders `messages`. The loss covers only the
-assistant's messages, including each turn's end token. `prompt` and `completion`, or `text`, are encoded unchanged, between the
-tokenizer's first token and its end token. `TEMPLATE` is the default for tokenizers without a template.
+The tokenizer's chat template renders `messages`. The loss covers only the assistant's messages, including each turn's end token.
+`prompt` and `completion`, or `text`, are encoded between the tokenizer's first token and its end token.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ TEMPLATE = (
     "{{ eos_token }}{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content + '\\n' }}{% endif %}{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>\\n' }}{% endif %}"
 )
-"""Default chat template: role marker, newline, content."""
+"""Default chat template for tokenizers without one: role marker, newline, content."""
 FILES = ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja", "special_tokens_map.json")
 """Files that determine how a tokenizer encodes."""
 NOT_LEARNED = -100
@@ -34,11 +33,11 @@ Sample = tuple[NDArray[np.int32], NDArray[np.int32]]
 
 
 class Refused(OutlastError):
-    """The chat template cannot render a record. The caller adds file and line to the message."""
+    """Raised if the chat template cannot render a record. The caller adds file and line to the message."""
 
 
 def digest(directory: Path) -> str:
-    """Return a hash of the files that determine how a tokenizer encodes. Raises OutlastError if there is no tokenizer.json."""
+    """Return a hash of the tokenizer's FILES. Raises OutlastError if there is no tokenizer.json."""
     if not (directory / FILES[0]).is_file():
         raise OutlastError(
             f"{directory} has no tokenizer.json; name a directory of Hugging Face that has one (--tokenizer-local-dir)"
@@ -53,7 +52,9 @@ def digest(directory: Path) -> str:
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
     """Load a directory's tokenizer, adding a chat template if needed. Cached per process by `digest`. Raises OutlastError."""
-    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")  # otherwise it warns about texts longer than the model's context
+    os.environ.setdefault(
+        "TRANSFORMERS_VERBOSITY", "error"
+    )  # otherwise transformers warns about texts longer than the model's context
     with importing("a tokenizer of Hugging Face", "llm"):
         from transformers import AutoTokenizer
     try:
@@ -97,10 +98,8 @@ def _first(tokenizer: Any) -> list[int]:
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return a rendered conversation's tokens, and whether each token is learned.
-
-    The tokens in `{% generation %}` blocks are learned, or the assistant's turns if the template has no such block.
-    """
+    """Return a rendered conversation's tokens, and whether each token is learned: those in `{% generation %}` blocks, or in the
+    assistant's turns if the template has no such block."""
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

@@ -15,7 +15,7 @@ from outlast.data.prepare import source_files, work_units
 
 T = TypeVar("T")
 SHARD = 64 << 20
-"""Total size of a shard's samples in bytes. Arbitrary: large enough for efficient requests, small enough for memory."""
+"""Total size of a shard's samples in bytes. Arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -25,17 +25,14 @@ class Batch(Generic[T]):
     number: int
     part: str
     shard: int
-    """Index of the shard within its part."""
     items: tuple[T, ...]
     bytes: int
     """Total size of the items' files in bytes."""
 
 
 def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple[int, int]]], limit: int) -> list[Batch[T]]:
-    """Divide each part's items into batches of at most `limit` bytes of samples.
-
-    `sizes` has, for each item, the sample's size and the file's size, in bytes.
-    """
+    """Divide each part's items into batches of at most `limit` bytes of samples. `sizes` has, for each item, the sample's size
+    and the file's size, in bytes."""
     made: list[Batch[T]] = []
     for part, some in items.items():
         numbered = list(range(len(some)))
@@ -58,7 +55,7 @@ def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) 
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:
-    """Return a dataset's parts, collected from the notes on its shards."""
+    """Return a dataset's parts, given the notes on its shards."""
     return {
         part: shard_format.Part(tuple(shard_format.Shard(**note[part]) for note in notes if note.get(part))) for part in names
     }

@@ -1,12 +1,10 @@
 """Turns images into columns: `image` uint8 (n, H, W, 3) and `label` int64 (n,); with `encoded`, `image` holds the files' bytes.
 
-Stretched images also have `aspect` float32 (n,): the original width / height. A crop that uses it
-(`outlast.recipes.pixels.boxes`) keeps the original proportions.
+Stretched images also have `aspect` float32 (n,): the original width / height, for crops (`outlast.recipes.pixels.boxes`).
 
 Layouts: `CLASS/...`, `train/CLASS/...` with `val/CLASS/...` (ImageNet), tiny-imagenet-200 (whose val has a list of labels), and
 CIFAR-10's batches. Classes are numbered in the order of their names. Samples are sorted by a hash of their names, so that every
-shard mixes classes. Without `size` or `encoded`, all images must have the same shape. Memory: one shard per process, plus about
-600 bytes per image.
+shard mixes classes. Memory: one shard per process, plus about 600 bytes per image.
 
 https://www.image-net.org, http://cs231n.stanford.edu/tiny-imagenet-200.zip.
 """
@@ -32,9 +30,9 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 
 SUFFIXES = (".jpg", ".jpeg", ".png", ".bmp", ".gif", ".webp", ".ppm", ".tif", ".tiff")
 LARGEST = 256 << 20
-"""Maximum size of an image file in bytes. Arbitrary: the largest camera JPEGs are a tenth of this."""
+"""Maximum size of an image file in bytes. Arbitrary: ten times the largest camera JPEGs."""
 NAMED = 5
-"""Maximum number of damaged images that the manifest lists; all are counted."""
+"""Maximum number of damaged images that the manifest lists."""
 _TINY = "val/val_annotations.txt"
 
 
@@ -54,7 +52,7 @@ class Settings:
     """True to resize the whole image to `size` x `size` instead, and to record its aspect ratio."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest, without `stretch` if it is false, so that older manifests still compare equal."""
+        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
@@ -110,7 +108,7 @@ def pillow() -> Any:
 
 
 def inside(source: Path) -> Path:
-    """Return the source, or its only directory if that contains `train`, as in archives: `tiny-imagenet-200/train/...`."""
+    """Return the source, or its only directory if that contains `train`, as in `tiny-imagenet-200/train/...`."""
     inner = [path for path in source.iterdir() if not path.name.startswith(".")] if source.is_dir() else []
     return inner[0] if len(inner) == 1 and (inner[0] / "train").is_dir() else source
 
@@ -147,7 +145,6 @@ def _class(name: str, annotated: Mapping[str, str], *, divided: bool) -> str:
 
 
 def _annotations(root: Path, sources: Sequence[File]) -> dict[str, str]:
-    """Return the classes of tiny-imagenet-200's `val/images/*`, by file."""
     if all(file.name != _TINY for file in sources):
         return {}
     lines = [line.split("\t") for line in (root / _TINY).read_text("utf-8").splitlines()]

@@ -1,10 +1,9 @@
 """Turns records into tokens for fine-tuning: `input_ids` and `labels`, both int32 and ragged. The loss ignores labels of -100.
 
-Each line of a .jsonl file is a record: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
+A record is a line of a .jsonl file: `{"prompt": ..., "completion": ...}`, `{"text": ...}` or `{"messages": [{"role": ...,
 "content": ...}, ...]}`. The loss covers completions, texts and the assistant's messages, each with the separator after it. A role
-is encoded as a special token such as `<|assistant|>` if the tokenizer has it, as every tokenizer trained here does, and otherwise
-as text. A newline follows the role. Special tokens in a record's text are encoded as text. A Hugging Face tokenizer has its own
-chat template and end token (see `chat`). Memory: about four shards per process.
+is encoded as a special token such as `<|assistant|>` if the tokenizer has it, and otherwise as text. Special tokens in a record's
+text are encoded as text. For Hugging Face tokenizers see `chat`. Memory: about four shards per process.
 """
 
 from __future__ import annotations
@@ -26,14 +25,14 @@ from outlast.data.prepare import chat, column_shards, jsonl_lines, source_files,
 from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, Unit
 
 SHARD = 8 << 20
-"""Size in bytes of the records in a shard. Arbitrary, like `column_shards.SHARD`; tokens and labels take twice as many bytes."""
+"""Size in bytes of the records in a shard. Arbitrary; tokens and labels take twice as many bytes."""
 ROLES = ("system", "user", "assistant")
 Segments = list[tuple[str, str, bool]]
 """Role (empty in records without roles), text, and whether the loss covers the text."""
 _Record = tuple[dict[str, Any], Segments]
 T = TypeVar("T")
 NAMED = 3
-"""Maximum number of damaged records that the manifest lists; all are counted."""
+"""Maximum number of damaged records that the manifest lists."""
 
 
 @dataclass(frozen=True)
@@ -72,7 +71,6 @@ class Coder:
     """Settings for the processes that make samples."""
 
     path: Path
-    """Path of a tokenizer.json, or of a directory with a Hugging Face tokenizer."""
     digest: str
     separator: int | None
     max_length: int | None
@@ -106,7 +104,6 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
 
 
 def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, units: Sequence[Unit]) -> tuple[Coder, int]:
-    """Return the coder for the given or a newly trained tokenizer, and the size of its vocabulary."""
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
@@ -173,7 +170,6 @@ def _train(path: Path, size: int, *, reader: text.Reader, units: Sequence[Unit])
 
 
 def _write(unit: Unit, *, reader: text.Reader, coder: Coder, to: Path) -> work_units.Note:
-    """Write a unit's shards, one per part."""
     rows: dict[str, list[chat.Sample]] = {TRAIN: [], VAL: []}
     damaged: list[str] = []
     cut = 0

@@ -13,7 +13,7 @@ SUFFIX = ".jsonl"
 
 
 def lines(file: BinaryIO, piece: Piece) -> Iterator[tuple[int, bytes]]:
-    """Yield the lines that begin in a range of a file, except blank ones, each with its offset in bytes."""
+    """Yield the lines that begin in a range of a file, except blank lines, each with its offset in bytes."""
     at = piece.begin
     if at:
         file.seek(at - 1)
@@ -38,7 +38,7 @@ def parsed(line: bytes, file: BinaryIO, at: int) -> dict[str, Any]:
 
 
 def where(file: BinaryIO, at: int) -> str:
-    """Return `train.jsonl, line 7` for the line at byte `at`. Reads the file up to that line, so use it only for errors."""
+    """Return `train.jsonl, line 7` for the line at byte `at`. Reads the file up to that line."""
     file.seek(0)
     number = 1
     while at > 0 and (some := file.read(min(at, 1 << 20))):

@@ -1,7 +1,7 @@
 """Divides a source's files into parts and units of work, based only on their names and sizes.
 
-A process runs one unit at a time: several small files, or a range of a large file. The units and the output do not depend on the
-number of processes. A unit's size limits the memory that a process needs.
+A process runs one unit at a time: several small files, or a range of a large file. The output does not depend on the number of
+processes. A unit's size limits the memory that a process needs.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from outlast.data import dataset_directory
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""The part for each name of a directory or file. `test` is excluded, since nobody should train or tune on it."""
+"""The part for each name of a directory or file. `test` is excluded because nobody should train or tune on it."""
 UNIT = 2 << 20
 """Size of a unit's text in bytes. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
 
 
 class BadSource(OutlastError):
-    """The source cannot be prepared. The message names the file."""
+    """Raised if the source cannot be prepared. The message names the file."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +46,6 @@ class Document:
 
     file: str
     size: int
-    """Size of the whole file in bytes."""
     low: int
     high: int
     part: str
@@ -79,10 +78,9 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """Return the files of a source that match any of the patterns, sorted by name. A source may be a single file.
+    """Return the files of a source, a directory or a file, that match any of the patterns, sorted by name.
 
-    Omits hidden files and the target directory `to`. A pattern, such as `*.py` or `src/*.md`, matches the name or the path
-    below the source. Raises BadSource.
+    Omits hidden files and the target directory `to`. A pattern matches the name or the path below the source. Raises BadSource.
     """
     if source.is_file():
         about = source.stat()
@@ -106,7 +104,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """Return the error for an I/O failure. This is not damage (--skip-damaged), since another machine may read the file."""
+    """Return the error for an I/O failure. The file is not damaged, because another machine may read it."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -116,7 +114,6 @@ def root(source: Path) -> Path:
 
 
 def _below(directory: Path, prefix: str, above: list[os.stat_result], target: os.stat_result | None) -> Iterator[File]:
-    """Yield the files below a directory. `above` is the directory and its parents."""
     with os.scandir(directory) as entries:
         for entry in entries:
             name = f"{prefix}{entry.name}"
@@ -139,7 +136,7 @@ def _matches(name: str, pattern: str) -> bool:
 
 
 def described(files: Sequence[File]) -> dict[str, Any]:
-    """Describe a source for the manifest. Sources with the same `listing`, a digest of names and sizes, count as equal."""
+    """Describe a source for the manifest. Sources with the same `listing` count as equal."""
     lines = (f"{file.name}\0{file.size}\n".encode(errors="surrogateescape") for file in files)
     listing = hashlib.sha256(b"".join(lines)).hexdigest()
     return {"files": len(files), "bytes": sum(file.size for file in files), "listing": listing}
@@ -164,8 +161,8 @@ def hash_fraction(key: str | bytes) -> float:
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
     """Return the part of each file, by name.
 
-    If the names do not divide the files (`named`), a file is in val if `hash_fraction` of its name is below `share`. With two or
-    more files, each part gets at least one.
+    If the names do not divide the files (`named`), a file is in val if its `hash_fraction` is below `share`. With two or more
+    files, each part gets at least one.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}
@@ -178,10 +175,8 @@ def parts(files: Sequence[File], share: float) -> dict[str, str]:
 
 
 def units(documents: Sequence[Document], size: int = UNIT) -> list[Unit]:
-    """Divide documents into units of about `size` bytes, in order.
-
-    Small documents share a unit, documents larger than `size` bytes span several units, and empty documents are omitted.
-    """
+    """Divide documents into units of about `size` bytes, in order. Small documents share a unit, and empty documents are
+    omitted."""
     made: list[tuple[Piece, ...]] = []
     small: list[Piece] = []
     room = size

@@ -1,9 +1,7 @@
 """Spark as the engine of `outlast data prepare`: its executors run the units of a `work_units.Place`.
 
-No other module imports pyspark. The driver and the executors access the source and the target at the same paths. Spark sends
-descriptions of units to the executors and returns their notes. Neither the division into tasks nor a retry changes the result.
-
-Under spark-submit this process is the driver: Java is already running, and spark-submit has set the master and the configuration.
+The driver and the executors access the source and the target at the same paths. Under spark-submit this process is the driver:
+Java is already running, and spark-submit has set the master and the configuration.
 
 https://spark.apache.org/docs/latest/configuration.html, https://spark.apache.org/docs/latest/submitting-applications.html.
 """
@@ -36,17 +34,16 @@ from outlast.data.dataset_directory import Say
 from outlast.data.prepare import source_files, work_units
 
 PARTITIONS = 4096
-"""Default maximum number of tasks per stage. A unit takes from a tenth of a second to several seconds, and a task's overhead is
-milliseconds, so one task per unit balances the load best. More tasks would overload Spark's driver."""
+"""Default maximum number of tasks per stage. One task per unit balances the load best, but more tasks would overload Spark's
+driver."""
 FAILURES = 4
-"""Maximum number of attempts per task; the same as Spark's default."""
+"""Maximum number of attempts per task; Spark's default."""
 _RESERVED = {"spark.master": "--master", "spark.submit.deployMode": "--master"}
 """Configuration keys that --conf may not set, and the option to use instead."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""Timeout in seconds for a cancelled job to end; Spark kills a task's Python process after two seconds."""
+"""Timeout in seconds for a cancelled job to end."""
 _ANSWER_S = 5.0
-"""Timeout in seconds for connecting to a master."""
 _NO_EXECUTOR_S = 60.0
 """Seconds without an executor before a warning. Arbitrary: executors start within seconds."""
 _PENDING = " (kubectl get pods -l spark-role=executor shows those that wait; a quota or Pod Security lets none be made)"
@@ -62,7 +59,6 @@ class Settings:
     partitions: int | None = None
     """Number of tasks per stage; None means one per unit, at most PARTITIONS."""
     conf: Mapping[str, str] = field(default_factory=dict)
-    """Spark's configuration, by key."""
 
     @property
     def failures(self) -> int:
@@ -96,7 +92,7 @@ def submitted() -> bool:
 
 
 def configuration(settings: Settings) -> dict[str, str]:
-    """Return a session's configuration. Libraries get one thread, because a unit uses one core."""
+    """Return a session's configuration. Libraries get one thread because a unit uses one core."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # local Spark retries only if given a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -170,7 +166,6 @@ def explained(message: str, log: str) -> OutlastError:
 
 
 def _reason(message: str) -> str:
-    """Return the reason in an error message from Spark, without class names."""
     first = re.search(r"^: *(.+)$", message, re.MULTILINE)
     line = first[1] if first else message.strip().partition("\n")[0] or "it does not say why"
     line = re.sub(r"^.*most recent failure: Lost task.*? executor \S+\): ", "", line)
@@ -249,7 +244,7 @@ class Engine:
 
 
 class _ExecutorWatch:
-    """Reports when a stage has no executors, since Spark only logs that."""
+    """Reports when a stage has no executors, because Spark only logs that."""
 
     def __init__(self, context: Any, say: Say) -> None:
         self._context, self._master, self._say = context, str(context.master), say
@@ -259,8 +254,8 @@ class _ExecutorWatch:
         if time.monotonic() < self._next_check:
             return
         self._next_check += _NO_EXECUTOR_S
-        with contextlib.suppress(Exception):  # Java may have ended, which the job reports
-            if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver is one
+        with contextlib.suppress(Exception):  # Java may have ended; then the job fails, too
+            if self._context._jsc.sc().getExecutorMemoryStatus().size() < 2:  # the driver counts as an executor
                 self._say(
                     f"no executor has come for {_NO_EXECUTOR_S:.0f} s: {self._master} has no free cores or memory for one, or "
                     f"its machines do not reach this one{_PENDING if self._master.startswith('k8s://') else ''}; waiting for them"
@@ -283,8 +278,6 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
 
 
 class _Session:
-    """A Java process with a SparkContext."""
-
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._context: Any = None
@@ -367,7 +360,6 @@ def _in_thread(call: Callable[[], Any]) -> Future[Any]:
 
 
 def _ended(future: Future[Any]) -> bool:
-    """Wait up to _POLL_S for a call, and return whether it has ended."""
     return bool(wait([future], _POLL_S).done)
 
 
@@ -375,7 +367,7 @@ def _ended(future: Future[Any]) -> bool:
 
 
 class _Progress:
-    """A Spark accumulator for tasks' finished bytes and errors: (int, tuple of exceptions)."""
+    """A Spark accumulator for finished bytes and errors: (int, tuple of exceptions)."""
 
     def zero(self, value: Any) -> Any:
         return (0, ())
@@ -387,10 +379,8 @@ class _Progress:
 def _run(
     groups: Iterable[Sequence[_U]], *, task: work_units.Task[_U], progress: Any, attempts: int
 ) -> Iterator[tuple[dict[int, work_units.Note], Exception | None]]:
-    """Run a task's units. Yields their notes and the error that ended the task, or None.
-
-    An exception that may be due to this machine is raised, so that Spark retries, unless this is the last attempt.
-    """
+    """Run a task's units, and yield their notes and the error that ended the task, if any. Errors that may be due to this machine
+    are raised, so that Spark retries, unless this is the last attempt."""
     from pyspark import TaskContext
 
     notes: dict[int, work_units.Note] = {}
@@ -409,11 +399,8 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Return whether an error may be due to this machine, so that another machine may succeed.
-
-    A BadSource is a user's mistake, and so is any other OutlastError, unless an OSError caused it. All other exceptions, such as
-    MemoryError, may be due to the machine.
-    """
+    """Return whether an error may be due to this machine. A BadSource is a user's mistake, and so is any other OutlastError,
+    unless an OSError caused it."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)
     return True

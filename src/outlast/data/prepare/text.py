@@ -1,12 +1,11 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
-There are three stages, each of which can be resumed: `survey` (the set and number of characters, if needed), the tokenizer
-(trained on a sample), and `encode` (each unit's tokens, in a separate file). At the end the tokens are joined in file order. A
-document is a file or a record; the separator follows it.
+There are three resumable stages: `survey` (the set and number of characters, if needed), the tokenizer (trained on a sample), and
+`encode` (each unit's tokens). At the end the tokens are joined in file order. A separator follows each document, a file or a
+record.
 
-A hash of the file's name, or of the record's text, decides whether a document is in val. So no document is divided, and each
-keeps its part when other documents are added. Only a file that is the whole source is divided: its last characters are val, as in
-nanoGPT. Memory: about 20 times a unit (`source_files.UNIT`) per process, however large the source is.
+A hash of the document's name or text decides whether it is in val, so it keeps its part when other documents are added. Only a
+file that is the whole source is divided: its last characters are val, as in nanoGPT. Memory: about 20 times a unit per process.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, Document, F
 SAMPLE = 256 << 20
 """Maximum number of bytes of text on which a tokenizer is trained. Arbitrary: more text hardly changes the merges."""
 _WINDOW = 1 << 16
-"""Maximum number of bytes to search for a place to cut a document."""
 
 
 @dataclass(frozen=True)
@@ -43,13 +41,11 @@ class Settings:
     vocab_size: int | None = None
     """Vocabulary size of a BPE trained here; by default 4096 for `bpe`, 50,257 for `gpt2-like`."""
     val: float = 0.1
-    """Fraction of the documents in val."""
     separator: str | None = None
     """Token after each document; None means the tokenizer's own separator, and an empty string means no separator."""
     patterns: tuple[str, ...] = ()
     """Patterns for the names of the files to read; empty means all files."""
     field: str = "text"
-    """The field that contains a record's text."""
     shard_size: int | None = None
     """Size of a shard in bytes; None means one file per part."""
     skip_damaged: bool = False
@@ -72,10 +68,8 @@ class Reader:
 
 
 def prepare(request: work_units.Request, settings: Settings) -> shard_format.Manifest:
-    """Make or finish the dataset, and return its manifest. Any number of processes produces the same bytes.
-
-    Raises BadSource, and OutlastError for invalid settings, or if the target contains other files.
-    """
+    """Make or finish the dataset, and return its manifest. Raises BadSource, and OutlastError for invalid settings, or if the
+    target contains other files."""
     sources = source_files.listed(request.source, request.to, settings.patterns)
     about = described(settings)
     source = source_files.described(sources)
@@ -155,7 +149,6 @@ def _documents(
 
 
 def _survey(unit: Unit, *, reader: Reader) -> work_units.Note:
-    """Return a unit's distinct characters, and its total number of characters."""
     seen, length = np.zeros(0x110000, bool), 0
     for _, text, _ in texts(unit, reader, []):
         points = tokenizer.code_points(text)
@@ -178,7 +171,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 
 
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
-    """For each text in a unit, yield the part, the text, and whether the text ends a document.
+    """Yield the part and the content of each text in a unit, and whether the text ends a document.
 
     Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
     """
@@ -217,11 +210,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Return the offset of the first place at or after byte `near` where the document can be cut.
-
-    The cut is before a space or newline after a printable character, so as not to split a GPT-2 word, or else between any two
-    characters.
-    """
+    """Return the first place at or after byte `near` where the document can be cut: before a space or newline after a printable
+    character, so as not to split a GPT-2 word, or else between any two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)
@@ -279,7 +269,6 @@ def _train(path: Path, size: int, *, reader: Reader, units: Sequence[Unit]) -> N
 
 
 def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, into: Path) -> work_units.Note:
-    """Write a unit's tokens, one file per part. Returns a note with each part's numbers of documents and bytes."""
     encoder = tokenizer.encoder(path, digest)
     tokens: dict[str, list[bytes]] = {TRAIN: [], VAL: []}
     documents = {TRAIN: 0, VAL: 0}
@@ -304,7 +293,6 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
 def _assembled(
     place: work_units.Place, settings: Settings, notes: Sequence[work_units.Note], dtype: str
 ) -> dict[str, shard_format.Part]:
-    """Write all units' tokens as shards, in the order of the documents."""
     parts = {}
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0

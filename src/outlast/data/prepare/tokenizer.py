@@ -1,8 +1,7 @@
 """Tokenizers (by character, a byte-level BPE trained here, or a given tokenizer), and fast encoders for text.
 
-No other module imports the library `tokenizers`. All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A
-byte-level BPE like GPT-2's never joins two words, so the encoder caches each word's tokens in a table, and calls the library only
-for new words (see `ascii_words`). Special tokens that occur in text are encoded as text.
+All three kinds are saved as `tokenizer.json`, so one `encoder` reads them. A byte-level BPE like GPT-2's never joins two words,
+so the encoder caches each word's tokens in a table (see `ascii_words`). Special tokens that occur in text are encoded as text.
 """
 
 from __future__ import annotations
@@ -23,7 +22,6 @@ from outlast.data import shard_format
 from outlast.data.prepare import ascii_words, source_files
 
 SEPARATOR = "<|endoftext|>"
-"""Token between documents in GPT-2."""
 SEPARATORS = (SEPARATOR, "<|end_of_text|>", "</s>", "<eos>")
 """Tokens between documents in various tokenizers."""
 GPT2_VOCABULARY = 50_257
@@ -35,7 +33,7 @@ _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 
 
 class Encoder(Protocol):
-    """A function that tokenizes text."""
+    """Tokenizes text."""
 
     def __call__(self, text: str) -> bytes:
         """Return the tokens of `text` as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
@@ -65,15 +63,13 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Return the largest token id plus one, since a vocabulary may have gaps."""
+    """Return the largest token id plus one, because a vocabulary may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """Return the token that follows each document: `name`, or if `name` is None the first of SEPARATORS in the vocabulary.
-
-    Returns None if `name` is empty, or if the vocabulary has none of SEPARATORS. Raises OutlastError if it lacks a given `name`.
-    """
+    """Return the token that follows each document: `name`, or if it is None the first of SEPARATORS in the vocabulary. Returns
+    None for no separator. Raises OutlastError if the vocabulary lacks `name`."""
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
         return next((int(token) for token in tokens if token is not None), None)
@@ -96,7 +92,7 @@ def of_characters(characters: Iterable[str]) -> str:
 def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
     """Train a byte-level BPE of at most `size` tokens, the last of which are `special` and SEPARATOR. Returns `tokenizer.json`.
 
-    The same texts in the same order give the same tokens: ties between merges are broken by token ids.
+    The same texts in the same order give the same tokens.
     """
     lib = library()
     tokenizer = lib.Tokenizer(lib.models.BPE())

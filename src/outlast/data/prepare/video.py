@@ -1,9 +1,8 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), as Perceiver IO
-expects. A video with another frame rate contributes the frames shown at these times. The shorter side is resized to `size`
-pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces missing frames. Labels are read
-from a CSV (Kinetics' lists, or `file,label`); without a CSV, a label is the directory's name. Memory: one shard per process.
+A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), as Perceiver IO expects. The
+shorter side is resized to `size` pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces
+missing frames. Memory: one shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
 """
@@ -43,7 +42,6 @@ class Settings:
     """Settings for `outlast data prepare video`."""
 
     frames: int = 16
-    """Number of frames in a clip."""
     size: int = 224
     """Width and height of a frame in pixels."""
     clips: int = 1
@@ -66,7 +64,6 @@ class Clip:
 
     file: str
     at: int
-    """Index of the clip in its video."""
     label: int
 
 
@@ -191,14 +188,14 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if it is silent. Raises BadSource for a damaged
+    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if there is no sound. Raises BadSource for a damaged
     video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
 
 def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
-    """Like `decoded`, without repeating a short video's last frame: returns 1 to 16 frames of (224, 224, 3)."""
+    """Decode a clip like `decoded`, without repeating a short video's last frame: returns 1 to 16 frames of (224, 224, 3)."""
     av = pyav()
     try:
         path.open("rb").close()
@@ -222,17 +219,15 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
-    """Return the start of clip `at` of a video, in seconds."""
     stream = container.streams.video[0]
     timed = stream.duration is not None
-    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the file's duration includes it
+    late = max(Fraction(0), (stream.start_time or 0) * stream.time_base)  # the file's duration includes the start time
     duration: Fraction = stream.duration * stream.time_base if timed else Fraction(container.duration or 0, 1_000_000) - late
     room = duration - Fraction(settings.frames, FRAMES_PER_SECOND)
     return max(Fraction(0), room * (2 * at + 1) / (2 * settings.clips))
 
 
 def _frames(container: Any, begin: Fraction, settings: Settings) -> list[NDArray[np.uint8]]:
-    """Return a clip's frames at fixed intervals; fewer if the video ends early."""
     stream = container.streams.video[0]
     stream.thread_type = "NONE"  # there is already a process per core
     start = (stream.start_time or 0) * stream.time_base

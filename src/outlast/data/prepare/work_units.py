@@ -1,10 +1,7 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
-A unit's note is written last, so a killed run continues with the missing units.
-
-`.prepare/` below the target contains the lock, the plan's digest, a note per finished unit, and intermediate files. It is removed
-after the manifest is written. The processes are not forked from this process, since tokenizers and PyAV have threads. They end
-when this process does, even if it is killed.
+A unit's note is written last, so a killed run continues with the missing units. Until the manifest is written, `.prepare/` below
+the target contains the lock, the plan's digest, a note per finished unit, and intermediate files.
 """
 
 from __future__ import annotations
@@ -33,13 +30,11 @@ from outlast.data.prepare import source_files as plan
 
 PRIVATE = ".prepare"
 _OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
-"""Pattern for the files that an unfinished run leaves beside PRIVATE."""
+"""Files that an unfinished run leaves beside PRIVATE."""
 _PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
-"""Pattern for partial files beside and in PRIVATE; see `files.beside`."""
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
-"""Memory that a process needs besides its samples, in bytes: measured with a tokenizer or decoders imported, plus a read
-buffer."""
+"""Memory in bytes that a process needs besides its samples, as measured with a tokenizer or decoders imported."""
 Note = dict[str, Any]
 
 
@@ -58,10 +53,8 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """Runs one unit in a stage: calls `do`, then writes the unit's note. Pickled for the engine's processes.
-
-    Two processes may run the same unit at once: they write the same bytes to temporary files, and rename the complete files.
-    """
+    """Runs one unit in a stage: calls `do`, then writes the unit's note. Two processes may run the same unit at once: they write
+    the same bytes to temporary files, and rename the complete files."""
 
     do: Callable[[_U], Note]
     stage: str
@@ -111,8 +104,8 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 def check_attempt() -> None:
     """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
-    A new run first removes the old plan, then unfinished files. So an outdated unit fails here, or at the rename of its removed
-    file. It never replaces a new file.
+    A new run first removes the old plan, then unfinished files, so an outdated unit fails here, or when it renames its removed
+    file.
     """
     if attempt := _attempt.get():
         attempt.check()
@@ -126,29 +119,29 @@ class Engine(Protocol):
     ) -> Mapping[int, Note]:
         """Run the units, and return their notes by unit number.
 
-        Calls `check`, which may raise Stopped, a few times per second. Calls `finished` with the number of bytes done since the
-        last call. Raises the task's exceptions, and OutlastError if a process is killed.
+        Calls `check`, which may raise Stopped, a few times per second, and `finished` with the bytes done since its last call.
+        Raises the task's exceptions, and OutlastError if a process is killed.
         """
 
 
 @dataclass(frozen=True)
 class Request:
-    """A run's source, target and processes. Each kind of dataset has its own additional settings."""
+    """A run's source, target and processes. Each kind of dataset has additional settings."""
 
     source: Path
     to: Path
     processes: int = 1
-    """Number of processes on this machine; 0 means as many as its cores and memory allow (`fitting`)."""
+    """Number of processes on this machine; 0 means as many as fit (`fitting`)."""
     progress: Callable[[str, int, int], None] = lambda stage, done, total: None
-    """A callback with the stage, the bytes done and the total bytes."""
+    """Called with the stage, the bytes done and the total bytes."""
     uploaded: shard_format.Manifest | None = None
-    """The dataset that already exists in the store to which `to` will be uploaded, if any."""
+    """The existing dataset in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set this to stop the run; the next run continues it."""
+    """Set it to stop the run; the next run continues."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
-    """The engine; None means `processes` on this machine."""
+    """If None, `processes` on this machine run the units."""
 
 
 def cores() -> int:
@@ -161,7 +154,7 @@ def cores() -> int:
 
 
 def fitting(request: Request, each: int) -> Request:
-    """If `processes` is 0, set it to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
+    """Set `processes`, if it is 0, to one per core, or fewer if memory is too small for `each` bytes of samples per process."""
     if request.processes:
         return request
     machine = machine_memory.Machine()
@@ -170,10 +163,8 @@ def fitting(request: Request, each: int) -> Request:
 
 
 def existing(request: Request, kind: str, settings: Mapping[str, Any], source: Mapping[str, Any]) -> shard_format.Manifest | None:
-    """Return the manifest of the existing dataset, or None if the target has no dataset yet.
-
-    Raises OutlastError if the target contains other files, or if the source or the settings have changed.
-    """
+    """Return the manifest of the existing dataset; None if there is no dataset yet. Raises OutlastError if the target contains
+    other files, or if the source or the settings have changed."""
     to = request.to
     if request.uploaded or (to / shard_format.MANIFEST).exists():
         made = request.uploaded or shard_format.read(to)
@@ -199,9 +190,8 @@ class Place:
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
 
-        `do` is pickled, so it must be a module's function, or a `functools.partial` of a module's function. Its files must be
-        complete when it returns, and may be written twice, even at the same time. Raises the exceptions of `do`, Stopped, and
-        OutlastError if a process is killed.
+        `do` must be picklable. Its files must be complete when it returns, and may be written twice, even at the same time.
+        Raises the exceptions of `do`, Stopped, and OutlastError if a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -243,7 +233,9 @@ class Place:
                 )
         shard_format.write(self.request.to, manifest)
         _remove_partial(self.request.to)
-        shutil.rmtree(self.private, ignore_errors=True)  # a lost executor may still write there; the next run removes the rest
+        shutil.rmtree(
+            self.private, ignore_errors=True
+        )  # a lost executor may still write there; the next run removes what it writes
         return shard_format.read(self.request.to)
 
 
@@ -266,7 +258,6 @@ class Processes:
         return notes
 
     def _each(self, task: Task[_U], units: Sequence[_U], check: Callable[[], None]) -> Iterator[tuple[_U, Note]]:
-        """Yield units and their notes in the order of completion."""
         if self._processes <= 1 or len(units) <= 1:
             for unit in units:
                 check()
@@ -298,7 +289,8 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, forked from a threadless server that has imported the heavy modules."""
+    """Yield a pool of processes, forked from a server that has imported the heavy modules and has no threads, unlike this
+    process."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -316,7 +308,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """Initialise a pool process: leave Ctrl-C to the parent, set the number of threads, and exit with the parent."""
+    """Initialise a pool process, which leaves Ctrl-C to the parent and exits with it."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for
@@ -335,10 +327,8 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target. An earlier run's results are kept if the settings and the source are unchanged, and otherwise removed.
-
-    Raises AlreadyRunning, and OutlastError if the target cannot be written or its disk is full.
-    """
+    """Lock the target, and remove an earlier run's results if the settings or the source have changed. Raises AlreadyRunning, and
+    OutlastError if the target cannot be written."""
     private = request.to / PRIVATE
     try:
         private.mkdir(parents=True, exist_ok=True)
@@ -355,7 +345,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source. Returns a digest of both."""
+    """Remove the results of a run with other settings or another source, and return a digest of the current ones."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
@@ -363,7 +353,7 @@ def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[pl
     noted = private / "plan"
     outdated = not noted.exists() or noted.read_text() != digest
     if outdated:
-        noted.unlink(missing_ok=True)  # first: see `check_attempt`
+        noted.unlink(missing_ok=True)  # remove the plan first: see `check_attempt`
     for directory in (request.to, private):
         _remove_partial(directory)
     if outdated:

@@ -2,7 +2,7 @@
 docs/decisions/0014-rendezvous-by-etcd.md and docs/guide/torchrun.md.
 
 This module connects `member.EtcdMember` and `election.Candidate` to etcd, and provides `look`, which reads the state of runs for
-people. While etcd is unreachable, the last published state stays valid and training continues; no error is raised here.
+people. While etcd is unreachable, training continues.
 """
 
 from __future__ import annotations
@@ -32,20 +32,18 @@ if TYPE_CHECKING:
     from outlast.rendezvous.transport import Member
 
 LEAST_TTL_S = 2
-"""The shortest TTL, in seconds, that etcd grants with its default election timeout of 1 s."""
+"""The shortest TTL, in seconds, that etcd grants by default."""
 LONGEST_PAUSE_S = 0.5
-"""Longest pause, in seconds, between two attempts while etcd is unreachable."""
+"""Longest pause, in seconds, between attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Interval, in seconds, between listings of watched keys, since a watch may die silently. Arbitrary."""
+"""Seconds between listings of watched keys, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
-"""Seconds that a leaving candidate waits for its last decision."""
 CLOSE_S = 2.0
-"""Seconds that a finished member remains a candidate, since one of the members must close the run."""
+"""Seconds that a finished member remains a candidate, because one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:
-    """Return the timeout for a request to one endpoint. It leaves time to renew a lease, which is due every third of its TTL,
-    through another endpoint."""
+    """Return the timeout for a request to one endpoint. It leaves time to renew a lease through another endpoint."""
     return min(gateway.ANSWER_S, ttl / 3)
 
 
@@ -76,7 +74,7 @@ class Listener:
                 raise
 
     def pause(self, seconds: float) -> None:
-        """Wait before the next attempt; `again` and `close` end the wait."""
+        """Wait before the next attempt, until `again` or `close` is called."""
         self._again.wait(seconds)
 
     def again(self) -> None:
@@ -90,7 +88,7 @@ class Listener:
 
 
 class Board:
-    """A member's side of the rendezvous (see `member_client.Board`): it writes the member's key and reads the published state."""
+    """A member's side of the rendezvous, see `member_client.Board`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd; the default is `who.run`."""
@@ -99,7 +97,7 @@ class Board:
         self.membership = EtcdMember(self.etcd, self.keys, who)
         self.run, self._ttl = who.run, who.ttl
         self.put_log = ConnectionLog("this worker does not reach the others", "this worker reaches the others again")
-        self.watch_log = ConnectionLog()  # silent, since `put` notices an outage, too
+        self.watch_log = ConnectionLog()  # silent because `put` notices an outage, too
         self._listener, self._listed_at = Listener(self.etcd), time.monotonic()
 
     @property
@@ -148,8 +146,7 @@ class Board:
 
 
 class Running:
-    """A candidate and its threads, in a process that may coordinate a run. `id` returns the process's member index; None until
-    it has one."""
+    """A candidate and its threads. `id` returns the process's member index; None until it has one."""
 
     def __init__(
         self, where: gateway.Address, name: str, config: ElectionConfig, *, id: Callable[[], int | None] = lambda: None
@@ -198,7 +195,7 @@ class Running:
                     self._inbox.put(functools.partial(self._on_change, change, prefix))
             except Exception as problem:
                 failures += 1
-                if failures == 1 and not isinstance(problem, EtcdError):  # the deciding thread prints those
+                if failures == 1 and not isinstance(problem, EtcdError):  # the deciding thread prints EtcdErrors
                     print(f"outlast | the keys in etcd cannot be read; trying again:\n{traceback.format_exc()}", flush=True)
                 self._listener.pause(pause(failures, LONGEST_PAUSE_S))
 
@@ -237,7 +234,6 @@ class Running:
             self._candidate.last()
 
     def _take_inbox(self, timeout_s: float) -> None:
-        """Wait for an entry in the inbox, then process all entries."""
         with contextlib.suppress(queue.Empty):
             task = self._inbox.get(timeout=timeout_s) if timeout_s > 0 else self._inbox.get_nowait()
             while True:
@@ -249,8 +245,7 @@ class Running:
                 task = self._inbox.get_nowait()
 
     def _on_bug(self) -> None:
-        """Handle an unexpected exception, from a bug or from unreadable data in etcd: resign, so that another candidate tries,
-        and retry later."""
+        """Resign after an unexpected exception, so that another candidate tries."""
         if not self._printed_bug:
             print(
                 f"outlast | this worker could not decide, and resigns for another worker:\n{traceback.format_exc()}", flush=True
@@ -290,17 +285,16 @@ class Run:
 
     name: str
     members: tuple[Present, ...]
-    """The members, sorted by id."""
     coordinator: key_schema.Leader | None
     """The coordinator; None before an election and after the end."""
     world: World | None = None
     called: Call | None = None
-    """The pending call, for a newer generation than the world's."""
+    """The pending call, if any."""
     closed: Closed | None = None
     why: str = ""
     """The coordinator's reason for waiting, or a description of normal training."""
     nnodes: str = ""
-    """`min:max` of torchrun's --nnodes, on which members must agree."""
+    """`min:max` of torchrun's --nnodes."""
     left_s: int | None = None
     """Seconds until the published state expires unless it is renewed; None if nothing is published."""
 
@@ -309,7 +303,7 @@ def look(client: gateway.Etcd, run: str | None = None) -> list[Run]:
     """Read all runs below an etcd's prefix, or only those that `run` names: a single run, or a job's runs (`team/job`). Raises
     EtcdError.
 
-    with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
+        with contextlib.closing(gateway.Etcd(gateway.address("etcd://host:2379"))) as client: ...
     """
     prefix = client.address.prefix
     kvs = client.range(f"{prefix}/" if run is None else key_schema.Keys.of(prefix, run).root, prefix=True).kvs

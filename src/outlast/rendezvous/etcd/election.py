@@ -1,8 +1,8 @@
-"""Coordination by an elected member, which coordinates until it exits or its lease expires (docs/decisions/0014).
+"""Coordination by an elected member, until it exits or its lease expires (docs/decisions/0014).
 
-`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads, and tests use a
-simulated etcd. Every write of a term is conditional on its election: a term that is over cannot write, and its pending output and
-ledger events are dropped. A nonce in the key identifies an election, since revisions restart if etcd loses its data.
+`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads. Every write of a term
+is conditional on its election: a term that is over cannot write, and its pending output and ledger events are dropped. A nonce in
+the leader's key identifies an election because revisions restart if etcd loses its data.
 """
 
 from __future__ import annotations
@@ -26,21 +26,18 @@ from outlast.rendezvous.etcd.member import TTL_S, Store
 
 TICK_S = 0.1
 LINGER_S = 600
-"""TTL, in seconds, of the published state after the last coordinator has gone; this also limits how long etcd may be down."""
+"""TTL, in seconds, of the published state once no coordinator is left. It also limits how long etcd may be down."""
 LISTEN_S = 1.0
 """Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
 REPORT_S = 3.0
-"""Seconds that a new coordinator waits for a report from any member of the published world, since all may have been
-disconnected."""
+"""Seconds that a new coordinator waits for a first report, because all members may have been disconnected."""
 PASSED = 100
-"""Number of generations to skip if etcd has lost its state: more than can have followed the newest reported generation."""
+"""Number of generations to skip if etcd has lost its state."""
 WHY_S = 0.5
 """Minimum interval, in seconds, between writes that change only the reason for a wait."""
 ENDED = 100
-"""Maximum number of fenced processes in the published state."""
 JITTER_S = 0.1
-"""Maximum random delay, in seconds, before running for election, since all candidates notice the end of a term at once.
-Candidates without a run wait longer."""
+"""Maximum random delay, in seconds, before running for election, because all candidates notice the end of a term at once."""
 
 
 class Deposed(Exception):
@@ -54,7 +51,6 @@ class ElectionConfig:
     settings: coordinator.Settings
     events: coordinator.EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
-    """The process's identifier."""
     nnodes: str = ""
     """`min:max` under torchrun, where any node may join and --max-restarts is the limit; empty in pods."""
     replicas: int = 0
@@ -85,14 +81,13 @@ class Term:
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
         self.clock, self.state = config.clock, coordinator.CoordinatorState({})
         self._lease: int | None = None
-        """The published state's lease."""
         self._renewed_at = 0.0
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._parked: dict[int, KeyValue] = {}
         """Keys of processes that replace a member whose loss is undecided."""
         self._effects: list[coordinator.Effect] = []
-        """Output and ledger events to emit once etcd has accepted the state."""
+        """Effects to show once etcd has accepted the state."""
         self._last_published: key_schema.Published | None = None
         self._last_published_at = 0.0
         self._listen_until: float | None = None
@@ -129,7 +124,7 @@ class Term:
         if not inside:
             self._listen_until = now + REPORT_S
         if not any(kv.created < self._published_at for kv in members if self._id(kv) in inside):
-            self.forgive()  # all members had to reconnect; give the rest time
+            self.forgive()  # all members that are back had to reconnect; give the rest time
 
     @property
     def incarnation(self) -> str:
@@ -170,13 +165,13 @@ class Term:
         record, id = key_schema.Record.loads(kv.value), self._id(kv)
         token, at = self._seen.get(id, ("", 0))
         if record is None or record.report.id != id or kv.modified <= max(at, self._after):
-            return  # from another program, or already processed
+            return  # the record is from another program, or already processed
         if record.nnodes != self._config.nnodes or (record.incarnation and record.incarnation == self._own.previous_incarnation):
-            return  # from another job, or a run that is over
+            return  # the record is from another job, or from a run that is over
         if record.token in self._own.ended:
-            return  # fenced, but not aware of it yet
+            return  # the process was fenced, but does not know that yet
         if token and token != record.token:
-            self._take(messages.Gone(id))  # another process has replaced it
+            self._take(messages.Gone(id))  # another process has replaced the member
         self._seen[id] = record.token, kv.modified
         self._recover(record)
         report, now = record.report, self.state.world
@@ -187,16 +182,18 @@ class Term:
                 return
             if report.generation == now.generation and not report.again:
                 report = replace(report, generation=now.generation - 1)
-        if report.failure:  # dated by its arrival, since the member's clock may differ from ours
+        if report.failure:  # dated by its arrival because clocks differ
             report = replace(report, failure={**report.failure, "time": self.clock()})
         given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if given_up and report.failure and report.generation >= self.state.generation:  # unless the world has moved on without it
+        if (
+            given_up and report.failure and report.generation >= self.state.generation
+        ):  # unless the world has moved on without this member
             reason = report.failure.get("reason", f"worker {id} gives up")
             self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.LIMIT))
         self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
-        """From a member's record, recover a world that etcd may have lost, and skip the generations that may have followed."""
+        """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -239,7 +236,7 @@ class Term:
         self._publish()
 
     def _take(self, event: coordinator.Event) -> None:
-        """Process an event. Effects that others can see are deferred until etcd has accepted the state."""
+        """Process an event. Effects that others can see wait until etcd has accepted the state."""
         self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
         for effect in effects:
             match effect:
@@ -247,7 +244,7 @@ class Term:
                     self._own = replace(self._own, why=steady)
                 case who_trains.World(members=ranks):
                     self._own = replace(self._own, tokens=tuple(self._seen[id][0] for id in ranks))
-                case coordinator.Fence(id, reason):  # recorded by the process's token
+                case coordinator.Fence(id, reason):  # the state lists fenced processes by token
                     ended = [*self._own.ended.items(), (self._seen[id][0], reason)]
                     self._own, self.state = replace(self._own, ended=dict(ended[-ENDED:])), replace(self.state, fenced={})
                 case _:
@@ -311,7 +308,6 @@ class Term:
         raise EtcdError(f"{of.published} changes although only this process may write it")
 
     def _renew_lease(self) -> None:
-        """Renew the lease of the published state. If the lease has expired, the state is published again."""
         if self._lease is None or self.clock() - self._renewed_at < LINGER_S / 4:
             return
         try:
@@ -322,7 +318,7 @@ class Term:
 
 
 class Candidate:
-    """A process that may be elected. Call `turn` regularly; `listed` and `happened` process etcd's keys and events."""
+    """A process that may be elected. Call `turn` regularly, and `listed` and `happened` with etcd's keys and events."""
 
     def __init__(
         self,
@@ -336,11 +332,9 @@ class Candidate:
         self._store, self._keys, self._config, self._host, self._id = store, keys, config, host, id
         self.term: Term | None = None
         self.ended = False
-        """True if the run is over."""
         self._at = 0
-        """The last revision that we have received."""
         self._began: int | None = None
-        """etcd's revision at our first listing; None until then."""
+        """Revision of our first listing; None until then."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._lease: int | None = None
@@ -355,7 +349,7 @@ class Candidate:
     def listed(self, listing: Outcome, below: str = "") -> None:
         """Process a listing of all keys below `prefix`. `below` is the prefix of the request; `prefix` may have changed since."""
         if below and below != self.prefix:
-            return  # outdated; the new prefix is listed as well
+            return  # the listing is outdated; the new prefix is listed as well
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         if self._began is None:
@@ -401,8 +395,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait; returns the seconds until the next turn unless events arrive. Raises
-        EtcdError."""
+        """Run for election, coordinate, or wait. Returns the maximum seconds until the next turn. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)

@@ -1,14 +1,11 @@
-"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches. Only this module handles the wire format.
+"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
-The gateway is part of every etcd since 3.4 (`POST /v3/kv/range`; https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so
-`http.client` is enough: we need no package, and no gRPC core in processes that fork. docs/decisions/0014 explains why we use no
-existing client.
-
-A request whose response is lost is repeated, on the next endpoint if there is one, and so may be executed twice. Callers write
-with comparisons, which makes a repetition harmless: the comparisons fail, and the caller finds its own value.
+The gateway is part of every etcd since 3.4 (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we need no package, and no
+gRPC core in processes that fork. A request whose response is lost may be executed twice. Callers write with comparisons, which
+makes that harmless: the comparisons fail, and the caller finds its own value.
 """
 
 from __future__ import annotations
@@ -38,8 +35,8 @@ PREFIX = "/outlast"
 ANSWER_S = 2.0
 """Default timeout for a request to one endpoint, in seconds."""
 LOGIN_S = 20.0
-"""Timeout for a login, in seconds. It is long, since etcd spends 60 ms of a core on each password, all of a job's workers may log
-in at once, and retries add to that load."""
+"""Timeout for a login, in seconds. It is long because etcd spends 60 ms of a core on each password, and all of a job's workers
+may log in at once."""
 _IDLE_S, _PROBE_S, _LOST_S = 5, 2, 11.0
 """TCP keepalive settings for a watch; see `tcp.ends_when_lost`."""
 _HOST = re.compile(r"\[([0-9A-Fa-f:.]+)\](?::(\d+))?|([^\[\]:@/]+)(?::(\d+))?")
@@ -47,7 +44,7 @@ _AGAIN = (1, 4, 8, 10, 13, 14)
 """gRPC codes of errors to retry: cancelled, deadline exceeded, exhausted, aborted, internal, unavailable."""
 _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
-"""etcd's message for a JWT that is older than the last change to users or roles."""
+"""etcd's message for an outdated JWT."""
 _NO_USER = "user name is empty"
 _REFUSALS = {
     "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
@@ -74,7 +71,7 @@ OPTIONS = {
     "user": Env.ETCD_USER,
     "password": Env.ETCD_PASSWORD,
 }
-"""Options besides the endpoint, with the environment variables that set their defaults."""
+"""Options besides the endpoint, with the environment variables for their defaults."""
 
 
 class Host(NamedTuple):
@@ -93,10 +90,9 @@ class Address:
 
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
-    """Prefix for all keys."""
     tls: bool = False
     cacert: str = ""
-    """File with trusted certificate authorities; empty to use those that this machine trusts."""
+    """File with certificate authorities; empty to trust those of this machine."""
     cert: str = ""
     key: str = ""
     user: str = ""
@@ -113,7 +109,7 @@ class KeyValue:
     key: str
     value: str
     created: int
-    """Revision at which the key was created; changes if the key is deleted and created again."""
+    """Revision at which the key was created."""
     modified: int
     lease: int = 0
 
@@ -140,7 +136,7 @@ class LeaseGone(EtcdError):
 
 
 class Behind(EtcdError):
-    """Raised if the first revision of a watch is compacted or does not exist yet, so the caller must list again."""
+    """Raised if the first revision of a watch is compacted or does not exist yet, so that the caller must list again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
@@ -165,25 +161,23 @@ def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Ma
 
 
 class Etcd:
-    """A process's connection to etcd, opened by the first request. All threads share it, one request at a time."""
+    """A process's connection to etcd, opened by the first request and shared by all threads."""
 
     def __init__(self, where: Address, *, answer_s: float = ANSWER_S) -> None:
-        """`answer_s` is the timeout for one endpoint, after which the request goes to the next endpoint."""
+        """`answer_s` is the timeout for a request to one endpoint, after which the next endpoint is tried."""
         self.address, self._answer_s = where, answer_s
         self.requests = 0
-        """Number of requests sent, for measurements."""
         self.local = ""
-        """Our own address on the connection to etcd; empty before the first request."""
+        """Our address on the connection to etcd; empty before the first request."""
         self._lock = threading.Lock()
         self._connection: http.client.HTTPConnection | None = None
         self._at = 0
-        """Index of the host that the next request tries first."""
         self._token = ""
         self._tls: ssl.SSLContext | None = None
         self._answered = False
         """True after the first response, which proves that the address is right."""
         self._watching: dict[socket.socket, int] = {}
-        """The sockets used by watches, with the indices of their hosts."""
+        """The sockets of watches, with the indices of their hosts."""
         self._closed = False
 
     # Calls
@@ -207,7 +201,7 @@ class Etcd:
         return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), kvs)
 
     def grant(self, seconds: int) -> int:
-        """Create a lease; returns its id."""
+        """Create a lease and return its id."""
         return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
 
     def keep(self, lease: int) -> None:
@@ -227,10 +221,10 @@ class Etcd:
             self.ask("lease/revoke", {"ID": str(lease)})
 
     def watch(self, prefix: str, after: int) -> Generator[Sequence[KeyValue | Gone], None, None]:
-        """Yield the events after a revision for keys with this prefix, in order, forever. The first item, sent when the watch
-        starts, is empty.
+        """Yield the events after a revision for keys with this prefix, forever. The first item, sent when the watch starts, is
+        empty.
 
-        Raises Behind if the revision is compacted or not reached yet. Raises EtcdAway, including after `interrupt`.
+        Raises Behind if the revision is compacted or not reached yet, and EtcdAway, including after `interrupt`.
         """
         with self._lock:
             self._check_open()
@@ -262,7 +256,7 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches, since their endpoints may be dead."""
+        """End all watches, because their endpoints may be dead."""
         self._end(list(self._watching))
 
     def _end(self, watches: Sequence[socket.socket]) -> None:
@@ -281,7 +275,7 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the gateway, and return the response. `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway and return the response. `path` is below `/v3/`. Raises EtcdError."""
         with self._lock:
             self._check_open()
             try:
@@ -291,7 +285,6 @@ class Etcd:
                     self._hang_up()
 
     def _check_open(self) -> None:
-        """Raise EtcdAway after `close`, since a new connection would never be closed."""
         if self._closed:
             raise EtcdAway(f"{self.address}: the connection was closed")
 
@@ -316,7 +309,7 @@ class Etcd:
         raise kind("; ".join(dict.fromkeys(map(str, problems)))) from problems[-1]
 
     def _answer(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Return the current endpoint's response. If the server has closed a reused connection, retry on a new one."""
+        """Return the current endpoint's response, on a new connection if the server has closed the old one."""
         where = self.address.hosts[self._at]
         reused, logged_in = self._connection is not None, False
         while True:
@@ -354,7 +347,7 @@ class Etcd:
                 self._hang_up()
 
     def _connect(self, at: int) -> http.client.HTTPConnection:
-        """Open a connection to an endpoint, and log in if a user is set. Raises EtcdAway, EtcdRefused."""
+        """Open a connection to an endpoint, and log in if a user is set. Raises EtcdAway and EtcdRefused."""
         where = self.address.hosts[at]
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
@@ -409,7 +402,6 @@ class Etcd:
         return connection.getresponse()
 
     def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
-        """Raise the error for a response whose status is not 200."""
         user = self.address.user
         try:
             error = json.loads(text)
@@ -434,11 +426,8 @@ class Etcd:
         raise EtcdError(f"etcd at {where} rejects a request: {message} (code {code})")
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
-        """Return the error for a connection that failed or has ended without a response.
-
-        A missing or rejected client certificate may end in either error: with TLS 1.3 the server checks it after the handshake,
-        and its alert is lost if the server disconnects at once.
-        """
+        """Return the error for a connection that failed or ended without a response. A bad client certificate may cause either:
+        with TLS 1.3 the server checks it after the handshake, and its alert may be lost."""
         self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
@@ -468,11 +457,11 @@ class Etcd:
 
 
 class _Useless(EtcdRefused):
-    """Raised if this endpoint cannot serve our requests, although another endpoint of the same etcd may."""
+    """Raised if this endpoint cannot serve our requests; another endpoint may."""
 
 
 class _Expired(EtcdAway):
-    """Raised if our token has expired, or if etcd has begun to require one."""
+    """Raised if our token has expired, or if etcd has begun to require a token."""
 
 
 # Parts of a transaction
@@ -495,12 +484,12 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was created at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was created at this revision; 0 means that it does not exist."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was last written at this revision, or does not exist if the revision is 0."""
+    """Build the condition that the key was last written at this revision; 0 means that it does not exist."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 

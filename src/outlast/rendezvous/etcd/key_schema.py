@@ -4,8 +4,8 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Written by `rendezvous.etcd.client` (members) and `rendezvous.etcd.election` (the coordinator); see docs/decisions/0014. No value
-holds a clock time that other machines compare with theirs. Field names are the wire format, except for those in `_WIRE`.
+Members write their keys (`rendezvous.etcd.client`), the coordinator the others (`rendezvous.etcd.election`). No value holds a
+clock time. Field names are the wire format, except for those in `_WIRE`. See docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ _WIRE = {
     "min_generation": "floor",
     "counted": "judged",
 }
-"""Names on the wire, for fields whose names differ there."""
+"""Names on the wire, where they differ from the fields' names."""
 _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 
@@ -75,16 +75,14 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return a run's name in an etcd shared by many jobs. In pods, the name is prefixed with the namespace and job, within
-    which the run is unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, the namespace and job are prefixed, within which the run is
+    unique."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
 
 @dataclass(frozen=True)
 class _Value:
-    """A key's value, stored as JSON."""
-
     def dumps(self) -> str:
         return json.dumps({_WIRE.get(name, name): value for name, value in dataclasses.asdict(self).items()})
 
@@ -99,15 +97,15 @@ class _Value:
 
 @dataclass(frozen=True)
 class Record(_Value):
-    """A member's report, along with the last published state that the member has received."""
+    """A member's report, with the last published state that the member has received."""
 
     report: Report
     token: str
-    """The process's identifier, by which it recognises its own key."""
+    """Identifies the process."""
     nnodes: str = ""
-    """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods, where the job file sets the sizes."""
+    """`min:max` of torchrun's --nnodes, on which members must agree; empty in pods."""
     incarnation: str = ""
-    """See `Published.incarnation`; empty before the first is received."""
+    """See `Published.incarnation`; empty before the member has received it."""
     world: World | None = None
     """The newest published world, with or without this member. A coordinator recovers lost state from it."""
     tokens: tuple[str, ...] = ()
@@ -119,29 +117,27 @@ class Leader(_Value):
     """The coordinator, as recorded in the leader's key."""
 
     token: str
-    """The process's identifier; see `Published.by`."""
+    """Identifies the process."""
     host: str = ""
     id: int | None = None
-    """The coordinator's member id; None until it has one."""
     word: str = ""
     """A nonce, new for each election."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Published(PersistedState, _Value):
-    """The published state, with all decisions. It has one writer."""
+    """The published state. It has one writer."""
 
     by: str
-    """Token of the coordinator that wrote the state."""
     incarnation: str
-    """Identifier that distinguishes successive runs with the same name."""
+    """Distinguishes successive runs with the same name."""
     previous_incarnation: str = ""
-    """Incarnation of the previous run with this name, which has ended and whose members are ignored."""
+    """Incarnation of the previous run with this name, whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in rank order, since an index may pass to another process."""
+    """Tokens of the world's processes, in rank order, because an index may pass to another process."""
     leave_s: float = 0.0
-    """A planned call's duration, in seconds from when a member receives the call."""
+    """Duration of a planned call, in seconds from when a member receives it."""
     why: str = ""
     """The coordinator's reason for waiting, without the remaining seconds, or a description of normal training."""
     done: tuple[int, ...] = ()

@@ -1,7 +1,7 @@
 """A member's side of the etcd rendezvous, without threads: writes the member's key and follows the published state.
 
-`rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events. Events from
-etcd may be late, duplicated or lost.
+`rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events, which may be
+late, duplicated or lost.
 """
 
 from __future__ import annotations
@@ -40,8 +40,8 @@ class Store(Protocol):
 TTL_S = 5
 """TTL of a member's lease, in seconds: how long a silent member counts as alive."""
 WATCHED_TTL_S = 10
-"""TTL of a member's lease once its peers watch it. It is longer, since they report a silent machine within 3 s, but they do not
-notice a stopped process: after a stop of 5 s, the lease (renewed every third of the TTL) has more than a second left."""
+"""TTL, in seconds, of a member's lease once its peers watch it. Peers report a silent machine within 3 s, but not a stopped
+process, whose lease must outlast a stop of 5 s."""
 
 
 @dataclass(frozen=True)
@@ -52,14 +52,13 @@ class Identity:
     id: int | None = None
     """The member's index; None for any free index."""
     token: str = field(default_factory=lambda: secrets.token_hex(8))
-    """The process's identifier, by which it recognises its own key."""
     ttl: int = TTL_S
     nnodes: str = ""
     """`min:max`; see `key_schema.Record.nnodes`."""
     most: int = 1
     """Maximum number of members in the run."""
     generation: int = 0
-    """The newest generation recorded in the output; the next world's is higher."""
+    """The newest generation recorded in the output; the next world's generation is higher."""
 
 
 class EtcdMember:
@@ -79,38 +78,31 @@ class EtcdMember:
         self._min_generation = who.generation
         self._clock, self._wall, self._choose = clock or Clock(), wall, choose
         self.id = -1 if who.id is None else who.id
-        """The member's index; -1 until it has one."""
         self.report = Report(run=who.run, id=self.id, standing=MemberState.WAITING, since=wall())
         self.called: Called | None = None
         self.world: World | None = None
         """The newest world that includes us."""
         self.closed: Closed | None = None
         self.why = ""
-        """The coordinator's reason for waiting."""
         self.synced = False
         """True once the keys in etcd have been listed, which must precede our registration."""
         self._newest: World | None = None
         """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()
-        """The tokens of the members in `_newest`."""
         self._incarnation = ""
         self._leader: KeyValue | None = None
         self._leads_since = 0.0
-        """Time at which we first saw the current leader."""
         self._call: tuple[int, bool, str] | None = None
         """The call (generation, planned, reason) whose deadline has been set."""
         self._lease: int | None = None
         self._ttl = who.ttl
-        """TTL of our lease; longer once our peers watch us."""
         self._renewed_at = 0.0
         self._at = 0
-        """The last revision that we have received."""
         self._registered = 0
-        """Revision of our first registration; 0 if we have not registered yet."""
+        """Revision of our first registration; 0 before it."""
         self._modified = 0
         """Revision at which we last wrote our key; 0 if the key must be registered."""
         self._written: Report | None = None
-        """The report in etcd. A newer published world needs no write, since etcd has the world already."""
 
     # Writing
 
@@ -120,7 +112,7 @@ class EtcdMember:
         return key_schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
 
     def publish(self) -> None:
-        """Register, write a changed report, or renew the lease. Raises EtcdError, Superseded."""
+        """Register, write a changed report, or renew the lease. Raises EtcdError and Superseded."""
         for _ in range(100):
             ttl = max(self._ttl, WATCHED_TTL_S) if self.report.mesh else self._ttl
             if self._lease is None or ttl > self._ttl:
@@ -137,8 +129,7 @@ class EtcdMember:
         raise Superseded(f"worker {self.id} finds no free index in run {self._who.run}: other processes keep taking them")
 
     def _renew(self) -> bool:
-        """Write our key if the report has changed. Renew its lease if the report is unchanged or renewal is due. Returns False if
-        the caller must retry."""
+        """Write our key if the report has changed, and renew its lease if due. Returns False if the caller must retry."""
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
         same = record.report == self._written
@@ -161,7 +152,7 @@ class EtcdMember:
             self._choose_index()
         assert self._lease is not None
         record, key = self.record(), self._keys.member(self.id)
-        replace_key = self._who.id is not None and not self._registered  # left by an earlier process with this index
+        replace_key = self._who.id is not None and not self._registered  # an earlier process with this index has left its key
         written = put(key, record.dumps(), self._lease)
         outcome = self._store.txn([] if replace_key else [created(key, 0)], [written], [range_(key)])
         if outcome.succeeded:
@@ -172,13 +163,13 @@ class EtcdMember:
         return outcome.succeeded
 
     def _reconcile_key(self, current: KeyValue) -> None:
-        """Handle an unexpected value in our key. Raises Superseded if another process has written it and our index is fixed."""
+        """Handle an unexpected value in our key. Raises Superseded if another process has our fixed index."""
         record = key_schema.Record.loads(current.value)
-        if record and record.token == self._who.token:  # we wrote it, but the response was lost
+        if record and record.token == self._who.token:  # we wrote the value, but the response was lost
             self._registered = self._registered or current.created
             if current.lease == self._lease:
                 self._modified, self._written = current.modified, record.report
-            else:  # under a lease whose id we have lost
+            else:  # the key has a lease whose id we have lost
                 self._store.txn([modified(current.key, current.modified)], [delete(current.key)])
         elif self._who.id is not None:
             raise Superseded(f"another process is worker {self.id} of run {self._who.run} now, in the place of this one")
@@ -186,7 +177,7 @@ class EtcdMember:
             self.id, self.world = -1, None
 
     def _choose_index(self) -> None:
-        """Choose one of the low free indices at random, since members that start together would all try the lowest."""
+        """Choose a low free index at random: members that start together would all try the lowest."""
         kvs = self._store.range(self._keys.members, prefix=True).kvs
         taken = {int(number) for kv in kvs if (number := kv.key.removeprefix(self._keys.members)).isdecimal()}
         free = [index for index in range(max(self._who.most, len(taken) + 1)) if index not in taken]
@@ -201,7 +192,7 @@ class EtcdMember:
     # Receiving
 
     def listed(self, listing: Outcome) -> None:
-        """Process a listing of all keys below `key_schema.Keys.decided`."""
+        """Process a listing of the keys below `key_schema.Keys.decided`."""
         self._at = listing.revision
         current = {kv.key: kv for kv in listing.kvs}
         self._on_leader(current.get(self._keys.leader))
@@ -209,7 +200,7 @@ class EtcdMember:
         if not self.synced:
             published = key_schema.Published.loads(kv.value) if kv else None
             if published and not published.closed and published.generation >= self._min_generation:
-                self._min_generation = 0  # etcd stores it already
+                self._min_generation = 0  # etcd stores this generation already
         if kv:
             self._on_published(kv)
         self.synced = True
@@ -232,7 +223,7 @@ class EtcdMember:
         if published is None:
             print("outlast | the published state in etcd is invalid; another version may have written it", flush=True)
             return
-        if published.closed:  # for members of that run, not of a later run
+        if published.closed:  # the end concerns members of that run, not of a later run
             if self._incarnation == published.incarnation or (not self._incarnation and 0 < self._registered < kv.modified):
                 self.closed = published.closed
             return
@@ -240,7 +231,7 @@ class EtcdMember:
             self.closed = Closed(f"run {self._who.run} is over, and another of this name has begun", contract.Exit.FAILED)
             return
         if published.incarnation != self._incarnation and not key_schema.live(published, self._leader):
-            return  # from a run that is over or has no new coordinator yet
+            return  # the state is from a run that is over or has no new coordinator yet
         if published.nnodes != self._who.nnodes:
             # The key of a killed job remains until its lease expires; only a leader that stays longer is another job's.
             if published.nnodes and self._who.nnodes and self._clock() - self._leads_since > self._who.ttl + 1:
@@ -253,7 +244,10 @@ class EtcdMember:
             self.closed = Closed(published.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = published.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
-            self._newest, self._tokens = replace(world, mesh_addresses=()), published.tokens  # each member's key has a copy
+            self._newest, self._tokens = (
+                replace(world, mesh_addresses=()),
+                published.tokens,
+            )  # each member's key has a copy of the world
             if (self.id, self._who.token) in zip(
                 world.members, published.tokens, strict=False
             ):  # not an earlier process of our index
@@ -261,10 +255,10 @@ class EtcdMember:
         call = published.called
         if call and (world is None or call.generation > world.generation):
             mark = (call.generation, call.planned, call.reason)
-            if mark != self._call:  # the deadline counts from its arrival, since the coordinator's clock may differ from ours
+            if mark != self._call:  # the deadline counts from the call's arrival because clocks differ
                 self._call = mark
                 self.called = Called(
                     call.generation, call.reason, call.planned, self._wall() + published.leave_s, published.leave_s
                 )
-        elif world:  # its call came first, even if we missed it
+        elif world:  # the world's call came first, even if we missed it
             self.called = Called(world.generation, world.reason, False, self._wall())

@@ -1,11 +1,9 @@
 """The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
-See docs/decisions/0039-the-mesh.md.
 
     watched_peers   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
     connection      one socket with sealed lines
-    peer            the connection to one peer, and messages awaiting an answer
+    peer            the connection to one peer, and its unacknowledged messages
     mesh            all connections of a member, in one thread
 
-Members report where their mesh listens, and a world carries its members' addresses (`vocabulary.World`).
-Used by `rendezvous.membership`. Training (gloo, NCCL) and snapshots have their own sockets.
+Members report where their mesh listens, and a `World` carries its members' addresses. See docs/decisions/0039-the-mesh.md.
 """

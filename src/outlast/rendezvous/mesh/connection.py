@@ -16,22 +16,21 @@ from outlast.base import tcp
 from outlast.job import sealed_lines
 
 LINE_BYTES = 1 << 20
-"""Maximum number of bytes in a line. The largest message, a failure with its traceback, takes some 12 KiB."""
+"""Maximum number of bytes in a line. A failure with its traceback takes some 12 KiB."""
 WAITING_BYTES = 8 << 20
 """Maximum number of bytes queued for a peer that does not read."""
 IDLE_S, LOST_S = 1, 1.5
 """TCP keepalive on the connecting side: the kernel probes a connection after `IDLE_S` idle seconds, then every second.
 
-Without an acknowledgement for 1.5 s, the next probe breaks the connection, after 2 s; unacknowledged data breaks it after 1.5 s
-(tcp(7), TCP_USER_TIMEOUT). A probe carries no data, so the buffer of a stopped process never fills.
+An unacknowledged probe breaks the connection after 2 s, unacknowledged data after 1.5 s (tcp(7), TCP_USER_TIMEOUT). A probe
+carries no data, so the buffer of a stopped process never fills.
 """
 CALLED_IDLE_S, CALLED_LOST_S = 20, 0.7
-"""TCP keepalive on the accepting side, which only has to close a dead connection eventually. Retransmissions end early, since
-they would keep the other side from probing."""
+"""TCP keepalive on the accepting side. Retransmissions end early because they would keep the other side from probing."""
 
 
 def resolved(address: str) -> tuple[socket.AddressFamily, tuple[str, int]]:
-    """Return an address's family, host and port. The host must be numeric, since resolving names takes time. Raises
+    """Return an address's family, host and port. The host must be numeric because resolving a name takes time. Raises
     ValueError."""
     host, port = tcp.host_port(address)
     return socket.AF_INET if ipaddress.ip_address(host).version == 4 else socket.AF_INET6, (host, port)

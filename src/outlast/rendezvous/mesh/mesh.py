@@ -8,11 +8,8 @@
     mesh.send(7, {"kind": "attempt", ...}).result()                raises Undelivered
     mesh.close()                                                   sends a goodbye
 
-The watching side connects, so two members that watch each other have two connections. The kernel probes the peer for us
-(`connection.IDLE_S`), so while all is well the thread only reads the clock once per second. The peer's kernel also answers for a
-stopped or starved process, which therefore still counts as heard; its own agent detects hangs.
-
-Used by `rendezvous.membership`. See docs/decisions/0039-the-mesh.md.
+The watching side connects, so two members that watch each other have two connections. The peer's kernel answers our probes
+(`connection.IDLE_S`), also for a stopped or starved process, whose own agent detects hangs. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -41,25 +38,23 @@ from outlast.rendezvous.mesh.peer import BROKEN_S, FIRST_S, WOKEN_S, Peer, Undel
 __all__ = ["Mesh", "Undelivered"]
 
 TICK_S = 1.0
-"""Maximum duration of a wait, in seconds, since `Awake` must be read at least every second."""
+"""Maximum duration of a wait, in seconds: `Awake` must be read every second."""
 STOOD_S = 2.0
-"""Seconds by which a turn must be late to show that this process or machine was paused."""
+"""A turn that is late by this many seconds shows that this process or machine was paused."""
 PROVE_S = 5.0
-"""Timeout for a new connection to prove that it has the key."""
+"""Timeout, in seconds, for a new connection to prove that it has the key."""
 STRANGERS = 256
 """Maximum number of connections without proof of the key; beyond it, the oldest is closed."""
 ANSWER_S = 5.0
-"""Timeout for a message's acknowledgement."""
+"""Timeout, in seconds, for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
 
 
 class _Caller:
-    """An accepted connection, from a member or a stranger."""
-
     def __init__(self, connection: Connection, until: float) -> None:
         self.connection, self.until = connection, until
         self.id: int | None = None
-        """The member's id, once it has proven that it has the key."""
+        """The member's id, once the caller has proven that it has the key."""
         self.process = ""
 
 
@@ -78,16 +73,15 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """`host:port`, with a numeric host."""
         self.generation = 0
-        """The generation of the world that the following attributes describe."""
+        """The generation that the following attributes describe."""
         self.unheard: tuple[int, ...] = ()
-        """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard are omitted:
-        they may run a version without a mesh, or a firewall may block their port."""
+        """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard may run a
+        version without a mesh."""
         self.refused: tuple[int, ...] = ()
         """The subset of `unheard` whose machines refuse connections, so their processes have ended."""
         self.complete = False
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
-        """Callback for changes to `unheard`, `refused` or `complete`."""
         self.handlers: dict[str, Handler] = {}
         """Handlers by message kind, called with the sender and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
@@ -100,7 +94,6 @@ class Mesh:
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
-        """Two flags: True once the end has been requested, and once the thread has finished."""
         self._lock = threading.RLock()
         self._bell, self._button = socket.socketpair()
         self._bell.setblocking(False)
@@ -123,8 +116,7 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours there. Connected peers keep their addresses. When this returns, `unheard`
-        describes the new world."""
+        """Enter a world, and watch only our neighbours in it. When this returns, `unheard` describes the new world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -136,15 +128,14 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set addresses of the members of the world with this `generation`. They are ignored in any other world, where they may
-        be outdated."""
+        """Set addresses of members of this `generation`. They are ignored in any other world."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
         """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
-        The future completes when the member has handled the message. It raises `Undelivered` if the member has left, refuses
-        connections, or does not answer in time.
+        The future completes when the message is handled. It raises `Undelivered` if the member has left, refuses connections, or
+        does not answer.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -250,7 +241,7 @@ class Mesh:
             for message in connection.receive() if events & selectors.EVENT_READ else ():
                 self._on_message(caller, message)
             connection.flush()
-        except (OSError, ValueError, RecursionError):  # it disconnected, or is not a member; a member reconnects
+        except (OSError, ValueError, RecursionError):  # the caller disconnected, or is not a member; a member reconnects
             self._drop(caller)
             return
         events = selectors.EVENT_READ | (selectors.EVENT_WRITE if connection.writing else 0)
@@ -275,14 +266,14 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _parse_hello(self, hello: object) -> tuple[int, str, str]:
-        """Return the sender's index, process and address; the address is empty if the sender is in an older world."""
+        """Return the sender's index, process and address, which is empty if the sender is in an older world."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")
         if not (isinstance(id, int) and isinstance(process, str) and isinstance(address, str)):
             raise Forged("it does not identify itself")
         resolved(address)
-        world = hello.get("generation", self.generation)  # older versions do not send it
+        world = hello.get("generation", self.generation)  # older versions do not send their generation
         return id, process, address if isinstance(world, int) and world >= self.generation else ""
 
     def _handle(self, id: int, message: Mapping[str, Any]) -> None:
@@ -293,7 +284,7 @@ class Mesh:
 
     def _drop(self, caller: _Caller) -> None:
         if caller not in self._callers:
-            return  # already dropped in the same turn, for exceeding the limit
+            return  # already dropped in this turn because there were too many strangers
         del self._callers[caller]
         self._selector.unregister(caller.connection.sock)
         caller.connection.close()
@@ -313,7 +304,7 @@ class Mesh:
             peer.watched, peer.due = id in watched, now
             peer.forget(now)
         self.unheard, self.refused, self.complete = (), (), False
-        self.generation = self._hello["generation"] = generation  # set last, since other threads read it
+        self.generation = self._hello["generation"] = generation  # set last because other threads read it
         self._publish()
 
     def _learn(self, generation: int, addresses: dict[int, str], now: float) -> None:
@@ -325,7 +316,6 @@ class Mesh:
                 _print_problem(f"worker {id} has no valid address in the mesh: {problem}")
 
     def _publish(self) -> None:
-        """Publish the watched peers' state if it has changed."""
         watched = [peer for _, peer in sorted(self._peers.items()) if peer.watched]
         silent = [peer for peer in watched if peer.met and peer.state.unheard]
         unheard, refused = tuple(peer.id for peer in silent), tuple(peer.id for peer in silent if peer.state.gone)
@@ -342,7 +332,7 @@ class Mesh:
         self._over = True
         for caller in self._callers:
             if caller.id is not None:
-                with contextlib.suppress(OSError):  # it disconnected first
+                with contextlib.suppress(OSError):  # the caller disconnected first
                     caller.connection.send({"goodbye": True})
                     caller.connection.flush()
 

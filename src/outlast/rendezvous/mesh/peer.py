@@ -1,6 +1,7 @@
 """A member's connection to one watched or messaged peer, with its unacknowledged messages. Runs in the mesh's thread only.
 
-Messages are numbered, and sent again on a new connection. The peer drops duplicates, so each is handled once and in order.
+Messages are numbered, and sent again on a new connection. The peer drops duplicates, so it handles each message once and in
+order.
 """
 
 from __future__ import annotations
@@ -21,10 +22,10 @@ from outlast.rendezvous.mesh import watched_peers
 from outlast.rendezvous.mesh.connection import Connection, resolved
 
 FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
-"""Timeouts after which a silent peer counts as unheard: at first; after its connection broke (2 s after its last sign of life);
-and after a pause of this process or machine, which breaks connections on our side only."""
+"""Seconds after which a silent peer counts as unheard: at first, after its connection broke, and after a pause of this machine,
+which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Counter for all messages from this process. It is shared, since a peer that returns remembers the numbers that it has seen."""
+"""Counts all messages of this process, because a peer that returns remembers the numbers that it has seen."""
 
 
 class Undelivered(Exception):
@@ -46,19 +47,18 @@ class Peer:
         self.address = ""
         self.state = watched_peers.PeerState()
         self.proven = self.met = False
-        """Two flags: the peer has proven its identity on the current connection, and on any connection to this address."""
+        """Whether the peer has proven its identity on the current connection, and on any connection to this address."""
         self._selector, self._hello, self._key = selector, hello, key
         self._connection: Connection | None = None
         self._connecting = False
         self._attempt_until, self._next_attempt = 0.0, 0.0
         self._messages: dict[int, _Message] = {}
         self.due = 0.0
-        """Time of the peer's next turn; any event sets it to now. Peers without an event are skipped, as a world may have
-        thousands."""
+        """Time of the peer's next turn; any event sets it to now. Other peers are skipped, because a world may have thousands."""
 
     def meet(self, address: str, now: float) -> None:
-        """Set the peer's address. A new address means a new process, so the connection is closed and the state is reset. Raises
-        ValueError for an invalid address."""
+        """Set the peer's address. A new address means a new process, so the connection and the state are dropped. Raises
+        ValueError."""
         if address == self.address:
             return
         if address:
@@ -68,13 +68,12 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Prepare for a new world: clear the address of a peer that is not connected, since another process may have taken its
-        place."""
+        """Clear the address of an unconnected peer for a new world, where another process may have taken its place."""
         if not self.proven:
             self.meet("", now)
 
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
-        """Send a message; the future completes on its acknowledgement, or fails after `within_s`."""
+        """Send a message. The future completes on its acknowledgement, or fails after `within_s`."""
         if not self.watched and self._connection is None and not self.state.left:
             self.state, self._next_attempt = watched_peers.PeerState(), 0.0  # the state is outdated
         if problem := self._problem():
@@ -169,7 +168,7 @@ class Peer:
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """Handle a broken connection. If the peer had not proven its identity, an active rejection counts as a refusal."""
+        """Handle a broken connection. A rejection by a peer that has not proven its identity counts as a refusal."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:
@@ -199,7 +198,6 @@ class Peer:
             each.future.set_exception(Undelivered(reason))
 
     def _listen(self) -> None:
-        """Register the awaited events with the selector."""
         if self._connection is None:
             return
         events = selectors.EVENT_WRITE if self._connecting else selectors.EVENT_READ

@@ -1,7 +1,7 @@
 """The peers that a member watches, and the state of each peer. Pure: times are arguments, in seconds on one steady clock.
 
-A broken connection alone proves nothing: a middlebox may have reset it. So we reconnect at once. A peer becomes unheard only if
-that fails: it refuses twice, or does not answer for `patience_s`.
+A broken connection alone proves nothing, because a middlebox may have reset it. So we reconnect at once, and a peer becomes
+unheard only if it refuses twice or does not answer for `patience_s`.
 
     heard    --lost-->  doubt  --accepted, proven-->  heard
     doubt    --refused twice, or silent for patience_s-->  unheard
@@ -18,34 +18,33 @@ from collections.abc import Sequence
 REFUSALS = 2
 """Number of consecutive refusals that prove that the process has ended."""
 AGAIN_S, PAUSE_S = 0.1, 0.5
-"""Pause in seconds before the next attempt: after a refusal, and once the peer is unheard."""
+"""Pauses in seconds before reconnecting: after a refusal, and once the peer is unheard."""
 ATTEMPT_S, LATER_S = 0.3, 1.0
-"""Timeout in seconds for an attempt to connect: while the peer is in doubt, and once it is unheard. The first is short, since
-each attempt sends a new SYN, which the kernel by itself would repeat only after 1 s."""
+"""Timeouts in seconds for connecting: while the peer is in doubt, and once it is unheard. `ATTEMPT_S` is short because the kernel
+would repeat a SYN only after 1 s."""
 
 
 @dataclasses.dataclass
 class PeerState:
-    """The state of one peer. `since` is the time at which it came into doubt; None if it is not in doubt."""
+    """The state of one peer. `since` is when the peer came into doubt; None if it is not in doubt."""
 
     since: float | None = None
     patience_s: float = 0.0
     refusals: int = 0
     unheard: str = ""
-    """Why the peer is unheard, as the end of a sentence that begins with the peer's name; empty while it is heard."""
+    """Why the peer is unheard, as a predicate for the peer's name; empty while the peer is heard."""
     gone: bool = False
     """True if the peer's machine refuses connections, so its process has ended."""
     left: bool = False
-    """True if the peer has sent a goodbye."""
 
     def doubted(self, now: float, patience_s: float) -> None:
-        """Record a missing connection. Unless a new one is made within `patience_s`, the peer becomes unheard."""
+        """Record a missing connection. The peer becomes unheard unless it accepts a connection within `patience_s`."""
         if self.since is None:
             self.since, self.patience_s = now, patience_s
 
     def accepted(self) -> None:
-        """Record that the peer's kernel has accepted a connection, which ends any doubt: a stopped process cannot do more. An
-        unheard peer must also prove its identity, since another process may now have its port."""
+        """Record that the peer's kernel has accepted a connection, which ends any doubt. An unheard peer must also prove its
+        identity, because another process may have its port."""
         if not self.unheard:
             self.since = None
 
@@ -61,7 +60,7 @@ class PeerState:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """Record that the peer has proven its identity, which ends any doubt."""
+        """Record that the peer has proven its identity."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
@@ -87,11 +86,10 @@ SMALL = 64
 
 
 def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
-    """Return the peers that member `id` watches, in rank order. `members` must also be in rank order.
+    """Return the peers that member `id` watches. `members` and the result are in rank order.
 
-    In a large world, these are the peers at distance 1 and 2 on both sides, and the opposite peer. Watching is mutual. Each
-    member is watched by five or six others, and the ring stays connected if any two are lost. The ranks in a rack are mostly
-    neighbours, so opposite peers are in another rack, and notice if a whole rack is cut off.
+    In a large world, these are the peers at distance 1 and 2 on both sides, so the ring stays connected if any two members are
+    lost, and the opposite peer, which is probably in another rack. Watching is mutual.
     """
     if len(members) <= EVERYBODY:
         return tuple(each for each in members if each != id)
@@ -102,7 +100,7 @@ def watched(id: int, members: Sequence[int]) -> tuple[int, ...]:
 
 def known(id: int, members: Sequence[int]) -> tuple[int, ...]:
     """Return the peers whose addresses member `id` needs: those that it watches, and rank 0, which leads attempts. Rank 0, and
-    every member of a small world, needs all."""
+    every member of a small world, needs all addresses."""
     if id == members[0] or len(members) <= SMALL:
         return tuple(each for each in members if each != id)
     return tuple(dict.fromkeys((members[0], *watched(id, members))))

@@ -1,4 +1,4 @@
-"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies without an operator.
+"""`POST /leave`: an authenticated order to a worker to save and leave, for topologies without an operator. Pure.
 
     POST /leave                       on the agent's port
     Outlast-Time: 1700000000.000      time of the signature, seconds since the epoch
@@ -6,15 +6,14 @@
 
     {"deadline": "2026-01-01T00:02:00Z", "reason": "AWS takes the machine back"}
 
-The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key
-(`sealed_lines.derived`). An order therefore requires the key, and cannot be replayed: neither to another worker, nor twice, nor
-after WINDOW_S, nor to the worker's next process. Both fields are optional; the default deadline is the end of the job's grace
-period.
+The signature is an HMAC-SHA256 over the worker's index, the time and the body, with a key derived from the run's key. An order
+cannot be replayed: neither to another worker, nor twice, nor after WINDOW_S, nor to the worker's next process. Both fields are
+optional; the default deadline is the end of the job's grace period.
 
     202 accepted    400 not an order    401 not signed with the run's key    409 repeated, too old, or already ending
     411 no Content-Length    413 longer than 4 KiB (`probes`)
 
-See docs/guide/security.md. Pure.
+See docs/guide/security.md.
 """
 
 from __future__ import annotations
@@ -31,21 +30,19 @@ from outlast.job import sealed_lines
 PATH = "/leave"
 TIME, SIGNATURE = "Outlast-Time", "Outlast-Signature"
 WINDOW_S = 60.0
-"""Maximum difference, in seconds, between the sender's and the worker's clocks. To detect replays, orders are remembered
-for this long."""
+"""Maximum difference, in seconds, between the sender's and the worker's clocks, and how long orders are remembered."""
 _REASON = 256
-"""Maximum length of a reason, in characters; longer reasons are truncated."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Answer:
-    """The answer to an order; the order is accepted if the status is 202."""
+    """The answer to an order, which is accepted if the status is 202."""
 
     status: int
     text: str
     reason: str = ""
     deadline: float | None = None
-    """Deadline in seconds since the epoch; None for the end of the job's grace period."""
+    """Seconds since the epoch; None for the end of the job's grace period."""
 
 
 def signed(key: bytes, *, worker: int, body: bytes, now: float) -> dict[str, str]:
@@ -89,7 +86,6 @@ class Orders:
 
 
 def _read(body: bytes) -> Answer:
-    """Parse the order in a body. Raises ValueError."""
     try:
         order = json.loads(body) if body else {}
     except (ValueError, RecursionError):

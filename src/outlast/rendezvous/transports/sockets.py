@@ -1,20 +1,15 @@
 """The rendezvous transport over sockets, directly from workers to the coordinator.
 
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
-operator nor an etcd (`c10d://host:port`).
-
-Workers report, and one process coordinates (`rendezvous.coordinator`). A member is lost once its connection is closed, and in
-pods after `SILENCE_S` of silence; the launcher kills an agent that does nothing.
+operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, or after `SILENCE_S` of silence in
+pods.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
 
-Strangers can reach a port, so lines sent to one are sealed with the run's key (`job.sealed_lines`). An invalid message only
-closes its sender's connection. If several processes have the same index, the last one to connect is the member, unless its
-world is older than that of an earlier one.
-
-Used by `rendezvous.member_client` (the member's side, in threads: torch's agent is synchronous); `local.launcher` and
-`rendezvous.worker0` (the server, asyncio).
+Strangers can reach a port, so its lines are sealed with the run's key (`job.sealed_lines`). If several processes have the same
+index, the last one to connect is the member, unless its world is older. The member's side (`rendezvous.member_client`) uses
+threads because torch's agent is synchronous; the server (`local.launcher`, `rendezvous.worker0`) uses asyncio.
 """
 
 from __future__ import annotations
@@ -48,38 +43,31 @@ if TYPE_CHECKING:
 CONNECT_S = 5.0
 HEARTBEAT_S = 1.0
 SILENCE_S = 8.0
-"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat. The mesh detects
-silent machines earlier."""
+"""Seconds after which a silent member is lost. Arbitrary, but longer than a 5 s pause plus a heartbeat."""
 _RETRY_S = 0.2
 _LINE_BYTES = 64 << 10
-"""Maximum number of bytes in a report's line, which has some 12 KiB with a traceback and the tail of a log."""
+"""Maximum number of bytes in a report's line. A failure with its traceback takes some 12 KiB."""
 _MESSAGE_BYTES = 4 << 20
-"""Maximum number of bytes in a line to a member, and in the queue for a member that does not read. A world of 10,000 workers
-takes 60 KiB."""
+"""Maximum number of bytes in a line to a member, and in a member's queue. A world of 10,000 workers takes 60 KiB."""
 _PROVE_S = 5.0
-"""Timeout for the first report on a connection, in seconds."""
 _STRANGERS, _BACKLOG = 512, 256
-"""Maximum number of connections without a report (beyond it, the oldest is closed), and the listen backlog."""
+"""Maximum number of connections without a report, and the listen backlog."""
 _PRINT_S = 1.0
-"""Minimum interval, in seconds, between printed warnings about bad messages."""
+"""Minimum seconds between printed warnings about invalid messages."""
 _MOST_REPLACED = 64
-"""Maximum number of replaced processes to remember per index."""
 SCHEME = "unix://"
 TCP = "c10d://"
 
 
 @dataclasses.dataclass(frozen=True)
 class _Line:
-    """A line from a member."""
-
     report: Report
     process: str = ""
-    """The member's process identifier."""
 
 
 class MemberSocket:
-    """A member's side (see `member_client.Board`). Connecting is retried forever, since a running world does not need the
-    coordinator, which may return."""
+    """A member's side (see `member_client.Board`). Connecting is retried forever because a running world does not need the
+    coordinator."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
         """`key` is the run's key (see `sealed_lines.key`); empty on a Unix socket."""
@@ -142,14 +130,14 @@ class MemberSocket:
         """Do nothing: closing the connection ends the membership."""
 
     def hang_up(self) -> None:
-        """Close the connection, which `watch` notices."""
+        """Close the connection, which ends `watch`."""
         sock = self._sock
         if sock is not None:
             with contextlib.suppress(OSError):
                 sock.shutdown(socket.SHUT_RDWR)
 
     def _line(self, report: Report) -> bytes:
-        """Return a report as JSON. A long failure loses its traceback and log, since the coordinator rejects long lines."""
+        """Return a report as JSON. A long failure loses its traceback and log because the coordinator rejects long lines."""
         line = json.dumps(dataclasses.asdict(_Line(report, self._process))).encode()
         if len(line) > _LINE_BYTES // 2 and report.failure:
             short = {name: value for name, value in report.failure.items() if name not in ("traceback", "log_tail")}
@@ -180,14 +168,12 @@ class MemberSocket:
 
 
 class _Lines:
-    """Reads a socket line by line."""
-
     def __init__(self, sock: socket.socket) -> None:
         self._sock, self._buffer = sock, b""
 
     def next(self, longest: int) -> bytes:
-        """Return the next line. Raises OSError at the end of the stream, TimeoutError if no line completes within the socket's
-        timeout, and ValueError if the line is longer than `longest` bytes."""
+        """Return the next line. Raises OSError at the end of the stream, TimeoutError after the socket's timeout, and ValueError
+        if the line is longer than `longest` bytes."""
         while b"\n" not in self._buffer:
             if len(self._buffer) > longest:
                 raise ValueError(f"a line has more than {longest} bytes")
@@ -216,7 +202,7 @@ def connect(endpoint: str) -> socket.socket:
 
 
 class Server:
-    """The coordinator's side: it receives reports, detects lost members, and sends messages to members."""
+    """The coordinator's side: it receives reports, detects lost members, and sends messages."""
 
     def __init__(
         self,
@@ -226,8 +212,8 @@ class Server:
         key: bytes = b"",
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`key` is the run's key, which every member must have; empty on a Unix socket. `clock` measures silence, and must stop
-        while this process is paused; see `clock.Awake`."""
+        """`key` is the run's key; empty on a Unix socket. `clock` measures silence, and must stop while this process is paused;
+        see `clock.Awake`."""
         self._run, self._key, self._clock = run, key, clock
         self._take = take
         self._writers: dict[int, asyncio.StreamWriter] = {}
@@ -235,15 +221,12 @@ class Server:
         self._strangers: dict[asyncio.StreamWriter, None] = {}
         """Connections that have not reported yet, oldest first."""
         self._process: dict[int, str] = {}
-        """The current process for each index."""
         self._replaced: dict[int, collections.deque[str]] = {}
-        """Earlier processes for each index."""
         self._joined: dict[int, int] = {}
-        """The newest generation that a process has reported, for each index."""
+        """The newest generation reported for each index."""
         self._beats: dict[int, float] = {}
         self._printed_at = -math.inf
         self._encoded: tuple[object, bytes] | None = None
-        """The last message, with its JSON form."""
         self._server: asyncio.AbstractServer | None = None
 
     async def start(self, where: Path | socket.socket) -> None:
@@ -263,7 +246,8 @@ class Server:
             writer.close()
 
     def send(self, to: Iterable[int], kind: str, content: object) -> None:
-        """Send a message to the connected ones of the given members; the others receive it after their next report."""
+        """Send a message to those of the given members that are connected; the other members receive it after their next
+        report."""
         for writer in filter(None, map(self._writers.get, to)):
             self._write(writer, kind, content)
 
@@ -276,7 +260,7 @@ class Server:
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> None:
-        """Disconnect members that have been silent for too long, since a stopped process keeps its connection."""
+        """Disconnect members that have been silent for too long, because a stopped process keeps its connection."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
@@ -296,7 +280,7 @@ class Server:
                 said = decode(_Line, json.loads(sealed.opened(line)))
                 report = said.report
                 self._strangers.pop(writer, None)
-                if report.run != self._run:  # left over from an earlier run with the same name
+                if report.run != self._run:  # the worker is left over from an earlier run with the same name
                     self._write(writer, "closed", Closed(f"run {report.run} is over", contract.Exit.FAILED))
                     return
                 if id is None and not self._admit(report, said.process[:64], writer):
@@ -314,7 +298,7 @@ class Server:
                 line = await reader.readline()
         except (ValueError, RecursionError) as problem:
             self._print_problem(writer, f"an invalid report: {problem}")
-        except (OSError, TimeoutError):  # it disconnected in the middle of a line, or sent nothing
+        except (OSError, TimeoutError):  # the peer disconnected in the middle of a line, or sent nothing
             pass
         except Exception:  # one member's message must not end the server
             self._print_problem(writer, f"a report of worker {id} that could not be processed:\n{traceback.format_exc()}")
@@ -335,11 +319,10 @@ class Server:
         return sealed_lines.Seal(self._key, "decider", own=own, peer=sealed_lines.greeted(await reader.readline()))
 
     def _admit(self, report: Report, process: str, writer: asyncio.StreamWriter) -> bool:
-        """Accept a member's connection; returns False if a later process has replaced the one that is connecting.
+        """Accept a member's connection; returns False if a later process has replaced the connecting process.
 
-        A new coordinator does not know which process is the later one. It can tell only if both have joined worlds: a later
-        process joins later ones. A process that has joined none may be new, or one that hung before its first world,
-        or the next start of one that was refused here.
+        A new coordinator can tell which process is later only if both have joined worlds. A process that has joined none may be
+        new, may have hung before its first world, or may be the restart of a process that was refused here.
         """
         id = report.id
         other, last = self._writers.get(id), self._process.get(id)
@@ -357,7 +340,7 @@ class Server:
         return True
 
     def _print_problem(self, writer: asyncio.StreamWriter, sentence: str) -> None:
-        """Print a problem, at most once every `_PRINT_S`, since a peer may send any number of invalid messages."""
+        """Print a problem, but not too often, because a peer may send any number of invalid messages."""
         now = time.monotonic()
         if now - self._printed_at < _PRINT_S:
             return
