@@ -91,9 +91,9 @@ def client(endpoint: str, member: Member) -> Client:
     return Client(of(endpoint).board(endpoint, member))
 
 
-def others_may_wait(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether this worker should be ready to start ranks before it reports, because other workers may be training and
-    would stop at its report.
+def reports_when_ready(environ: Mapping[str, str], *, needed: bool) -> bool:
+    """Return whether this worker reports only once it is ready to start ranks: other workers may be training, and would stop at its
+    report.
 
     `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
     reporting takes no time.

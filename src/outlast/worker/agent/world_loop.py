@@ -113,7 +113,7 @@ class WorldLoop:
         early, kills = 0, restart_budget.Kills()
         with contextlib.closing(member):
             try:
-                if transport.others_may_wait(settings.environ, needed=settings.needed):
+                if transport.reports_when_ready(settings.environ, needed=settings.needed):
                     self._warm.wait_until_ready(settings.python)
                 while not self._warm.killed:
                     begun, logged = time.monotonic(), log_pipe.size(log)
