@@ -1,6 +1,6 @@
-"""JupyterLab for `outlast notebook`: its command, environment and token, and detecting a running server (decision 0052).
+"""Provides the command, environment and token for JupyterLab in `outlast notebook`, and finds a running server (decision 0052).
 
-This is the only module that depends on Jupyter. `cli.train.notebook` runs the command; pods run the same command.
+This is the only module that depends on Jupyter. `cli.train.notebook` runs the command, and so do pods.
 """
 
 from __future__ import annotations
@@ -21,7 +21,6 @@ from urllib.parse import urlsplit
 from outlast.base.errors import OutlastError
 
 PORT = 8888
-"""Jupyter's own default port."""
 FIRST = "first.ipynb"
 """The first notebook's file name, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
@@ -44,7 +43,7 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """True to open a browser. Jupyter passes it a private file, so that the token is not among its arguments."""
+    """Whether to open a browser. Jupyter gives the browser a private file, so that its command line does not show the token."""
     base: str = "/"
     """Prefix of the server's URL paths, for a proxy in front of the server; begins and ends with a slash."""
 
@@ -61,10 +60,8 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token from the file or the variable, or else 256 random bits, and whether the token is random.
-
-    Raises OutlastError if the file cannot be read, or contains no usable token.
-    """
+    """Return the token from the file or the variable, or else 256 random bits, and whether the token is random. Raises
+    OutlastError if the file cannot be read, or if the token is too short or contains spaces."""
     if file is not None:
         try:
             text, source = file.read_text().strip(), str(file)
@@ -104,11 +101,8 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment variables for a server and its kernels, which use the files that `prepare` has written to `private`.
-
-    `home` is true if the home directory is writable. Otherwise, as in a pod with a read-only root, settings go to the work
-    directory.
-    """
+    """Return the environment variables for a server and its kernels. `private` is the directory that `prepare` has filled. `home`
+    is true if the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work directory."""
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
         **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},
@@ -141,13 +135,12 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it: a SIGKILL or a power loss would leave the directory behind."""
+    """Delete the token file once the server has read it, since a SIGKILL or a power loss would leave it behind."""
     (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
-    """Create the work directory, and copy the first notebook there unless it exists. Returns whether the notebook was copied.
-    Raises OutlastError if the directory cannot be written."""
+    """Create the work directory with the first notebook. Returns whether the notebook was copied now. Raises OutlastError."""
     text = resources.files("outlast.local").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)

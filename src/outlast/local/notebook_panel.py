@@ -7,7 +7,6 @@
     notebooks.report("gpt")     # its figures as a dict
 
 As in `outlast status`, only jobs in the notebook's directory are visible. In a terminal, the panel is a line of text.
-`local.jupyter` starts JupyterLab for `outlast notebook`.
 """
 
 # mypy: allow-untyped-calls
@@ -29,8 +28,8 @@ if TYPE_CHECKING:
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
     """Show a job in a panel that updates until the job has reached step `until`, or has ended.
 
-    `metric` is the metric to draw: a name that the training passes to `run.log`. The Stop button ends this call, not the job.
-    Raises OutlastError if the job has failed or was cancelled, so that later cells do not run without its result.
+    `metric` names the metric to plot, as passed to `run.log`. The Stop button ends this call, not the job. Raises OutlastError if
+    the job has ended without success, so that later cells do not run without its result.
     """
     from IPython import display
 

@@ -1,4 +1,4 @@
-"""A job's output directory on this machine: where it is, who owns it, and moving earlier files out of the way."""
+"""Finds a job's output directory on this machine and its owner, and moves earlier files out of the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""How long a lock on an output may outlive the launcher that acquired it, in seconds."""
+"""Seconds for which an output may stay locked after its launcher has exited."""
 
 
 def store_url(job: spec.Job) -> str:
@@ -46,8 +46,8 @@ def resumable(run: Run, state_dir: StateDir) -> bool:
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """If another job used an output last, return that job's state directory; otherwise an empty string. A state directory that no
-    longer exists is ignored, since it may be this job's own, before it was moved."""
+    """Return the state directory of the job that used an output last, or an empty string if that is this job. A state directory
+    that no longer exists is ignored, since it may be this job's own, before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -65,8 +65,7 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 
 def make_room(output: Path, run: str) -> Path | None:
-    """Create an output directory for `run`. Moves an earlier run's files, including its working directory, to `previous/`, and
-    returns their new directory, or None if there are none."""
+    """Create the output directory for `run`. Moves any earlier run's files below `previous/`, and returns their new directory."""
     archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)

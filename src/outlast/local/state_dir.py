@@ -1,8 +1,8 @@
 """One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
-Files are replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
-`wanted.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's
-agent writes `workers/<index>/`. All files except `package` and `status.json` survive a power loss.
+Files are replaced as a whole, so a killed process leaves the old file intact. The command line writes `job.yaml`, `run.json`,
+`wanted.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's agent writes
+`workers/<index>/`. All files except `package` and `status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -42,17 +42,15 @@ class StateDir:
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """File with a `Run`. Submission writes it last: the run exists once this file does."""
+        """File with a `Run`. Submission writes it last, since the run exists once this file does."""
         self.request = path / "wanted.json"
-        """File with a `Request`."""
         self.status = path / "status.json"
-        """File with a `status.JobStatus`."""
         self.recovery = path / "launcher.json"
-        """File with the launcher's state, for the next launcher in case this one dies."""
+        """File with the launcher's state, for a new launcher if this one dies."""
         self.package = path / "package"
-        """File with the path of the run's copy of Outlast (see `worker.launch.package_copy`); empty if there is none."""
+        """File with the path of the run's copy of Outlast (`worker.launch.package_copy`); empty if there is no copy."""
         self.lock = path / "launcher.lock"
-        """Lock file of the launcher, locked while it runs."""
+        """Locked while a launcher runs."""
         self.key = path / "rendezvous.key"
         """File with the key that the run's workers authenticate with, readable only by this user."""
         self.socket = path / "launcher.sock"
@@ -84,7 +82,7 @@ class StateDir:
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Return whether a process is a worker's agent or one of its training processes. Pids are reused."""
+        """Return whether a process is a worker's agent or training process, and not just another process that reuses its pid."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -99,7 +97,7 @@ class StateDir:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The submitted run."""
+    """A run, as recorded when it was submitted or resumed."""
 
     run: str
     submitted: float
@@ -112,9 +110,7 @@ class Run:
     generation: int = 0
     """The run's newest generation when it was submitted or resumed."""
     owner: str = ""
-    """See `storage.runs.Run.owner`."""
     command: str = ""
-    """See `job.backend.Backend.submit`."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Run:
@@ -122,7 +118,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record that the run was submitted or resumed now. The run exists from now on."""
+        """Record that the run was submitted or resumed now. The run exists once this is written."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -165,7 +161,7 @@ ENDINGS = {
 
 
 _TAIL = 8192
-"""How many bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
+"""Number of bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:

@@ -1,7 +1,7 @@
-"""Submits a job on this machine: prepares a new or resumed run, but does not start its launcher.
+"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher.
 
-A run exists once `run.json` is written. Since this happens last, a submission killed half-way leaves the old state in place. A
-submission waits only for a store, and for a lock that is about to be released.
+A run exists once `run.json` is written. Since this happens last, a submission that is killed half-way leaves the old state in
+place. A submission waits only for a store, and for a lock that is about to be released.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class _Earlier:
 
     status: JobStatus | None = None
     here: Run | None = None
-    """The earlier run, if it was on this machine."""
+    """The earlier run's record, if it was on this machine."""
     elsewhere: runs.Run | None = None
-    """The earlier run as recorded in the store, if another machine began it."""
+    """The earlier run's record in the store, if another machine began the run."""
     place: Store | None = None
     replace: bool = False
-    """True if the new run may take the place in the store from another owner."""
+    """Whether the new run may take its place in the store from another owner."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -61,10 +61,8 @@ class _Earlier:
 
 
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run, but do not start its launcher. Returns the run's id, and messages for the user.
-
-    `root` is the directory that holds all jobs. `last` is the status of the job's last run, or None to ignore that run.
-    """
+    """Prepare a run. `root` is the directory that holds all jobs. `last` is the status of the job's last run, or None to ignore
+    that run. Returns the run's id, and messages for the user."""
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
     new_id = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
@@ -112,8 +110,8 @@ class _Copy:
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a job's code to its working directory. If `code` is unset, the job runs in its file's directory. Code in a store is
-    left to the first worker to fetch. `exclude` lists directories that are not code."""
+    """Copy a job's code to its working directory, except the directories in `exclude`. Without `code`, the job runs in its file's
+    directory. Code in a store is left to the first worker to fetch."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, checksum = spec.pinned(job.spec.code)
@@ -128,7 +126,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy those files in a code directory that pods would get."""
+    """Copy the files in a code directory that a pod would get, too."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -215,7 +213,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
 
 
 def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:
-    """Record in the ledger that a run was submitted or, if its job `new` is None, resumed. `digest` is the code's digest."""
+    """Record in the ledger that the job `new` was submitted or, if `new` is None, that the run was resumed."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
     code = {"code_digest": digest} if digest else {}
     if new:
@@ -237,7 +235,7 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the ended run's status. Deadlines start with the next world."""
+    """Replace the ended run's status with a pending one. Deadlines start with the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)

@@ -1,6 +1,7 @@
-"""An agent's tasks for the whole run if there is no launcher: claim the run, coordinate its rendezvous, and record its end.
+"""An agent's tasks for the whole run if there is no launcher: it claims the run, coordinates its rendezvous, and records its end.
 
-Every worker claims and records, since any other worker may have ended. `rendezvous.transport.Mode` determines the coordinator.
+Every worker claims the run and records its end, since any other worker may have ended. `rendezvous.transport.Mode` says which
+process coordinates.
 """
 
 from __future__ import annotations
@@ -31,14 +32,11 @@ if TYPE_CHECKING:
     from outlast.worker.agent import join_run
 
 RECORD_TIMEOUT_S = 10.0
-"""Seconds that an ending worker waits for the run's end to be recorded."""
 
 
 class Coordination:
-    """One agent's tasks for the whole run. `environ` is the worker's environment, which `claim` completes.
-
-    `lost(reason)` is called if another machine takes the run, and `broken(reason)` if coordination fails permanently.
-    """
+    """One agent's tasks for the whole run. `claim` completes `environ`, the worker's environment. `lost(reason)` is called if
+    another machine takes the run, and `broken(reason)` if coordination fails permanently."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, lost: Callable[[str], None], broken: Callable[[str], None]
@@ -52,14 +50,13 @@ class Coordination:
         self._owner = environ.get(Env.RUN, "")
         """The run's owner; see `join_run`."""
         self.run_end: Closed | None = None
-        """The run's end, as published by the operator."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> join_run.Ended | None:
-        """Determine this worker's run, and continue that run's `log`. Returns the end of the run if it has ended."""
+        """Determine which run this worker joins, and continue that run's `log`. Returns the run's end if the run has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -160,7 +157,7 @@ class Coordination:
         self._recording.start()
 
     def operator_ended_run(self, end: Closed) -> None:
-        """Store the end of the run. Called by the thread that watches the operator."""
+        """Remember how the operator ended the run. The thread that watches the operator calls this."""
         self.run_end = end
 
     def record_end_from_operator(self) -> None:
@@ -169,8 +166,7 @@ class Coordination:
             self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
-        """Report the whole run's goodput and losses to the operator, if the run has ended and this worker's upload process has
-        computed them (`upload.Report`)."""
+        """Report an ended run's goodput and losses to the operator, if this worker's upload process has computed them."""
         if report.get("goodput") is None or self.run_end is None:
             return
         from outlast.base.errors import ClusterError
@@ -202,7 +198,7 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger, opened only if a coordinator runs here."""
+        """The coordinator's ledger, which is opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:

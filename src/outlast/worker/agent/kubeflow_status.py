@@ -1,7 +1,7 @@
 """Reports progress to Kubeflow Trainer's status server, which a TrainJob's pods find through environment variables.
 
-Rank 0's agent reports the percentage, the remaining seconds, the step and what the script logged last. A thread sends the
-reports, at most one every five seconds. Server failures are ignored, since every report is complete.
+Rank 0's agent reports the percentage, the remaining seconds, the step, and the values that the script logged last. A thread sends
+at most one report every five seconds. Server failures are ignored, since every report is complete.
 https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
 """
 

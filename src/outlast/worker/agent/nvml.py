@@ -1,6 +1,5 @@
-"""Memory and utilization of this machine's GPUs, read from NVML, which ships with NVIDIA's driver. Called through ctypes, since
-the agent has only the standard library in other images. https://docs.nvidia.com/deploy/nvml-api/
-"""
+"""Reads the memory and utilization of this machine's GPUs from NVML, a library of NVIDIA's driver. It is called through ctypes,
+since the agent has only the standard library in some images. https://docs.nvidia.com/deploy/nvml-api/"""
 
 from __future__ import annotations
 
@@ -26,7 +25,7 @@ class _Utilization(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs that are visible to this process through NVML."""
+    """The GPUs that NVML shows to this process."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = library
@@ -34,8 +33,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization and memory, if NVML reports them; it reports no utilization for MIG slices. Empty if
-        there is no NVML, or while an earlier call is pending: a broken GPU can hang NVML."""
+        """Return each GPU's utilization and memory, as far as NVML reports them; it reports no utilization for MIG slices. Empty
+        if there is no NVML, or while an earlier call is pending, since a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

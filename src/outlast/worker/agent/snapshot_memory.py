@@ -1,4 +1,4 @@
-"""The agent's memory for snapshots: a size limit, and a server for ranks."""
+"""Starts the agent's server that keeps ranks' snapshots in memory, up to a size limit."""
 
 from __future__ import annotations
 

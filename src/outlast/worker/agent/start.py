@@ -1,4 +1,4 @@
-"""Starts a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
+"""Starts a worker (`outlast agent` in pods): first its warm process, whose imports take longest, then its agent."""
 
 from __future__ import annotations
 

@@ -4,13 +4,13 @@
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
                                           --ended means that the operator has ended the run
 
-The worker agent's environment (`contract.Env`) configures the process. Only one process uploads a directory: others wait for its
-lock and take over when it dies. Workers that share no disk all have the same checkpoints and metrics. The process for rank 0's
-directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as logs.
+Only one process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process
+for rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads the files that only its
+directory has, such as logs.
 
-Progress is recorded in `.push/` once an upload is complete, so a kill costs at most one repeated upload. Committed checkpoints
-are uploaded at once, newest first, the ledger with each event, and everything else at the job's interval (`sync.every`). While
-the store is unreachable, the backlog is kept and retried. Each line on standard output is a `Report` as JSON.
+`.push/` records completed uploads, so a kill costs at most one repeated upload. Committed checkpoints are uploaded at once,
+newest first, the ledger with each event, and everything else at the job's interval (`sync.every`). While the store is
+unreachable, the backlog is kept and retried. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -40,11 +40,8 @@ from outlast.worker.launch import os_calls, script_files
 from outlast.worker.prepare import compile_cache, workdir
 
 POLL_INTERVAL_S = 1.0
-"""Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Minimum intervals in seconds between ledger uploads: if there is a new event, and if there are only new steps. An upload takes
-two requests, so steps alone cost one request a minute on average. A lost worker's last steps are known from the state that the
-other workers resume."""
+"""Minimum intervals in seconds between ledger uploads (two requests each): with new events, and with new steps alone."""
 LOCK_TIMEOUT_S = 3.0
 """Seconds that a flush waits for another process that uploads the same directory, which then uploads the remaining files, too."""
 MAX_PASSES = 3
@@ -57,7 +54,7 @@ RETRY_S = (2.0, 60.0)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """An upload process's state."""
+    """An upload process's report to the agent."""
 
     pushed: float | None = None
     """Time of the last complete upload, in seconds since the epoch; None before the first."""
@@ -72,12 +69,13 @@ class Report:
     seconds: float | None = None
     """Duration of the last checkpoint upload in seconds; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded, and the seconds that the uploads took."""
+    """Number of checkpoints that this process has uploaded; `uploads_s` is the time in seconds that they took."""
     uploads_s: float = 0.0
     goodput: float | None = None
     """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
     lost: Mapping[str, float] | None = None
-    """Training seconds lost by cause (`incidents.CAUSES`), and the number of steps whose result was lost; set with `goodput`."""
+    """Training seconds lost by cause (`incidents.CAUSES`). `lost_steps` counts the steps whose result was lost. Set with
+    `goodput`."""
     lost_steps: int = 0
 
 
@@ -116,7 +114,6 @@ class Uploader:
         self._growing = growing_files.Sender(place, output)
         self._results = workdir.Results(output)
         self._index = output / OWN / "manifest"
-        """The index of uploaded files, written by `sync`."""
         self._environ = environ or {}
         self.compiled: compile_cache.Cache | None = None
         self._read: dict[str, int] = {}
@@ -124,7 +121,7 @@ class Uploader:
         self._unsent, self._sent_at = "", 0.0
         """The kind of pending ledger lines ("event", "steps" or ""), and the time at which ledgers were last uploaded."""
         self._have_ledgers, self._count_at = False, 0.0
-        """True if all workers' earlier ledgers are on this disk, and the time at which the goodput is computed next."""
+        """Whether all workers' earlier ledgers are on this disk, and the time at which the goodput is computed next."""
         self.ended: float | None = None
         """Time at which training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
@@ -154,8 +151,7 @@ class Uploader:
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything. Files that may be unfinished wait for a later pass, except in the `last` pass. Raises StoreError,
-        Stopped, Superseded, OSError; completed uploads remain."""
+        """Upload everything; the `last` pass includes unfinished files. Raises StoreError, Stopped, Superseded and OSError."""
         runs.check(self._place, self._run, self._owner)
         if not self._index.exists():  # the first pass uploads the job file and logs before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
@@ -210,8 +206,7 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload the new lines of this worker's ledgers if an upload is due. Call `upload` first. Raises the same exceptions as
-        `upload`."""
+        """Upload this worker's new ledger lines if an upload is due. Call `upload` first; both raise the same exceptions."""
         ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
         for path in ledgers:
             with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
@@ -226,8 +221,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the goodput for the operator from the whole run's ledgers, periodically and after the end. Failures are
-        ignored, since no upload depends on the goodput."""
+        """Compute the whole run's goodput for the operator if that is due. Failures are ignored, since no upload needs it."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
@@ -319,7 +313,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold an output directory's lock; yields False if `give_up()` becomes true first."""
+    """Hold an output directory's lock and yield True, or yield False if `give_up()` returns true first."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):
@@ -361,8 +355,8 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason why uploads are missing; empty if the
-    upload is complete."""
+    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason for a failure, or an empty string, even
+    if single files that only the user can fix are missing."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

@@ -19,8 +19,7 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Minimum age, in seconds, of a training process before the first upload process starts: an upload process's imports keep a
-core busy for half a second."""
+"""Age in seconds that a training process must reach before the first upload process uses the CPU for its imports."""
 WAIT_S = 30.0
 """Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
 NICENESS = 10
@@ -50,7 +49,7 @@ class UploadProcess:
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
         """Start the upload process if it is not running; the first start waits until the training `processes` could have written
-        output. Returns True if the last upload process found that this worker had been superseded."""
+        output. Returns True if the last upload process ended because this worker was superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:
@@ -96,8 +95,7 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float, *, run_ended: bool = False) -> tuple[int, str]:
-        """Upload all remaining output, retrying until the timeout. `run_ended` is True if the operator has ended the run. Returns
-        the exit code, and the reason if it is not 0."""
+        """Upload all remaining output, retrying until the timeout. Returns the exit code, and the reason if it is not 0."""
         self.stop()
         child = self._start("--rest", str(timeout_s), *(["--ended"] if run_ended else []))
         try:
@@ -124,7 +122,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages in `metrics` are counted from the report's arrival."""
+        """Store a report from the upload process."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report

@@ -1,7 +1,7 @@
-"""The loop that trains in successive worlds, in a thread of the worker's agent. It is the worker's member in the rendezvous.
+"""Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous.
 
-The loop does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
-processes, reports how they ended (the first failed process and its error), and waits for the next world.
+Unlike in torchrun's agent, a failure does not end the loop: it joins a world, has the warm process fork the training processes,
+reports how they ended (the first failed process and its error), and waits for the next world.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
 """Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
 EXIT_TIMEOUT_S = 5.0
-"""Maximum time, in seconds, from when a process records its error to when it ends."""
+"""Maximum time in seconds from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
 """Longest delay, in seconds, before restarting a script that exits as if it had been interrupted, but was not."""
 
@@ -48,7 +48,6 @@ class Settings:
 
     environ: Mapping[str, str]
     python: str
-    """The interpreter for training."""
     processes: int
     command: Sequence[str]
     """The script or module and its arguments, as for `launch.training_process`."""
@@ -57,7 +56,7 @@ class Settings:
     restarts: int
     """The job's limit on restarts, which also limits a world's attempts."""
     needed: bool
-    """True if no world can do without this worker."""
+    """True if every world needs this worker."""
     must_leave: Callable[[float, str], None]
     run_ended: Callable[[Closed], None]
     """See `transport.Member`."""
@@ -212,7 +211,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Their records are read rarely until one is announced."""
+        """Return whether all processes wait for the next world. Until one is announced, their records are read only rarely."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
@@ -223,8 +222,8 @@ class WorldLoop:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)
 
     def _leave(self) -> int:
-        """Leave once the other workers can load the state that was saved here. Returns the exit code. The agent kills training if
-        that takes too long."""
+        """Leave once the other workers can load the state that was saved here, and return the exit code. The agent limits the
+        time."""
         member = self._member
         member.left(reached=False)
         if member.rank == 0:

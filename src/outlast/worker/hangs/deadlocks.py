@@ -1,17 +1,16 @@
 """Detects deadlocks between ranks within seconds, and writes each rank's heartbeat.
 
 In every training process, a thread samples the main thread about once a second (`hangs.motion`), and writes a heartbeat for the
-agent to a small file (`progress_file.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the
-rank's state in the process group's store: the session's current call, the place in the script, and the number of collectives
-begun in each group.
+agent (`progress_file.Pulse`). If the main thread has not moved for a while, this thread publishes the rank's state in the process
+group's store: the current call to the session, the place in the script, and the number of collectives begun in each group.
 
-While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
-rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. In that
-case the script has a bug, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun
-the same operation; that is a hang after `hang.limit` (`hangs.hang_limit`).
+While any rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares all states. If rank A waits
+in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a bug,
+and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun the same operation, which
+becomes a hang after `hang.limit` (`hangs.hang_limit`).
 
-Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.collective_calls`
-detects ranks in different calls to a session, without this thread.
+Detection works with and without a session, and sends nothing while all ranks move. `training.collective_calls` detects ranks in
+different calls to a session, without this thread.
 """
 
 from __future__ import annotations
@@ -47,9 +46,8 @@ _STILL = "outlast/still"
 PATIENCE = 3.0
 """Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
 _ANSWER_S = 10.0
-"""Timeout for requests to the store, in seconds."""
 _WHERE_LIMIT = 600
-"""Maximum number of characters for listing all ranks' places."""
+"""Maximum length in characters of a list of all ranks' places."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -68,11 +66,11 @@ class RankState:
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
-    """The current collective outside calls, such as `all_reduce`; empty if the rank waits in none."""
+    """The collective that the rank waits in outside calls, such as `all_reduce`; empty if there is none."""
     at: str = ""
     """The script's current line, such as `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of collectives begun in each of the script's groups; empty if they are not counted."""
+    """Number of collectives begun in each of the script's groups; empty if they cannot be counted."""
     looks: int = 0
     """Number of this rank's reports so far, which shows whether a state was reported again."""
     blocks: bool = True
@@ -80,7 +78,7 @@ class RankState:
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if these still ranks are certainly waiting for each other by mistake; otherwise empty."""
+    """Return an error message if these still ranks certainly wait for each other by mistake, or an empty string."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -139,20 +137,18 @@ class Watch:
 
     def __init__(self) -> None:
         self.call = ""
-        """The main thread's current call to the session, with its place in the script."""
         self.calls = 0
-        """Number of calls to the session that have begun."""
         self.signs = 0
         self.held = 0
         """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
         self.code = contract.Exit.MISCONFIGURED
-        """Exit code of a process whose script has made a mistake."""
+        """Exit code for a script that has made a mistake."""
         self.record: Callable[[str], object] = lambda _: None
         """Callback that receives the error message before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Callback that waits for the save in progress, called after `record`."""
+        """Callback that waits for the save in progress. It is called after `record`."""
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
@@ -230,10 +226,8 @@ class Watch:
             time.sleep(pause)
 
     def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
-        """Publish that the main thread is still. Ends this process if the ranks wait for each other.
-
-        Returns whether the main thread waits for a moving rank, and the place of this rank or of all ranks.
-        """
+        """Publish that the main thread is still, and end this process if the ranks wait for each other. Returns whether the main
+        thread waits for a moving rank, and the place of this rank or of all ranks."""
         state = self._state(frame)
         at = listed([state.call or state.at], "in", first=self._rank)
         if _joins(frame):
@@ -296,11 +290,9 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our state. Returns the states of all ranks if all are still, None if any rank moves, and an empty list if there
-        is no store.
-
-        A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has moved.
-        """
+        """Publish our state. Returns all ranks' states if all ranks are still, None if any rank moves, and an empty list without
+        a store. A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has
+        moved."""
         if self._store is None:
             return []
         self._publish(own)
@@ -375,7 +367,7 @@ def _line(frame: FrameType) -> int:
 
 
 def _call(frame: FrameType) -> str:
-    """Return a frame's current call, if its line starts with `if`; otherwise empty."""
+    """Return the source of a frame's current call if its line starts with `if`, or an empty string."""
     first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):

@@ -1,12 +1,12 @@
-"""The rule that decides when training hangs. Pure. Every limit is a multiple of the job's `hang.limit`.
+"""Decides when training hangs. Every limit is a multiple of the job's `hang.limit`.
 
     stopped by the kernel                limit
     unable to run Python                 limit, but before the first step at least 600 s
     all of a worker's processes silent   1.25 x limit, but before the first step at least 1.25 x 600 s
     the worker's /healthz fails          1.25 x limit, from the first step on
 
-`agent.ranks` observes, this module decides, `agent.agent` kills, and `agent.world_loop` reports the failure. `hangs.deadlocks`
-detects deadlocks caused by the script sooner, within seconds.
+`agent.ranks` observes the processes, `agent.agent` kills them, and `agent.world_loop` reports the failure. `hangs.deadlocks`
+detects deadlocks caused by the script within seconds.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, st
     """Return this worker's hung processes, which must be killed, each with a reason. `limit_s` is the job's `hang.limit`.
 
     If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
-    If no culprit is on this worker, it may be on another, so the ranks here count as stuck only after a longer time. Ranks that
-    wait for a moving rank count as moving (`hangs.deadlocks`).
+    It may be on another worker, so other ranks count as stuck only after a longer time. Ranks that wait for a moving rank count
+    as moving (`hangs.deadlocks`).
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
@@ -83,5 +83,5 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Return whether `/healthz` fails: training has begun, but is silent beyond the limit at which its agent kills it."""
+    """Return whether `/healthz` must fail: training has begun, but has been silent for so long that its agent kills it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

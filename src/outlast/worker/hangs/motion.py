@@ -2,10 +2,9 @@
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
 its child processes use CPU time. Some waits spin: waiting for a GPU, or inside a collective with some backends, uses a whole core
-but does no work. In such waits, CPU time counts only if the main thread is at a new place; allocations on the GPU count as well.
-A polling loop repeats the same few places with hardly any CPU time, and counts as still.
-
-`deadlocks.Watch` takes the samples, and `hangs.hang_limit` decides. See docs/decisions/0022-what-is-a-hang.md.
+but does no work. In such waits, CPU time counts only if the main thread is at another place; allocations on the GPU count, too. A
+polling loop repeats the same few places with hardly any CPU time, and counts as still. `deadlocks.Watch` takes the samples. See
+docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -27,8 +26,8 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""Share of a core above which child processes count as working; more than BUSY, since processes that record metrics are always
-running."""
+"""Share of a core above which child processes count as working. It exceeds BUSY, since processes that record metrics always
+run."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -50,7 +49,6 @@ class Work:
     """Work done for this process by child processes and GPUs, which is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
-    """CPU seconds used by child processes."""
     allocated: tuple[int, ...] = ()
     """Number of allocations on each GPU, which grows with operations on tensors, but not in waits."""
 

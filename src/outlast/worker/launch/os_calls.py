@@ -1,8 +1,7 @@
-"""Calls to the operating system: daemons, children that die with their parent, process titles, and glibc's settings.
+"""Calls to the operating system for daemons, process titles, glibc's settings, and children that die with their parent.
 
-A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). `ps` and `top` show process
-titles (`outlast: rank 3 train.py`); otherwise all forks would look the same. The environment remains readable in /proc, since it
-identifies a process's worker.
+`ps` and `top` show process titles (`outlast: rank 3 train.py`), without which all forks would look the same. The environment
+remains readable in /proc, since it identifies a process's worker.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a new session, and append its output to `log`. It is not our child, so we need not reap it."""
+    """Start a command as a daemon that outlives this process, with its output appended to `log`. It is not our child to reap."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -56,8 +55,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 _NO_ENV = "SPT_NOENV"
-"""Variable that prevents setproctitle from overwriting the environment, and thereby limits titles to the length of the
-arguments."""
+"""Variable that keeps setproctitle from overwriting the environment, which limits titles to the length of the arguments."""
 
 
 def entitle(title: str) -> None:
@@ -86,9 +84,9 @@ large core's L2."""
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
-    A normal write to memory first reads that memory into the cache. `memcpy` avoids this for copies larger than a limit, which it
-    derives from the reported cache size. A virtual machine often reports its whole host's cache size, e.g. 480 MB for 2 cores, so
-    no copy is large enough. With this setting, copying the training state takes 0.6 of the time (decision 0043).
+    A normal write first reads the memory into the cache. `memcpy` avoids this for copies above a limit, which it derives from the
+    reported cache size. A virtual machine often reports its whole host's cache, e.g. 480 MB for 2 cores, so no copy is large
+    enough. With this setting, copying the training state takes 0.6 of the time (decision 0043).
     """
     tunables = [each for each in environ.get(VARIABLE, "").split(":") if each]
     if any(each.partition("=")[0] == _NAME for each in tunables):

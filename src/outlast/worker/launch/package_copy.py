@@ -21,7 +21,7 @@ from outlast.base import file_locks, files
 
 LOCK = "outlast.lock"
 UNUSED_S = 3600.0
-"""Seconds that a copy is kept after its last use. Arbitrary, but longer than a launcher takes to start and take the lock."""
+"""Seconds for which an unused copy is kept. Arbitrary, but longer than a launcher takes to start and lock its copy."""
 _VARIABLE = "PYTHONPATH"
 
 

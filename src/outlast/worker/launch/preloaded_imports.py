@@ -1,10 +1,10 @@
 """Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
 After its first step, or some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of
-the warm process imports those that belong to installed packages, and checks for side effects. Workers on one machine share the
-result. Environment variables that a package reads must be equal in both processes. A package that starts threads or processes,
-opens devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all
-other packages while it is idle. See docs/decisions/0042-starting.md.
+the warm process imports those that belong to installed packages, and checks for side effects; all workers on a machine share the
+result. A package is left to the script if it starts threads or processes, opens devices or connections, writes files, draws
+random numbers, reads environment variables that differ in the rank, or crashes. The warm process imports all other packages while
+it is idle. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -59,8 +59,7 @@ _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 _SAFE_THREAD = "jemalloc_bg_thd"
 """Name of a thread that pyarrow, a dependency of datasets, starts when imported. jemalloc stops it around a fork."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
-"""Variable set in trials to keep OpenBLAS, a dependency of scipy, from starting threads (although it stops them around a
-fork)."""
+"""Variable set in trials, so that scipy's OpenBLAS starts no threads (although it stops them around a fork)."""
 
 
 @dataclass(frozen=True)
@@ -112,7 +111,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try. They exclude the script's own code, which may change before the next restart."""
+    """Return the modules to try, without the script's own code, which may change before the next restart."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -235,13 +234,11 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """The warm process's side of preloading, which reads ranks' reports, starts trials, and imports modules. `detach` separates a
-    fork from the warm process."""
+    """Reads ranks' reports in the warm process, starts trials, and imports modules. `detach(parent)` detaches a fork."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
-        """Received bytes, by descriptor."""
         self._trial: tuple[int, list[str], Imported] | None = None
         """The running trial's descriptor, modules and original report."""
         self._trials_left = 0

@@ -1,5 +1,4 @@
-"""Finds out why training processes failed, from how they ended, their records and the agent's verdicts, and which failure is
-the root."""
+"""Determines why training processes have failed, from their exit codes, records and verdicts, and finds the root failure."""
 
 from __future__ import annotations
 
@@ -72,7 +71,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of a worker's training processes. `state` is the worker's directory, which has its processes' records."""
+    """One start of a worker's training processes. `state` is the worker's directory, which holds their records."""
 
     worker: int
     state: Path
@@ -87,8 +86,7 @@ class Start:
         return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)
 
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
-        """Return one process's failure for the rendezvous. `oom` is True if the kernel's OOM killer has killed one of this
-        worker's processes."""
+        """Return a process's failure for the rendezvous. `oom` is True if the OOM killer has killed a process of this worker."""
         record = files.mapping(self.state / contract.ERROR.format(local_rank=ended.local_rank))
         # The error record wins: torch's threads may end the process with SIGABRT while it exits.
         code = record.get("code") or contract.exit_code(ended.code)
@@ -107,7 +105,7 @@ class Start:
         echo = is_secondary(record)
         young = (verdict is not None and verdict.early) or (echo and record.get("age_s", math.inf) < EARLY_S)
         plain = reached is None and bool(reported or young)
-        # A record means that it was exiting already.
+        # # With a record, the process was exiting already.
         stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
         stuck = verdict is not None and verdict.stuck
         return {
@@ -125,8 +123,8 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all failures are secondary, the `rank` of this worker that exited with code 0 is the
-        cause, if there is one."""
+        """Return the root failure. If all failures are secondary and a `rank` here has exited with code 0, that rank is the
+        cause."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}
@@ -159,8 +157,7 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return a failure's cause if the rank had wrong bits, or the script ran out of memory or disk space. A driver's
-    out-of-memory error is a RuntimeError with CUDA's message."""
+    """Return a failure's cause: wrong bits, no disk space, no memory (a RuntimeError if a driver reports it), or unknown."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS

@@ -1,8 +1,7 @@
 """A worker's training processes in one world, and the process that hosts the world's store. They are forks of the warm process,
-each with a connection that announces its end.
+each with a connection that reports its end.
 
-If a worker has several training processes, each writes to a pipe, and its lines are copied to our stdout with the rank as a
-prefix.
+If a worker has several training processes, their output is copied to our stdout, each line with its rank as a prefix.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ KILL_DELAY_S = 5.0
 CAUSE_S = 0.5
 """Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason given for a process whose warm process was killed. The kernel then kills it, too, but nothing can report its end."""
+"""Reason for the end of a process whose warm process was killed: the kernel kills its forks, too, and nothing can report that."""
 END_S = 60.0
 """Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
 
@@ -50,7 +49,7 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines in the next piece; for the `last` piece, also an unfinished line. Returns whether more may follow."""
+        """Copy the lines in the next piece and, if it is the `last` one, an unfinished line. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -219,7 +218,7 @@ class RankProcesses:
                 rank.give_up()
 
     def failures(self) -> list[Ended]:
-        """Return the `Ended` of each training process that did not exit with 0, and of the store's process unless we ended it."""
+        """Return the `Ended` of each training process that failed, and that of the store's process unless we ended it."""
         failed = [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
         return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 

@@ -1,4 +1,4 @@
-"""The agent for images without Outlast: our Python in a directory that runs in any Linux image of the same architecture.
+"""Makes a copy of our Python that runs the agent in any Linux image of the same architecture, even without Outlast.
 
     <directory>/python/              bin/python, its library with an agent's packages, its loader and shared libraries
     <directory>/package/outlast/     our package, first on training's PYTHONPATH; see `package_copy`
@@ -50,8 +50,8 @@ _UNNEEDED = re.compile(
 
 
 def command(directory: str) -> list[str]:
-    """Return the command that runs a copy's Python. The copy's own loader starts it, and `-I` makes it ignore variables such as
-    PYTHONPATH, which belong to the image."""
+    """Return the command that runs a copy's Python, with its own loader, and `-I` to ignore variables of the image, e.g.
+    PYTHONPATH."""
     library = f"{directory}/python/lib"
     return [f"{library}/ld.so", "--library-path", library, f"{directory}/python/bin/python", "-I", "-u"]
 
@@ -147,7 +147,7 @@ def _copy(distribution: Distribution, packages: Path) -> None:
 
 
 def _libraries(directory: Path) -> dict[str, list[str]]:
-    """Return the shared libraries used by Python and the extension modules in `directory`, with the names by which they are
+    """Return the shared libraries that Python and the extension modules in `directory` use, with the names by which they are
     looked up. To find them, load the extension modules into this process without initializing them."""
     for module in directory.rglob("*.so"):
         with contextlib.suppress(OSError):  # it needs a library that the image lacks: it cannot be imported here, either

@@ -1,13 +1,11 @@
-"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its
-memory.
+"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its memory.
 
     launcher      requests a fork from a training worker's warm process (`ask`), or starts the worker in the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the new worker's agent
     agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
-No process of a worker then depends on another worker. A process's environment in /proc identifies its worker. A fork inherits
-that environment and overwrites it in place (`show`), so only values of equal length may differ. Linux only. See
-docs/decisions/0042-starting.md.
+No worker depends on another one's processes. The environment in /proc identifies a process's worker. A fork inherits it and
+overwrites it in place (`show`), so only values of equal length may differ. Linux only. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -78,8 +76,8 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Request an agent with this environment, directory and log from the warm process at `path`. Returns the agent's process id,
-    or None if no agent will start."""
+    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid, None on
+    failure."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
@@ -95,7 +93,7 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
     """Return the variables in the `new` worker's environment that differ from our `own`, or None if that environment does not
-    fit: libraries have already read other variables, and values must have equal lengths."""
+    fit, because other variables differ, which libraries have already read, or because lengths of values differ."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):

@@ -36,7 +36,6 @@ is_rank = False
 kept = False
 """True if the process was started in an earlier world, so its errors may differ from those of a new process."""
 command: Sequence[str] = ("",)
-"""The `argv` that this process runs."""
 _USAGE = 2
 """The exit code with which argparse and most commands reject wrong arguments."""
 
@@ -138,8 +137,8 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a missing file. `code` is the copy, and `origin` the directory that was copied, or None if it is not
-    on this machine."""
+    """Return the hint for a file that is missing in `code`, the copy of a directory `origin` (None if that is on no disk
+    here)."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

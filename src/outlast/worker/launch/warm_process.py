@@ -7,12 +7,12 @@ caller's streams, environment and directory, and becomes a training process (`la
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. The
-response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
-`why` if the fork failed. If the caller disconnects, its child is killed.
+On each connection, the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. Once the
+child has ended, the response is one JSON line: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if
+the fork failed. If the caller disconnects, its child is killed.
 
-The socket exists once the warm process can fork. Children die with the warm process, and the warm process dies with its agent.
-Another worker's agent is not a child (`launch.sibling`).
+The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent. Another worker's
+agent is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -199,8 +199,7 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers. Continue a stopped store at once: all ranks may wait for it, and nobody else
-        notices."""
+        """Report ended children to their callers, and continue a stopped store at once, since all ranks may wait for it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if os.WIFSTOPPED(ended[1]):
@@ -281,8 +280,8 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python would, but without finalizing the interpreter: during finalization, torch's
-    threads could end the process with SIGABRT. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process as Python would, but without finalizing the interpreter, since torch's threads could
+    then end the process with SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
@@ -325,11 +324,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    """Import the modules, listen for requests, and fork.
-
-    The garbage collector is off: imports then take a quarter less time, they produce hardly any garbage, and forks do not copy
-    shared pages.
-    """
+    """Import the modules, listen for requests, and fork. The garbage collector is off: imports then take a quarter less time,
+    they produce hardly any garbage, and forks do not copy shared pages."""
     os_calls.die_with(int(argv[1]))
     gc.disable()
     os.environ.pop(sibling.ROOM, None)

@@ -42,12 +42,9 @@ _INCOMING = ".outlast-code"
 
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
-    """Copy the code in a directory (`shipping.code_files`) to the run's directory; returns the files that were missing or
-    different.
-
-    `submitted` is when the run started. Files that the job has written since then remain: they differ from their recorded copies
-    or, if no copy is recorded, are newer.
-    """
+    """Copy the code in a directory (`shipping.code_files`) to the run's directory, and return the files that were missing or
+    different. `submitted` is when the run started. Files that the job has written since then remain: they differ from their
+    recorded copies or, if no copy is recorded, are newer."""
     replaced = []
     try:
         into.mkdir(exist_ok=True)
@@ -117,7 +114,6 @@ class _Note:
     """A record of which version of the code is in the run's directory."""
 
     code: str
-    """The job file's `code`."""
     version: str
     """The code's version; empty during the first fetch."""
     time: float
@@ -146,8 +142,8 @@ def submitted_again(shared: Path) -> None:
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
     """Fetch code from an archive or a store into the job's run directory, unless the code there is current.
 
-    `shared` is the run's directory for records. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if the archive's single directory contains `runs`, that directory is the code. Raises OutlastError and OSError.
+    `shared` is the run's directory for records. `runs` is a script's path or a module's top-level package: if an archive's single
+    directory contains it, that directory is the code. Raises OutlastError and OSError.
     """
     path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(

@@ -5,10 +5,10 @@
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # during training, by the upload process
 
-Compilers name an entry after all its dependencies, so equal names mean equal contents. Nothing is ever overwritten or deleted on
-either side, any number of jobs may use the cache, and a kill costs at most one repetition. An entry may have several files, and
-the compiler writes a marker last, so each directory's newest file is sent and fetched after all others. Recently changed files,
-and incomplete libraries left by a killed linker, are not sent. See decision 0031.
+Compilers name an entry after all its dependencies, so equal names mean equal contents, no complete file is ever overwritten, and
+any number of jobs may use the cache. An entry may have several files, and the compiler writes a marker last, so each directory's
+newest file is sent and fetched after all others. Recently changed files, and incomplete libraries left by a killed linker, are
+not sent. See decision 0031.
 """
 
 from __future__ import annotations
@@ -51,8 +51,7 @@ VARIABLES = {
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""Like SETTLED_S, but at the end of training or the warm-up, when only a compiler that was just killed leaves a newer file.
-Arbitrary."""
+"""Like SETTLED_S, but after training or the warm-up, when only a compiler that was just killed leaves a newer file. Arbitrary."""
 _SHARE = 0.5
 """Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
@@ -104,8 +103,8 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Upload files that the store lacks and that last changed before `before`, in seconds since the epoch. Returns their
-        number. Raises StoreError, Stopped and OSError."""
+        """Upload the files that the store lacks, if unchanged since `before`, and return their number. Raises what `fetch`
+        raises."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -154,11 +153,9 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run.
-
-    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
-    command fails or the directory is not writable, and Stopped soon after `stop` is set.
-    """
+    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. If the store fails, training
+    starts without the cache. Raises OutlastError if the command fails or the directory is not writable, and Stopped if `stop` is
+    set."""
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
         cache.mend()

@@ -65,7 +65,6 @@ class Version:
     """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """The directory with the files, which is read-only and shared by all jobs on this machine."""
     version: str
     _lock: int
 
@@ -95,9 +94,7 @@ class Source:
 
     def acquire(self) -> Version:
         """Return this run's version, fetching it if it is missing. The version is protected from removal until it is closed.
-
-        Raises OutlastError if the store fails or no longer has the run's version, and OSError.
-        """
+        Raises OSError, and OutlastError if the store fails or no longer has the run's version."""
         if version := self._lock_version(_pinned(self._pin)):  # without a request to the store
             return version
         name = f"{self._field} ({self._url})"

@@ -1,4 +1,4 @@
-"""The directory and size limit of this machine's cache, and the eviction of its entries.
+"""Manages this machine's cache directory: its size limit, and the eviction of its entries.
 
     <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
     <cache>/coming/<sha256>.<bytes>/    the directory for a shard during its fetch, locked by the fetching process
@@ -84,11 +84,8 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
     """Make room for a shard, and prevent other processes from fetching it in the meantime. Yields the path for the shard, and the
-    number of bytes that still do not fit.
-
-    The path is None if another process is fetching the shard or has just fetched it. A process that has not written for
-    `_STILL_S` does not count.
-    """
+    number of bytes that still do not fit. The path is None if another process has just fetched the shard, or is fetching it and
+    has written within the last `_STILL_S` seconds."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"

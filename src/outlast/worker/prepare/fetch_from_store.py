@@ -64,8 +64,8 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the place is empty or
-    incomplete, or if its names cannot form a directory tree."""
+    """List the objects at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the list is empty or
+    incomplete, or if the names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # Web consoles create a directory as an object with the prefix as its name.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]))
@@ -122,10 +122,8 @@ def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) ->
 
 
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Fetch a listing to the directory that `into(listing)` returns. Returns the listing that was fetched.
-
-    If files change in the meantime, the place is listed and fetched again, so that all files have the same version.
-    """
+    """Fetch a listing to the directory that `into(listing)` returns, and return the listing that was fetched. If files change in
+    the meantime, list and fetch the place again, so that all files have the same version."""
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
         tree, problem = into(listing), None

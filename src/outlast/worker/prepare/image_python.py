@@ -1,7 +1,5 @@
-"""The Python in an image without Outlast (`launch.relocatable`), in which training runs.
-
-`find` tries the image's `python`, then `python3`. Uses only the standard library, since every such worker waits for it to start.
-"""
+"""Finds the Python in an image without Outlast (`launch.relocatable`), in which training runs. Imports only the standard library,
+since every such worker waits for this module."""
 
 from __future__ import annotations
 

@@ -36,10 +36,8 @@ REACH_S = 10.0
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission, such as missing files (here or in a store) or a missing conda. Raises OutlastError.
-
-    An unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store.
-    """
+    """Find mistakes at submission, such as missing files (here or in a store) or a missing conda. Raises OutlastError. An
+    unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store."""
     from outlast.worker.prepare import python_env as environment
 
     for sentence in spec.absent(job.spec):
@@ -64,7 +62,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError if a place is empty, missing or unreadable, after one or two requests per place."""
+    """Raise OutlastError if a place is empty, missing or unreadable. Sends one or two requests per place."""
     from outlast.storage import store
     from outlast.worker.prepare import data_cache
 
@@ -119,10 +117,8 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """One worker's preparation, which adds the environment variables for training to `environ`.
-
-    The worker's data stays in the cache until `close` or until this process ends.
-    """
+    """Prepares one worker, and adds the environment variables for training to `environ`. The worker's data stays in the cache
+    until `close`, or until this process ends."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, say: Say | None = None, stop: threading.Event | None = None
@@ -192,11 +188,9 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available. Local files are used in place; files in a store are fetched first.
-
-        A single data entry is used in place. Several entries are linked into one directory, laid out like their `to` in pods;
-        models are linked by name. In pods, where the `to` directories exist, all entries are linked there.
-        """
+        """Make data and models available: local files in place, files in a store after fetching them. A single data entry is used
+        in place. Several entries are linked into one directory, laid out like their `to` in pods; models are linked by name. In
+        pods, where the `to` directories exist, all entries are linked there."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]

@@ -5,10 +5,9 @@
     <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output from pip, uv or conda
 
-`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's).
-That Python's packages can still be imported, after the new ones. The digest covers the requirements, that Python and its
-packages. `conda` files become separate environments, to which only our own package is added. Training processes run in the
-environment; the agent does not.
+`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's),
+whose packages can still be imported, after the new ones. `<digest>` covers the requirements, that Python and its packages.
+`conda` files become separate environments, to which only our own package is added. The agent does not run in the environment.
 """
 
 from __future__ import annotations
@@ -67,10 +66,8 @@ class Made:
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
-    """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError.
-
-    A relative path is below `code`, and is not checked if `code` is None.
-    """
+    """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError. A relative
+    path is below `code`, and is not checked if `code` is None."""
     if environment.conda:
         _conda_tool(os.environ)
     if path := _file(environment, code):
@@ -99,12 +96,9 @@ def make(
     stop: threading.Event,
     base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`; the
-    default is our own.
-
-    `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error, or
-    `installers.Unavailable` if a later attempt may succeed.
-    """
+    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`, by
+    default our own. `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's
+    error, or `installers.Unavailable` if a later attempt may succeed."""
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda
@@ -210,8 +204,7 @@ class _Venv:
             shell.run([*self._pip(python, shell), "install", "--no-input", "--progress-bar=off", *options], self.name)
 
     def _pip(self, python: str, shell: Shell) -> list[str]:
-        """Return the command that runs pip for the interpreter `python`: the base Python's pip, if it has one; otherwise the pip
-        that this call installs with ensurepip."""
+        """Return the command that runs pip for `python`. If the base Python has no pip, install pip with ensurepip first."""
         if self.base.pip:
             return [self.base.executable, "-m", "pip", "--python", python]
         shell.run([python, "-m", "ensurepip"], self.name)
@@ -225,10 +218,8 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
-    """Represent the base Python's packages to uv with stubs that contain their metadata.
-
-    If uv replaces such a package, it removes only the files in the stub's list, so the base Python remains intact.
-    """
+    """Represent the base Python's packages to uv with stubs that contain their metadata. If uv replaces such a package, it
+    removes only the files in the stub's list, so the base Python remains intact."""
     for directory in below:
         for info in directory.glob("*.dist-info"):
             stub = packages / info.name

@@ -1,9 +1,6 @@
-"""Flattens a pip requirements file: includes are inlined, paths become absolute, and comments are removed, so that the
-result can be stored anywhere.
-
-A run stores its requirements at submission, and their fingerprint identifies the environment. Format:
-https://pip.pypa.io/en/stable/reference/requirements-file-format/
-"""
+"""Flattens a pip requirements file, so that the result can be stored anywhere: includes are inlined, and paths become absolute. A
+run stores its requirements at submission, and their fingerprint identifies the environment. Format:
+https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
 
 from __future__ import annotations
 

@@ -6,8 +6,7 @@ files beside themselves, and files written to relative paths are part of the out
     work/.outlast-run           in pods, the run that owns these files
 
 On one machine, all workers share the directory. In pods, each worker has its own, unless the output is a shared volume. Only rank
-0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code_placement`, `agent.upload` and
-the agent. See docs/decisions/0023-the-working-directory.md.
+0's results count: an uploader pushes a directory only while rank 0 works there. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -116,8 +115,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
-        A checkpoint that this pass delays is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted after saving a later one, which is
+        in the store. A checkpoint that this pass delays is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -139,11 +138,12 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a predicate for results to delay as incomplete. The `last` pass treats every result as complete.
+        """Begin a pass. Returns a predicate for incomplete results, which must wait. The `last` pass treats every result as
+        complete.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file is delayed for only one pass. A checkpoint directory, whether or not it is in the
-        working directory, is delayed until all its files are unchanged.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory, whether or not it is in the
+        working directory, waits until all its files are unchanged.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()

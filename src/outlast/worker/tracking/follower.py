@@ -1,8 +1,7 @@
-"""The follower: a process that sends a run's metrics to all trackers.
+"""The follower, a process that sends a run's metrics to all trackers. An output has only one follower at a time, by a lock.
 
 The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has
-died. With `--end STATUS`, it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower at
-a time.
+died. With `--end STATUS`, it sends the rest and the run's end, then exits.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns the file's bytes from that offset (none
-    beyond the end).
-
-    The last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises.
-    """
+    """Make `copy` equal to the complete lines in a growing file, of which `read(offset)` returns the bytes from an offset. The
+    last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises."""
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
     data = read(len(old) - len(mark))

@@ -1,7 +1,5 @@
-"""The supervisor of the follower: rank 0's session starts a follower, reads its problems and waits for it to end.
-
-Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
-"""
+"""Supervises the follower: rank 0's session starts it, reads its problems, and waits for it to end. Starting it costs a fork;
+after that, the session reads a file every few seconds. The follower ends with its parent."""
 
 from __future__ import annotations
 
@@ -111,9 +109,7 @@ class Trackers:
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
     """Return a run's status for its trackers, and whether it continues. `error` is the exception that ended its session, if any.
-
-    `restarted` is True if Outlast, not this process, decides whether a failed run has ended.
-    """
+    `restarted` is True if Outlast, not this process, decides whether a failed run has ended."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
     if leaving or restarted:
@@ -141,11 +137,8 @@ _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     """Report the job's final state to the trackers, after its training processes have ended. Returns a sentence if that fails,
-    otherwise an empty string.
-
-    Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
-    bounded time.
-    """
+    otherwise an empty string. Waits for a bounded time. Does nothing if the job continues, if no follower has run, or if the last
+    follower has reported the same state."""
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""

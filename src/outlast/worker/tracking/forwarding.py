@@ -1,8 +1,5 @@
-"""A thread that feeds one tracker from a run's output. The thread sends new values at regular intervals, and retries until they
-have arrived.
-
-An unreachable tracker is logged once, and again when it recovers. No values are lost in between, since the file is the buffer.
-"""
+"""Feeds one tracker from a run's output, in a thread that sends new values at regular intervals, and retries until they arrive.
+An unreachable tracker is logged once, and again when it recovers. No values are lost, since the file is the buffer."""
 
 from __future__ import annotations
 

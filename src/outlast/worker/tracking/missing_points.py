@@ -89,8 +89,8 @@ class Reader:
         """The last line before the offset. It contains the time, so a replaced file has a different line there."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, at most about `BLOCK` bytes; empty if there are no new lines. Returns the same lines
-        until `commit`. Raises OSError."""
+        """Return the next complete lines, about `BLOCK` bytes, and the same ones until `commit`; empty if there are none. Raises
+        OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

@@ -39,8 +39,8 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Variables for MLflow's client, unless the user has set them: directories are allowed, `forwarding` retries instead of the
-client, and the client sends no telemetry."""
+"""Variables for MLflow's client, unless the user has set them: directories are allowed, the client does not retry, since
+`forwarding` does, and it sends no telemetry."""
 
 
 class MLflow:

@@ -57,10 +57,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again.
-
-    OutlastError means that a retry cannot help.
-    """
+    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again. OutlastError means
+    that a retry cannot help."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
