@@ -173,8 +173,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, existing ones worker by worker. Raises OutlastError for `since_s`: lines have no times
-        here."""
+        """Yield log lines, existing ones worker by worker. Raises OutlastError for `since_s`, since lines have no times here."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))

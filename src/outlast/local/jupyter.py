@@ -22,9 +22,7 @@ from outlast.base.errors import OutlastError
 
 PORT = 8888
 FIRST = "first.ipynb"
-"""The first notebook's file name, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
-"""Environment variable that holds the user's token."""
 PREFIX = "NB_PREFIX"
 """Kubeflow's environment variable for the URL path under which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
@@ -60,8 +58,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token from the file or the variable, or else 256 random bits, and whether the token is random. Raises
-    OutlastError if the file cannot be read, or if the token is too short or contains spaces."""
+    """Return the token (from the file, the variable, or 256 random bits), and whether it is random. Raises OutlastError."""
     if file is not None:
         try:
             text, source = file.read_text().strip(), str(file)
@@ -101,8 +98,8 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment variables for a server and its kernels. `private` is the directory that `prepare` has filled. `home`
-    is true if the home directory is writable; otherwise, as in a pod with a read-only root, settings go to the work directory."""
+    """Return the environment for a server and its kernels, with the files that `prepare` has put into `private`. If `home` is
+    false, as in a pod with a read-only root, settings go to the work directory."""
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
         **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},
@@ -116,8 +113,7 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write a server's files to a directory that only its user can read: the token, this Python's kernel, and default
-    settings that keep the page from fetching news."""
+    """Write a server's token, kernel and default settings to `private`, which only its user can read."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
         opened.write(token)
@@ -191,7 +187,6 @@ def writable(home: str | None) -> bool:
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:
-    """Return the HTTP status of the API; 0 if no server answers."""
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:  # uses no proxy
         try:
             connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})

@@ -2,9 +2,8 @@
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers keep training and, if they cannot
-reach it, start a new launcher, which adopts them. A launcher writes its state to `launcher.json` before it does anything that
-depends on this state. User requests arrive in `wanted.json`; see `local.state_dir` and `rendezvous.coordinator`.
+A job has one launcher, which holds a lock and may be killed at any moment: workers keep training and, if they cannot reach it,
+start a new launcher, which adopts them. A launcher records its state in `launcher.json` before it acts on this state.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ if TYPE_CHECKING:
 
 TICK_S = 0.1
 WAIT_NOTICE_S = 2.0
-"""Seconds after which the status explains a wait."""
 EARLY_FAILURE_S = 60.0
 """If a script fails within this many seconds and before any step, it counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
@@ -72,7 +70,6 @@ class Launcher:
         self.state = coordinator.after(record.generation, self.clock())
         self.close_by = self.closed_at = 0.0
         self.displaced = False
-        """True if another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was submitted or resumed, on this launcher's clock."""
         self.started: float | None = None
@@ -356,8 +353,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end, and ask workers to leave: all of them after an interruption, otherwise those that have not reported
-        yet."""
+        """Announce the end, and ask workers to leave: after an interruption all, otherwise those that have not reported yet."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason

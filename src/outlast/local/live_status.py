@@ -43,13 +43,10 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """True if the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
-        """A problem that training reports, such as a full disk."""
         self.begun_anew = self.alone = ""
         """Warnings that a plain script trains from the beginning after a restart, and that it trains without a process group."""
         self._pid = 0
-        """A plain script's pid on rank 0."""
         self._previous: guessed_progress.Logged | None = None
         """The last step of the previous process; None once it has been compared with the first step of process `_pid`."""
         self._first_of_run: guessed_progress.Logged | None = None

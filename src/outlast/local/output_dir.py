@@ -46,8 +46,8 @@ def resumable(run: Run, state_dir: StateDir) -> bool:
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """Return the state directory of the job that used an output last, or an empty string if that is this job. A state directory
-    that no longer exists is ignored, since it may be this job's own, before it was moved."""
+    """Return the state directory of the job that used an output last; empty if that is this job, or if that directory is gone,
+    since it may be this job's own, before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:

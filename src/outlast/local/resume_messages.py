@@ -1,7 +1,7 @@
 """Messages for the user about a resumed run: the step it continues from, and what changed in its job.
 
-A run that has succeeded is over, unless its job now requests more steps or epochs (`spec.version_differences.longer`). Running a
-failed, cancelled or interrupted job again resumes the run from its newest checkpoint (decision 0021).
+Running a job again resumes its run from the newest checkpoint (decision 0021), unless the run has succeeded and the job does not
+request more steps or epochs (`spec.version_differences.longer`).
 """
 
 from __future__ import annotations
@@ -85,11 +85,8 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """Yield the changes to a job since its run was last submitted with the job file `old`.
-
-    `files` are the code files that have changed. `current` is the output of the run, which stays there even if the job's `output`
-    has changed; it is empty if the run was on another machine, with other directories.
-    """
+    """Yield the changes to a job since its run was last submitted with the job file `old`. `files` are the code files that have
+    changed. `current` is the output in which the run stays; empty if the run was on another machine, with other directories."""
     if current and files:
         yield f"changed since: {code_files.some(files)}"
     with contextlib.suppress(OSError, OutlastError):  # there is no file, or another version wrote it

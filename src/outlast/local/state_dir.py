@@ -1,8 +1,8 @@
 """One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
-Files are replaced as a whole, so a killed process leaves the old file intact. The command line writes `job.yaml`, `run.json`,
-`wanted.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's agent writes
-`workers/<index>/`. All files except `package` and `status.json` survive a power loss.
+The command line writes `job.yaml`, `run.json`, `wanted.json` and `package`; the launcher writes `launcher.json`, `status.json`
+and `rendezvous.key`; each worker's agent writes `workers/<index>/`. Files are replaced as a whole, and all but `package` and
+`status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -50,7 +50,6 @@ class StateDir:
         self.package = path / "package"
         """File with the path of the run's copy of Outlast (`worker.launch.package_copy`); empty if there is no copy."""
         self.lock = path / "launcher.lock"
-        """Locked while a launcher runs."""
         self.key = path / "rendezvous.key"
         """File with the key that the run's workers authenticate with, readable only by this user."""
         self.socket = path / "launcher.sock"
@@ -157,7 +156,6 @@ ENDINGS = {
     "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED),
     "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED),
 }
-"""Endings by `Request.end`."""
 
 
 _TAIL = 8192

@@ -1,8 +1,5 @@
 """Takes over a run whose output is in a store: finds out which machine owns and trains it, claims it, and fetches its files.
-
-`local.submission` calls this module before a run starts, and the launcher when a run ends. Accessing the store may raise
-StoreError.
-"""
+Accessing the store may raise StoreError. Called by `local.submission`, and by the launcher when a run ends."""
 
 from __future__ import annotations
 
@@ -48,8 +45,8 @@ def unfinished(
     """Return the run that owns this place in the store. Returns None if there is no such run, if it has succeeded and is not
     `own`, or if it is `ended`, a run that has ended on this machine.
 
-    Raises OutlastError if `own`, this machine's unfinished run, no longer owns the place. Unless `take_over` is set, raises
-    AlreadyRunning if a machine other than `home` trains the run; while this is unclear, waits and calls `say`.
+    Raises OutlastError if `own`, this machine's unfinished run, no longer owns the place, and AlreadyRunning if a machine other
+    than `home` trains the run, unless `take_over` is set. While this is unclear, waits and calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:
@@ -75,8 +72,8 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """Return a name for this machine and state directory (see `runs.heartbeat`). It includes a random id, stored next to the
-    jobs, since machines may share a host name such as `localhost`."""
+    """Return a name for this machine and state directory (`runs.heartbeat`). Several machines may have the same host name, such
+    as `localhost`, so the name includes a random id."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -90,8 +87,8 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | No
     """Claim a run, so that its earlier owners can no longer write to it, and download its missing files, except for checkpoints.
     Returns the fenced generation; this machine continues with the next one.
 
-    `last` is this machine's last record of the run. If the run has had another owner since, this machine's older files are
-    archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.
+    If the run has had another owner since `last`, this machine's last record of it, its older files here are archived. Raises
+    AlreadyRunning if another run owns the place and has not ended, unless `replace` is set.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)

@@ -1,8 +1,5 @@
-"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher.
-
-A run exists once `run.json` is written. Since this happens last, a submission that is killed half-way leaves the old state in
-place. A submission waits only for a store, and for a lock that is about to be released.
-"""
+"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher. A run exists once `run.json`
+is written. Since this happens last, a submission that is killed half-way leaves the old state in place."""
 
 from __future__ import annotations
 
@@ -61,8 +58,8 @@ class _Earlier:
 
 
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run. `root` is the directory that holds all jobs. `last` is the status of the job's last run, or None to ignore
-    that run. Returns the run's id, and messages for the user."""
+    """Prepare a run in `root`, the directory of all jobs. `last` is the status of the job's last run, or None to ignore that run.
+    Returns the run's id, and messages for the user."""
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
     new_id = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
@@ -110,8 +107,8 @@ class _Copy:
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a job's code to its working directory, except the directories in `exclude`. Without `code`, the job runs in its file's
-    directory. Code in a store is left to the first worker to fetch."""
+    """Copy a job's code to its working directory, but not the directories in `exclude`. Without `code`, the job runs in its
+    file's directory. The first worker fetches code from a store."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, checksum = spec.pinned(job.spec.code)
@@ -205,7 +202,6 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
-    """Return messages about changes to the job since the run was last submitted."""
     old = state_dir.job if earlier.here else output / contract.JOB_FILE
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))

@@ -1,8 +1,5 @@
-"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended.
-
-The launcher decides how many workers run. A worker has the same environment as in a pod, sees only its own GPUs, and outlives the
-launcher.
-"""
+"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended. A worker has the
+same environment as in a pod, sees only its own GPUs, and outlives the launcher, which decides how many workers run."""
 
 from __future__ import annotations
 
@@ -50,7 +47,6 @@ class Ended:
     worker: Worker
     code: int
     message: str
-    """The last reason reported by the worker's agent."""
     displaced: bool = False
     """True if the run continues on another machine."""
 
@@ -103,9 +99,9 @@ class WorkerPool:
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int, reported: Container[int]) -> list[int]:
-        """Return the indices of the workers to start now, for a total of `desired`: the lowest free indices whose backoff is
-        over. On a machine with fewer cores than workers, the first worker starts alone. Once it has `reported` to the launcher,
-        it forks the others, which then need not import torch."""
+        """Return the indices of the workers to start now, for a total of `desired`: the lowest free ones whose backoff is over.
+        If there are fewer cores than workers, the first worker starts alone. Once it has `reported` to the launcher, it forks the
+        others, which then need not import torch."""
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()

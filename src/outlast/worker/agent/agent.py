@@ -1,9 +1,8 @@
 """A worker's agent: its first process on this machine, or the second in a pod (`agent.pid1`).
 
-The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`: it
-prepares code and data, trains in successive worlds (`agent.world_loop`, in a thread), asks training to leave, kills hung
-processes, answers probes, and exits with a code from `contract.Exit`. Its state on disk (`worker.json`) is replaced atomically,
-so the agent may be killed between any two lines.
+The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`, trains
+in successive worlds (`agent.world_loop`, in a thread), and exits with a code from `contract.Exit`. Its state on disk
+(`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -395,7 +394,6 @@ class Agent:
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
-        """Dump the stacks of all `processes`, then kill the `victims`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:

@@ -1,8 +1,6 @@
 """An agent's tasks for the whole run if there is no launcher: it claims the run, coordinates its rendezvous, and records its end.
-
-Every worker claims the run and records its end, since any other worker may have ended. `rendezvous.transport.Mode` says which
-process coordinates.
-"""
+Every agent claims and records, since any other worker may have ended. `rendezvous.transport.Mode` says which process
+coordinates."""
 
 from __future__ import annotations
 
@@ -198,7 +196,6 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger, which is opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:

@@ -1,8 +1,8 @@
 """Evaluates a job's model in a separate pod, for `outlast evaluate` in a cluster.
 
-The pod has a worker's environment. If there is a store, it fetches the newest committed checkpoint, the requested checkpoint and
-the files that training wrote. It prepares code and data like a worker, runs the job's module with `--evaluate`, and uploads new
-files such as evaluation.json. The module's standard output becomes the pod's log.
+With a worker's environment, the pod fetches the newest committed checkpoint, the requested one and training's results from the
+store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
+module's standard output becomes the pod's log.
 """
 
 from __future__ import annotations

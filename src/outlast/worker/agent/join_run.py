@@ -1,7 +1,7 @@
 """Decides which run a worker's pod belongs to, and records that run in `run.json` in the job's output.
 
-All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the run's
-owner, and is the id of a new run. Every pod decides on its own, and all make the same decision:
+All pods of a job share a name: the digest of their job file, or the name of a submission. It is recorded as the run's owner, and
+is the id of a new run. Each pod decides on its own, and all make the same decision:
 
     no record, or another owner's run that has succeeded         begin a run
     a run that has not succeeded                                 continue it: a changed file is still the same training
@@ -77,8 +77,8 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of each other worker's probes. Host names are derived from that of worker 0 in `endpoint`
-    (`c10d://NAME-0.SERVICE...`), or from `me`, this pod's full name."""
+    """Return the `host:port` of each other worker's probes. Host names are derived from worker 0's in `endpoint`, or from `me`,
+    this pod's full name."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")
@@ -89,9 +89,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share. An
-    operator's job is identified by its run, any other job by the cluster's certificate authorities, if readable. If the
-    authorities change, old and new pods count as two owners."""
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share: for an
+    operator's job its run, otherwise the cluster's certificate authorities. After these change, new pods count as another
+    owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"

@@ -1,8 +1,7 @@
 """Reports progress to Kubeflow Trainer's status server, which a TrainJob's pods find through environment variables.
 
-Rank 0's agent reports the percentage, the remaining seconds, the step, and the values that the script logged last. A thread sends
-at most one report every five seconds. Server failures are ignored, since every report is complete.
-https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
+Rank 0's agent sends at most one report every five seconds, in a thread. Server failures are ignored, since every report is
+complete. https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
 """
 
 from __future__ import annotations
@@ -77,7 +76,6 @@ class StatusServer:
         self._sender.start()
 
     def _logged(self) -> dict[str, float]:
-        """Return the newest value of each metric that the script has logged recently."""
         try:
             with self._metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _TAIL))

@@ -3,8 +3,8 @@
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
          (an interruption at any time: save if possible, finish early, exit 75)
 
-This module decides what a worker does next, `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport`
-decides who coordinates the run. `agent.agent` carries out the effects and reports the events, with times from its clock.
+It decides what a worker does next; `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport` who coordinates
+the run. `agent.agent` carries out the effects and reports the events, with times from its clock.
 """
 
 from __future__ import annotations
@@ -40,8 +40,7 @@ class Worker:
     leaving: str = ""
     """Reason for the interruption; empty if the worker was not interrupted."""
     leave_by: float | None = None
-    """Deadline after which an interrupted worker's training is killed. With several interruptions, it is the earliest
-    deadline."""
+    """Deadline after which an interrupted worker's training is killed: the earliest one if there are several interruptions."""
     gone_by: float | None = None
     """Time at which the worker's machine disappears; None if unknown."""
     code: int | None = None
@@ -236,8 +235,8 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Return the timeout for the last upload of a worker that ends with `code`. It expires before the worker's machine
-    disappears, if that time is known."""
+    """Return the timeout for the last upload of a worker that ends with `code`, which ends before the machine is known to
+    disappear."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

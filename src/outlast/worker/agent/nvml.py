@@ -1,5 +1,5 @@
-"""Reads the memory and utilization of this machine's GPUs from NVML, a library of NVIDIA's driver. It is called through ctypes,
-since the agent has only the standard library in some images. https://docs.nvidia.com/deploy/nvml-api/"""
+"""Reads the memory and utilization of this machine's GPUs from NVML, a library of NVIDIA's driver. Uses ctypes, since the agent
+has only the standard library in some images. https://docs.nvidia.com/deploy/nvml-api/"""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization and memory, as far as NVML reports them; it reports no utilization for MIG slices. Empty
-        if there is no NVML, or while an earlier call is pending, since a broken GPU can hang NVML."""
+        """Return each GPU's utilization (except for MIG slices) and memory. Empty if there is no NVML, or while an earlier call
+        is pending, since a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

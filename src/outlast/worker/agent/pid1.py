@@ -1,9 +1,8 @@
-"""Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans.
+"""Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans, e.g. data loaders of a killed rank.
 
-Orphans, e.g. the data loaders of a killed rank, become children of process 1. Unless it reaps them, they remain zombies until the
-pod reaches its pid limit. The agent cannot reap them, since waiting for *any* child would consume the exit codes of its own
-children. So process 1 only reaps, and forks before the agent has threads, files or children. If another program is process 1 (a
-shared process namespace, `docker run --init`, a laptop), this module does nothing.
+Orphans become children of process 1, and zombies unless it reaps them, until the pod reaches its pid limit. The agent cannot do
+this, since waiting for *any* child would consume the exit codes of its own children. The fork comes before the agent has threads,
+files or children. If another program is process 1 (a shared process namespace, `docker run --init`), this module does nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +37,6 @@ def split() -> None:
 
 
 def _attend(child: int, signals: set[signal.Signals]) -> int:
-    """Reap processes until `child` has ended. Returns the child's exit code."""
     while True:
         number = signal.sigwait(signals)
         if number != signal.SIGCHLD:

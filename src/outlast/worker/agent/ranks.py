@@ -1,8 +1,8 @@
 """Observes a worker's training processes for its agent: which of them are alive, and how long each has been silent.
 
-A process is identified by its recorded pid and start time, since another process may reuse its pid. Silence starts at the last
-observed change in the process's progress or heartbeat (`workerfiles.progress_file`). The clock stops while the agent does
-(`clock.Awake`), so a jump of the wall clock or a suspended machine does not make a process silent.
+A process is identified by pid and start time, since pids are reused. Silence starts at the last observed change in its progress
+or heartbeat (`workerfiles.progress_file`). The clock (`clock.Awake`) stops while the agent does, so neither a jump of the wall
+clock nor a suspended machine makes a process silent.
 """
 
 from __future__ import annotations
@@ -19,8 +19,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs.hang_limit import Process
 
 FROZEN_S = 10.0
-"""Seconds without a heartbeat after which native code probably holds the GIL. Such a process is not silent while it uses the
-CPU."""
+"""Seconds without a heartbeat after which native code probably holds the GIL. Using CPU time then counts as activity."""
 
 
 class Ranks:

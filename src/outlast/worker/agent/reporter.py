@@ -129,7 +129,6 @@ class Reporter:
 
 
 def _of_rank(progress: Progress) -> Iterator[Sample]:
-    """Yield one training process's metrics."""
     rank = {"rank": progress.rank}
     if progress.stepped:
         yield "step_seconds", rank, (progress.stepped_s, progress.stepped)
@@ -154,15 +153,12 @@ class LoggedStep:
         self._pod = pod
         self._first_of_run: guessed_progress.Logged | None = None
         self._previous: guessed_progress.Logged | None = None
-        """The last step that the previous process printed."""
         self._process: tuple[int, int] | None = None
         """Generation and pid of the current process."""
         self._first: guessed_progress.Logged | None = None
         self.last: guessed_progress.Logged | None = None
-        """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
-        """Number of consecutive observations without a process group."""
         self._written = 0
 
     def look(self, processes: Sequence[hang_limit.Process], log: Output) -> None:

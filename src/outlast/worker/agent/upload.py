@@ -4,13 +4,10 @@
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
                                           --ended means that the operator has ended the run
 
-Only one process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process
-for rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads the files that only its
-directory has, such as logs.
-
-`.push/` records completed uploads, so a kill costs at most one repeated upload. Committed checkpoints are uploaded at once,
-newest first, the ledger with each event, and everything else at the job's interval (`sync.every`). While the store is
-unreachable, the backlog is kept and retried. Each line on standard output is a `Report` as JSON.
+One process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process for
+rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process its own directory's logs and ledger.
+Committed checkpoints are uploaded at once, newest first, the ledger with each event, and everything else at the job's interval.
+`.push/` records completed uploads, so a kill costs at most one repetition. Each line of output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -49,7 +46,6 @@ MAX_PASSES = 3
 COUNT_S, COUNT_SHARE = 10.0, 0.02
 """Minimum interval in seconds between goodput computations, and the maximum share of the time that they may take."""
 RETRY_S = (2.0, 60.0)
-"""First and longest backoff in seconds after the store has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -74,7 +70,7 @@ class Report:
     goodput: float | None = None
     """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
     lost: Mapping[str, float] | None = None
-    """Training seconds lost by cause (`incidents.CAUSES`). `lost_steps` counts the steps whose result was lost. Set with
+    """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost. Set with
     `goodput`."""
     lost_steps: int = 0
 
@@ -117,7 +113,6 @@ class Uploader:
         self._environ = environ or {}
         self.compiled: compile_cache.Cache | None = None
         self._read: dict[str, int] = {}
-        """Number of bytes read from each ledger."""
         self._unsent, self._sent_at = "", 0.0
         """The kind of pending ledger lines ("event", "steps" or ""), and the time at which ledgers were last uploaded."""
         self._have_ledgers, self._count_at = False, 0.0
@@ -355,8 +350,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason for a failure, or an empty string, even
-    if single files that only the user can fix are missing."""
+    """Upload all that remains until `deadline` (monotonic). Returns why that failed; empty if only single files were rejected."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

@@ -23,14 +23,12 @@ AHEAD_S = 2.0
 WAIT_S = 30.0
 """Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
 NICENESS = 10
-"""Added to the upload process's niceness, since training has priority."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
 """Phases of a training process before its first step has ended."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
 """The upload process's exit code if the store has a newer generation."""
 _TIMES = ("pushed", "since")
-"""Fields of a report that hold wall-clock times."""
 
 
 class UploadProcess:
@@ -48,8 +46,8 @@ class UploadProcess:
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process if it is not running; the first start waits until the training `processes` could have written
-        output. Returns True if the last upload process ended because this worker was superseded."""
+        """Start the upload process unless it is running, or the training `processes` cannot have written output yet. Returns True
+        if the last upload process found that this worker had been superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:

@@ -1,8 +1,6 @@
-"""Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous.
-
-Unlike in torchrun's agent, a failure does not end the loop: it joins a world, has the warm process fork the training processes,
-reports how they ended (the first failed process and its error), and waits for the next world.
-"""
+"""Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous. Unlike in
+torchrun's agent, a failure does not end the loop, which reports how the training processes ended, and then waits for the next
+world."""
 
 from __future__ import annotations
 
@@ -59,9 +57,7 @@ class Settings:
     """True if every world needs this worker."""
     must_leave: Callable[[float, str], None]
     run_ended: Callable[[Closed], None]
-    """See `transport.Member`."""
     record: Callable[..., None]
-    """Writes an event to the ledger."""
 
 
 class WorldLoop:
@@ -96,7 +92,6 @@ class WorldLoop:
         self._seen = Seen(time.monotonic)
         self._looked = 0.0
         self._verdicts: dict[int, rank_failures.Verdict] = {}
-        """Verdicts on the processes of the current attempt, by local rank."""
 
     def condemn(self, process: Process, reason: str) -> None:
         """Record why a process is about to be killed. Called by the agent's main thread."""
@@ -222,8 +217,7 @@ class WorldLoop:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)
 
     def _leave(self) -> int:
-        """Leave once the other workers can load the state that was saved here, and return the exit code. The agent limits the
-        time."""
+        """Leave once the other workers can load the state saved here, and return the exit code. The agent limits the time."""
         member = self._member
         member.left(reached=False)
         if member.rank == 0:
@@ -237,7 +231,6 @@ class WorldLoop:
     # Called by the membership
 
     def _joining(self) -> None:
-        """Forget the previous world's error records and verdicts."""
         for local_rank in range(self._settings.processes):
             (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
         self._verdicts.clear()

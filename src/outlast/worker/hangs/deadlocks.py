@@ -1,16 +1,13 @@
-"""Detects deadlocks between ranks within seconds, and writes each rank's heartbeat.
+"""Detects deadlocks between ranks within seconds, and writes each rank's heartbeat (`progress_file.Pulse`).
 
-In every training process, a thread samples the main thread about once a second (`hangs.motion`), and writes a heartbeat for the
-agent (`progress_file.Pulse`). If the main thread has not moved for a while, this thread publishes the rank's state in the process
-group's store: the current call to the session, the place in the script, and the number of collectives begun in each group.
+In every training process, a thread samples the main thread about once a second (`hangs.motion`). If that has not moved for a
+while, the thread publishes the rank's state in the process group's store: the current call to the session, the place in the
+script, and the number of collectives begun in each group. If no rank moves, each rank compares all states. If rank A waits in a
+call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a bug, and
+ends with an error message. Ranks that have begun the same operation are merely slow, or hang (`hangs.hang_limit`).
 
-While any rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares all states. If rank A waits
-in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a bug,
-and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun the same operation, which
-becomes a hang after `hang.limit` (`hangs.hang_limit`).
-
-Detection works with and without a session, and sends nothing while all ranks move. `training.collective_calls` detects ranks in
-different calls to a session, without this thread.
+Detection works with and without a session. `training.collective_calls` detects ranks in different calls to a session, without
+this thread.
 """
 
 from __future__ import annotations
@@ -47,7 +44,6 @@ PATIENCE = 3.0
 """Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
 _ANSWER_S = 10.0
 _WHERE_LIMIT = 600
-"""Maximum length in characters of a list of all ranks' places."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -253,7 +249,6 @@ class Watch:
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open a separate connection to the process group's store once the store exists."""
         dist: Any = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):  # the group is being created or destroyed right now
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -264,7 +259,6 @@ class Watch:
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _withdraw(self) -> None:
-        """Withdraw this rank's report, since the rank is moving again."""
         if self._published:
             with contextlib.suppress(Exception):  # the store has ended
                 self._store.add(_STILL, -1)
@@ -290,9 +284,8 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our state. Returns all ranks' states if all ranks are still, None if any rank moves, and an empty list without
-        a store. A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has
-        moved."""
+        """Publish our state. Returns all ranks' states if all are still, None if any rank moves, and an empty list without a
+        store. A state remains in the store while its rank is stopped, and for up to PATIENCE after the rank has moved."""
         if self._store is None:
             return []
         self._publish(own)

@@ -25,7 +25,6 @@ class Process:
     local_rank: int
     progress: Progress
     stopped: bool
-    """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
     """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding the agent's pauses."""
     frozen: bool = False
@@ -54,9 +53,8 @@ START_LIMIT_S = 600.0
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
     """Return this worker's hung processes, which must be killed, each with a reason. `limit_s` is the job's `hang.limit`.
 
-    If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
-    It may be on another worker, so other ranks count as stuck only after a longer time. Ranks that wait for a moving rank count
-    as moving (`hangs.deadlocks`).
+    If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python;
+    it may be on another worker, so other ranks count as stuck only after a longer time.
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]

@@ -1,10 +1,9 @@
-"""Detects a training process's progress by comparing samples of its main thread.
+"""Detects a training process's progress by comparing samples of its main thread, which `deadlocks.Watch` takes.
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
-its child processes use CPU time. Some waits spin: waiting for a GPU, or inside a collective with some backends, uses a whole core
-but does no work. In such waits, CPU time counts only if the main thread is at another place; allocations on the GPU count, too. A
-polling loop repeats the same few places with hardly any CPU time, and counts as still. `deadlocks.Watch` takes the samples. See
-docs/decisions/0022-what-is-a-hang.md.
+its child processes use CPU time. Some waits spin, e.g. for a GPU: then CPU time counts only if the main thread is at another
+place, and allocations on the GPU count, too. A polling loop, which repeats the same few places with hardly any CPU time, counts
+as still. See docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -26,8 +25,7 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
 CHILDREN_BUSY = 0.2
-"""Share of a core above which child processes count as working. It exceeds BUSY, since processes that record metrics always
-run."""
+"""Share of a core above which child processes count as working; processes that record metrics always use more than BUSY."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,7 +57,6 @@ class Motion:
     def __init__(self) -> None:
         self._last = Sample(None)
         self._work: Work | None = None
-        """The work at the last sample; None if it was not measured."""
         self._places: set[Hashable] = set()
         """The main thread's places since the last other sign of motion."""
 

@@ -1,8 +1,4 @@
-"""Calls to the operating system for daemons, process titles, glibc's settings, and children that die with their parent.
-
-`ps` and `top` show process titles (`outlast: rank 3 train.py`), without which all forks would look the same. The environment
-remains readable in /proc, since it identifies a process's worker.
-"""
+"""Calls to the operating system for daemons, process titles, glibc's settings, and children that die with their parent."""
 
 from __future__ import annotations
 
@@ -59,7 +55,8 @@ _NO_ENV = "SPT_NOENV"
 
 
 def entitle(title: str) -> None:
-    """Set this process's title. If setproctitle (extra `train`) is missing, only `top` shows it, cut to 15 characters."""
+    """Set this process's title, as in `outlast: rank 3 train.py`. Without setproctitle (extra `train`), only `top` shows it,
+    cut."""
     os.environ[_NO_ENV] = "1"
     try:
         import setproctitle

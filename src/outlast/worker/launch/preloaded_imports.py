@@ -1,10 +1,9 @@
 """Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
-After its first step, or some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of
-the warm process imports those that belong to installed packages, and checks for side effects; all workers on a machine share the
-result. A package is left to the script if it starts threads or processes, opens devices or connections, writes files, draws
-random numbers, reads environment variables that differ in the rank, or crashes. The warm process imports all other packages while
-it is idle. See docs/decisions/0042-starting.md.
+After its first step, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
+packages, once for all workers on a machine. A package is left to the script if it starts threads or processes, opens devices or
+connections, writes files, draws random numbers, reads environment variables that differ, or crashes. The warm process imports all
+other packages while it is idle. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -36,7 +35,6 @@ SETTLED_S = 5.0
 stepped = threading.Event()
 """Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
-"""Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5
 """Maximum number of trials, each of which omits the package that failed the previous one."""
 TRIAL_S = 120
@@ -150,7 +148,6 @@ class _Watch:
 
     def __init__(self, rank_environ: Mapping[str, str]) -> None:
         self.side_effect = ""
-        """The first side effect; empty if there was none."""
         own = dict(os.environ)
         os.environ[_SINGLE_THREAD[0]] = _SINGLE_THREAD[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
@@ -244,9 +241,7 @@ class Preloader:
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
-        """Environment variables common to all ranks, which packages may read."""
         self.modules: list[str] = []
-        """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
         """Open a pipe for the `report` from a rank that starts with this environment. Returns the rank's descriptor."""

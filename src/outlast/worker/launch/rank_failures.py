@@ -26,12 +26,11 @@ _SCRIPT_ERRORS = (
 )
 """Errors raised if a script has a bug, does not match the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Out-of-memory errors from torch, for any accelerator, and from Python."""
 _LOADER = "killed by signal: Killed"
 """torch's message after the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang is attributed to the step. In other phases (opening, restoring, saving) a process waits for a store or a
-disk. A plain script that reports no steps counts as at step 0 if it was silent for longer than it was active."""
+"""Phases in which a hang is attributed to the step; in other phases a process waits for a store or a disk. A plain script without
+steps counts as at step 0 if it was silent for longer than it was active."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
@@ -55,7 +54,6 @@ class Ended:
     why: str = ""
     """Why the process could not be started or was lost."""
     asked: bool = False
-    """True if we had sent the process a request to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -123,8 +121,7 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all failures are secondary and a `rank` here has exited with code 0, that rank is the
-        cause."""
+        """Return the root failure. If all are secondary and a `rank` here has exited with code 0, that rank is the cause."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}

@@ -1,8 +1,5 @@
 """A worker's training processes in one world, and the process that hosts the world's store. They are forks of the warm process,
-each with a connection that reports its end.
-
-If a worker has several training processes, their output is copied to our stdout, each line with its rank as a prefix.
-"""
+each with a connection that reports its end. With several training processes, output lines have the rank as a prefix."""
 
 from __future__ import annotations
 
@@ -28,7 +25,6 @@ from outlast.worker.launch.rank_failures import Ended
 PIECE = 65536
 """Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
 PREFIX = "[rank {}] "
-"""Prefix for each output line if there are several processes."""
 KILL_DELAY_S = 5.0
 """Seconds from SIGTERM to SIGKILL for training that has no grace period."""
 CAUSE_S = 0.5
@@ -123,7 +119,6 @@ class Fork(threading.Thread):
         self._end(status, when or time.time(), why)
 
     def _copy(self, lines: Lines) -> None:
-        """Copy lines until the process ends or closes its output."""
         ready, sock = select.poll(), self._sock.fileno()
         for fd in (sock, lines.read):
             ready.register(fd, select.POLLIN)

@@ -42,7 +42,6 @@ _UNUSED = (
     *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "*-packages"),
     *("config-*", "*.opt-?.pyc", "*.a", "_tkinter.*", "_test*", "_ctypes_test.*", "xxlimited*"),
 )
-"""Files in the standard library that an agent does not use."""
 _UNNEEDED = re.compile(
     r"botocore/data/(?!(s3|sts|sso|sso-oidc)/)[^/]+/|pygments/lexers/(?!python|text|special)[a-z]|.*\.pyc$|\.\./"
 )
@@ -50,8 +49,7 @@ _UNNEEDED = re.compile(
 
 
 def command(directory: str) -> list[str]:
-    """Return the command that runs a copy's Python, with its own loader, and `-I` to ignore variables of the image, e.g.
-    PYTHONPATH."""
+    """Return the command that runs a copy's Python with its own loader. `-I` ignores the image's variables, e.g. PYTHONPATH."""
     library = f"{directory}/python/lib"
     return [f"{library}/ld.so", "--library-path", library, f"{directory}/python/bin/python", "-I", "-u"]
 
@@ -131,7 +129,6 @@ def _required(distribution: Distribution, extra: str = "") -> Iterator[str]:
 
 
 def _copy(distribution: Distribution, packages: Path) -> None:
-    """Copy a distribution's importable files, with their bytecode."""
     directories = set()
     for file in map(str, distribution.files or ()):
         if _UNNEEDED.match(file):

@@ -1,12 +1,9 @@
 """Distributes rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
 
-Pods share no directory: a surviving pod has its own ranks' files, and a replacement pod has the store's. A script that saves on
-rank 0 and loads on all ranks would resume at a different step on each.
-
-So before the script starts in a world, rank 0's process asks its pod's upload process to upload the script's files, and announces
-that in the world's TCPStore. On each other pod, the first process then fetches the files (`prepare.workdir`) while the others
-wait for it. If rank 0's worker leaves, it requests the same upload before it ends its membership (`leave`). Scripts with a
-session do not need this. See docs/decisions/0023-the-working-directory.md.
+Pods share no directory, so a script that saves on rank 0 and loads on all ranks would resume at different steps. Before it starts
+in a world, rank 0's process asks its upload process to upload the script's files, and announces that in the world's TCPStore; on
+each other pod, the first process then fetches the files (`prepare.workdir`) while the rest wait for it. Scripts with a session do
+not need this. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -68,15 +65,13 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Announce that new processes need no files, since the script has a session. Called in kept processes. Raises
-    RuntimeError."""
+    """Announce, for a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
 
 
 def _has_begun(environ: Mapping[str, str]) -> bool:
-    """Return whether this worker's first process has begun its script, perhaps without the files because its connection
-    failed."""
+    """Return whether this worker's first process has begun its script, possibly without the files, after a connection error."""
     record = progress_file.read(Path(environ[Env.STATE]), 0)
     start = int(environ[Env.GENERATION]), int(environ.get(Env.ATTEMPT, "0"))
     return record is not None and (record.generation, record.attempt) == start
@@ -110,8 +105,8 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
 
 
 def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
-    """Wait until the files of rank 0's worker, which is leaving, are in the store, or until `over()`. The worker remains a member
-    until then, so that the other workers do not resume from an older step."""
+    """Wait until the files of a leaving worker with rank 0 are in the store, or until `over()`. The worker remains a member until
+    then, so that the other workers do not resume from an older step."""
     if not _stored(environ):
         return
     for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):

@@ -4,8 +4,8 @@
     warm process  forks a process that is not its child (`orphan`), which becomes the new worker's agent
     agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
-No worker depends on another one's processes. The environment in /proc identifies a process's worker. A fork inherits it and
-overwrites it in place (`show`), so only values of equal length may differ. Linux only. See docs/decisions/0042-starting.md.
+The environment in /proc identifies a process's worker. A fork inherits it and overwrites it in place (`show`), so only values of
+equal length may differ. Linux only. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -76,8 +76,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid, None on
-    failure."""
+    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid if it can."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
@@ -92,8 +91,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables in the `new` worker's environment that differ from our `own`, or None if that environment does not
-    fit, because other variables differ, which libraries have already read, or because lengths of values differ."""
+    """Return the variables in the `new` worker's environment that differ from our `own`. Returns None if it does not fit:
+    libraries have already read other variables, and values must have equal lengths."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):

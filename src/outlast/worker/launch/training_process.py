@@ -1,11 +1,10 @@
-"""A training process, which runs the user's script or module as `__main__` and records its error.
+"""A training process, which runs the user's script or module as `__main__`.
 
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is the same as under torchrun. We add only a first progress record, which identifies the process to the agent, a
-thread that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, from
-which `outlast status` shows the first failing rank's first error.
+The environment is the same as under torchrun. We add a first progress record, which identifies the process to the agent, a thread
+that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback.
 """
 
 from __future__ import annotations
@@ -137,8 +136,7 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a file that is missing in `code`, the copy of a directory `origin` (None if that is on no disk
-    here)."""
+    """Return the hint for a file that is missing in `code`, the copy of the directory `origin` (None if not on this machine)."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

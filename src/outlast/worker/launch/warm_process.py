@@ -1,17 +1,16 @@
-"""The warm process, which imports torch once, then forks training processes that start in milliseconds.
-
-Importing torch would take 1-3 s of CPU time for every restart of every rank. So each worker has one process that has imported
-torch and has no other state: no threads, no CUDA context, no process group. On request it forks a child, which adopts the
-caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or hosts a world's store
-(`rendezvous.world_store`).
+"""The warm process, which imports torch once, then forks training processes that start in milliseconds, instead of 1-3 s.
 
     python -m outlast warm SOCKET PARENT
+
+Each worker has one such process, without threads, CUDA context or process group. On request it forks a child, which adopts the
+caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or hosts a world's store
+(`rendezvous.world_store`).
 
 On each connection, the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. Once the
 child has ended, the response is one JSON line: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if
 the fork failed. If the caller disconnects, its child is killed.
 
-The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent. Another worker's
+The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent; another worker's
 agent is not a child (`launch.sibling`).
 """
 
@@ -61,7 +60,6 @@ class _Child:
     pid: int
     connection: socket.socket
     killed: bool = False
-    """True once its caller has disconnected."""
 
 
 def _receive(connection: socket.socket) -> Request:
@@ -98,7 +96,6 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """Children, by the descriptor of their caller's connection."""
         self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
 
     def run(self) -> Request:
@@ -188,7 +185,6 @@ class Server:
         os_calls.die_with(parent)
 
     def _close(self) -> None:
-        """Close all descriptors; called in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -324,8 +320,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    """Import the modules, listen for requests, and fork. The garbage collector is off: imports then take a quarter less time,
-    they produce hardly any garbage, and forks do not copy shared pages."""
+    """Import the modules, listen for requests, and fork. The garbage collector is off: imports then take a quarter less time and
+    produce hardly any garbage, and forks do not copy shared pages."""
     os_calls.die_with(int(argv[1]))
     gc.disable()
     os.environ.pop(sibling.ROOM, None)

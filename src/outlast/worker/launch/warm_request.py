@@ -7,7 +7,6 @@ import socket
 from collections.abc import Mapping, Sequence
 
 SOCKET = "warm.sock"
-"""Name of the warm process's socket, in its worker's directory."""
 AGAIN_S = 1.0
 """Pause in seconds after reaching the limit on processes or descriptors."""
 

@@ -17,7 +17,7 @@ from outlast.worker.launch import sibling, warm_request
 
 RESTARTS, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
 """Maximum number of consecutive restarts of a warm process that cannot fork, and the first and longest backoff in seconds.
-Arbitrary: together they take three minutes, in which a machine at its process limit may recover."""
+Arbitrary: they take three minutes, in which a machine at its process limit may recover."""
 _POLL_INTERVAL_S = 0.02
 
 

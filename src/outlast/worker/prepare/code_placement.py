@@ -3,8 +3,7 @@
     copy(directory, entries, into, ...)              at submission, for code on this machine
     place("s3://bucket/code.tar.gz", into, ...)      by the first worker on a machine, for all of its workers
 
-The directory belongs to the run, so the job may write there. Newer code replaces the run's files, except those that the job has
-changed since; files that are not code remain.
+The job may write to the run's directory. Newer code replaces the files there, except those that the job has written or changed.
 """
 
 from __future__ import annotations
@@ -35,7 +34,6 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
-"""Directory for code that is being fetched, below the run's directory."""
 
 
 # From a directory
@@ -43,8 +41,8 @@ _INCOMING = ".outlast-code"
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.code_files`) to the run's directory, and return the files that were missing or
-    different. `submitted` is when the run started. Files that the job has written since then remain: they differ from their
-    recorded copies or, if no copy is recorded, are newer."""
+    different. Files that the job has written since the run started (`submitted`) remain: they differ from their recorded copies
+    or are newer."""
     replaced = []
     try:
         into.mkdir(exist_ok=True)
@@ -117,7 +115,6 @@ class _Note:
     version: str
     """The code's version; empty during the first fetch."""
     time: float
-    """Time of the fetch, in seconds since the epoch."""
     current: bool
     """True if the code was fetched for the newest submission; otherwise the source is checked for changes."""
 
@@ -217,7 +214,6 @@ def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: t
 
 
 def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
-    """Verify and unpack an archive. Returns the directory of the code in it."""
     if checksum:
         archives.check_checksum(archive, name, checksum)
     tree = directory / "tree"

@@ -5,10 +5,9 @@
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # during training, by the upload process
 
-Compilers name an entry after all its dependencies, so equal names mean equal contents, no complete file is ever overwritten, and
-any number of jobs may use the cache. An entry may have several files, and the compiler writes a marker last, so each directory's
-newest file is sent and fetched after all others. Recently changed files, and incomplete libraries left by a killed linker, are
-not sent. See decision 0031.
+Compilers name an entry after all its dependencies, so equal names mean equal contents, and any number of jobs may use the cache.
+The compiler writes an entry's marker last, so each directory's newest file is sent and fetched after all others. Recently changed
+files, and incomplete libraries left by a killed linker, are not sent. See decision 0031.
 """
 
 from __future__ import annotations
@@ -47,7 +46,6 @@ VARIABLES = {
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
     "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
-"""The compilers' directories, by their environment variables."""
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
@@ -103,8 +101,7 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Upload the files that the store lacks, if unchanged since `before`, and return their number. Raises what `fetch`
-        raises."""
+        """Upload the files that the store lacks, if unchanged since `before`, and return their number. Raises as `fetch` does."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -153,9 +150,8 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. If the store fails, training
-    starts without the cache. Raises OutlastError if the command fails or the directory is not writable, and Stopped if `stop` is
-    set."""
+    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. A failed store is ignored.
+    Raises OutlastError if the command fails or the directory is not writable, and Stopped soon after `stop` is set."""
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
         cache.mend()
@@ -206,7 +202,6 @@ def _run_once(
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
-    """Run the command in the code's directory, with a temporary output directory."""
     state = Path(environ[Env.STATE])
     output = state / "warm-up"
     shutil.rmtree(output, ignore_errors=True)

@@ -8,9 +8,9 @@
         <version>/lock                           held, shared, by the workers that are using this version
         <version>/runs/                          paths of the pins for runs that use this version
 
-A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*) in
-its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
-removed once a newer version has been fetched, or if the cache needs the space (`data_cache_eviction`).
+A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*), so a
+restarted worker gets the same data even if the store has changed. A version without a pin or users is removed once a newer one
+has been fetched, or if the cache needs the space (`data_cache_eviction`).
 """
 
 from __future__ import annotations
@@ -176,7 +176,6 @@ class Source:
         return tree
 
     def _make_room(self, needed: int) -> None:
-        """Evict unused entries, oldest first, to keep the cache below its limit."""
         if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
@@ -231,7 +230,6 @@ def _size(listing: Path, _mtime_ns: int) -> int:
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a version unless it is in use."""
     with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
         return acquired and _remove_locked(directory)
 

@@ -3,9 +3,8 @@
     <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
     <cache>/coming/<sha256>.<bytes>/    the directory for a shard during its fetch, locked by the fetching process
 
-The least recently used entries are evicted first. Shards that are being read, and versions of data and models (`data_cache`) that
-are in use or pinned, are never evicted. OUTLAST_CACHE_SIZE limits the total size of shards and versions; Python environments do
-not count. Call `make` before writing, or `claimed` for a shard.
+The least recently used entries are evicted first, but never those that are in use or pinned. OUTLAST_CACHE_SIZE limits the total
+size, without Python environments. Call `make` before writing, or `claimed` for a shard.
 """
 
 from __future__ import annotations
@@ -45,7 +44,6 @@ class Thing:
     path: Path
     size: int
     used: float
-    """Time of the last use, in seconds since the epoch."""
     remove: Callable[[], bool]
     """Function that removes the entry unless it is in use; returns whether it was removed."""
 
@@ -83,9 +81,9 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
-    """Make room for a shard, and prevent other processes from fetching it in the meantime. Yields the path for the shard, and the
-    number of bytes that still do not fit. The path is None if another process has just fetched the shard, or is fetching it and
-    has written within the last `_STILL_S` seconds."""
+    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path for the shard, and the number
+    of bytes that still do not fit. The path is None if another process has just fetched the shard, or writes to it at least every
+    `_STILL_S`."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
@@ -146,7 +144,6 @@ def shards(cache: Path) -> Iterator[Thing]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a shard unless a process is reading it."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

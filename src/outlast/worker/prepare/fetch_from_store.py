@@ -1,11 +1,10 @@
-"""Fetches a tree of files from a store, all of the same version.
+"""Fetches a tree of files from a store, all of the same version, for `data_cache` and `code_placement`.
 
     listing = look(url, "data[0].from")         list the objects in the store now
     missing(listing, tree, ...)                 fetch the objects that are missing on this machine
     consistent(listing, into, ...)              the same, but repeated if the store changes in the meantime
 
-`data_cache` uses this module for data and models, and `code_placement` uses it for code. Files get their final names once they
-are complete.
+Files get their final names once they are complete.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from outlast.storage.sync import push_and_pull, thread_pool
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
-"""Maximum number of attempts to fetch a place that keeps changing."""
 
 Say = Callable[[str], None]
 

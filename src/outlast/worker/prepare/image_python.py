@@ -41,7 +41,6 @@ class Base:
     identity: tuple[str, ...] = ()
     """Version, prefix and platform."""
     below: tuple[Path, ...] = ()
-    """Directories with installed packages."""
     torch: str = ""
     """PyTorch's version; `unknown` if it is not from a distribution, empty if it is not installed."""
     numpy: str = ""

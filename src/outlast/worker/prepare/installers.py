@@ -29,7 +29,6 @@ _NETWORK = re.compile(
 """Transient errors from pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Number of output lines to show if an installer fails."""
 
 
 class Unavailable(OutlastError):

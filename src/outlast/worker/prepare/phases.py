@@ -1,8 +1,5 @@
-"""Prepares a worker for training: code, environment, data, and models. Files on this machine are linked; `code_placement`,
-`data_cache` and `python_env` fetch from stores and archives, each file only once.
-
-Each method of a `Preparation` carries out one preparation phase from `agent.lifecycle`, and raises OutlastError on failure.
-"""
+"""Prepares a worker for training: code, environment, data, and models. Each method of a `Preparation` carries out one preparation
+phase from `agent.lifecycle`, and raises OutlastError on failure."""
 
 from __future__ import annotations
 
@@ -188,9 +185,9 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available: local files in place, files in a store after fetching them. A single data entry is used
-        in place. Several entries are linked into one directory, laid out like their `to` in pods; models are linked by name. In
-        pods, where the `to` directories exist, all entries are linked there."""
+        """Make data and models available: local files in place, files in a store after fetching them. Several data entries are
+        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all entries are linked at
+        their `to`."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
@@ -251,7 +248,6 @@ def _copied_at_submission(code: str) -> bool:
 
 
 def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
-    """Link these paths by name into a directory. Returns the directory."""
     for name, source in sources.items():
         link = directory / name
         if link == source:  # a mounted volume

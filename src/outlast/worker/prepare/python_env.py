@@ -62,7 +62,6 @@ class Made:
 
     python: str
     variables: Mapping[str, str]
-    """Environment variables for processes in the environment."""
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
@@ -97,8 +96,8 @@ def make(
     base: image_python.Base | None = None,
 ) -> Made:
     """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`, by
-    default our own. `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's
-    error, or `installers.Unavailable` if a later attempt may succeed."""
+    default our own. Raises OutlastError with the installer's error, or `installers.Unavailable` if a later attempt may
+    succeed."""
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda

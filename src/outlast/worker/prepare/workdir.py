@@ -83,7 +83,6 @@ class Results:
         """The mtime of the code files' record when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Sizes of recently written files, for comparison in the next pass."""
         self._waiting: set[str] = set()
         """Paths that this pass delays, and their directories."""
 
@@ -115,8 +114,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted after saving a later one, which is
-        in the store. A checkpoint that this pass delays is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted after a later one reached the
+        store, where a checkpoint that this pass delays is not."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -138,12 +137,12 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a predicate for incomplete results, which must wait. The `last` pass treats every result as
+        """Begin a pass. Returns a predicate for incomplete results, which must wait. With `last`, every result counts as
         complete.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file waits for only one pass. A checkpoint directory, whether or not it is in the
-        working directory, waits until all its files are unchanged.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until all its files are
+        unchanged.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()

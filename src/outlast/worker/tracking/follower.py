@@ -45,7 +45,6 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 
 POLL_S = 0.5
-"""Interval, in seconds, for checking whether the parent has died."""
 ORPHANED_S = 5.0
 """Seconds allowed for sending the remaining metrics if the parent died without a message."""
 

@@ -21,7 +21,6 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""Seconds to wait for trackers at the end of a run."""
 LEAVE_S = 2.0
 """Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
 LOOK_S = 5.0
@@ -98,8 +97,8 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Wait for a bounded time until the follower has sent the remaining metrics. Returns a warning (`{"warning": ...}`) if
-        the run has ended with missing metrics, otherwise an empty dict."""
+        """Wait for a bounded time until the follower has sent all metrics. Returns a warning if the run has ended without
+        some."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -136,9 +135,9 @@ _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after its training processes have ended. Returns a sentence if that fails,
-    otherwise an empty string. Waits for a bounded time. Does nothing if the job continues, if no follower has run, or if the last
-    follower has reported the same state."""
+    """Report the job's final state to the trackers, after its training processes have ended. Returns an error message, or an
+    empty string. Does nothing if the job continues, if no follower has run, or if the last follower has reported the same
+    state."""
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""

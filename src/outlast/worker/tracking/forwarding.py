@@ -16,7 +16,6 @@ from outlast.worker.tracking import missing_points
 from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
-"""First and longest backoff after a failure, in seconds."""
 LAST_RETRY_S = 0.5
 """Longest backoff in seconds once the run has ended, while its session waits."""
 

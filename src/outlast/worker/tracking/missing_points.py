@@ -1,8 +1,8 @@
 """Selects the values in `metrics.jsonl` that a tracker lacks.
 
-A tracker's *position* is the last step that it received for each name. A value is new if its step is greater, so a tracker's
-steps always increase, whatever happens to the file. Steps that are repeated after a resume are skipped, since their values are
-bit-identical. A file that was truncated and has grown since is read again from its beginning, as is a copy on another disk.
+A tracker's *position* is the last step that it received for each name. Only values with a greater step are new, so steps that are
+repeated after a resume are skipped, since their values are bit-identical. A file that was truncated and has grown since, or
+copied to another disk, is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ class Point(NamedTuple):
 
     step: int
     time: float
-    """Seconds since the epoch."""
     name: str
     value: float
 
@@ -89,8 +88,7 @@ class Reader:
         """The last line before the offset. It contains the time, so a replaced file has a different line there."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, about `BLOCK` bytes, and the same ones until `commit`; empty if there are none. Raises
-        OSError."""
+        """Return the next complete lines, about `BLOCK` bytes, the same ones until `commit`; empty if none. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

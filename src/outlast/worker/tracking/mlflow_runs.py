@@ -1,8 +1,5 @@
-"""MLflow: one MLflow run per run, identified by a tag, below a run for the job.
-
-The sink works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is
-the last step in MLflow for each name. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
-"""
+"""MLflow: one MLflow run per run, identified by a tag, below a run for the job. Works with any server, database or directory that
+MLflow's client supports. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`)."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""A tracker's interface, the settings for a run's trackers, and how the run identifies itself to them.
-
-The job file's `tracking` (`contract.Env`) takes precedence. If it is not set, MLFLOW_TRACKING_URI enables MLflow, and
-WANDB_API_KEY or WANDB_MODE enables Weights & Biases, also under plain python and torchrun.
-"""
+"""A tracker's interface, the settings for a run's trackers, and how the run identifies itself to them. The job file's `tracking`
+takes precedence. Otherwise MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KEY or WANDB_MODE enables Weights & Biases."""
 
 from __future__ import annotations
 

@@ -1,5 +1,4 @@
-"""Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE,
-WANDB_PROJECT ...).
+"""Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE, ...).
 
 The client has its own process and buffer, and a kill may lose part of the buffer. The position is the smaller of the server's
 last step and the step in our own file `.tracking/wandb.json`, which is written once the client has accepted the values.
