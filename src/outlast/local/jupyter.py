@@ -29,7 +29,7 @@ _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false
 """Default settings for the page, which the user's own settings override."""
 _BITS = 256
 _SHORTEST = 16
-"""Minimum length of the user's token; arbitrary."""
+"""Minimum length of the user's token. Arbitrary."""
 _ANSWER_S = 5.0
 
 
@@ -41,9 +41,9 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser. Jupyter gives the browser a private file, so that its command line does not show the token."""
+    """Whether to open a browser. Jupyter gives it a private file, so that the command line does not show the token."""
     base: str = "/"
-    """Prefix of the server's URL paths, for a proxy in front of the server; begins and ends with a slash."""
+    """Prefix of URL paths, for a proxy in front of the server; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
@@ -83,7 +83,7 @@ def base(environ: Mapping[str, str]) -> str:
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """Return a server's command line. If `root` is set, the server may run as root, which Jupyter otherwise refuses."""
+    """Return a server's command line. If `root` is set, the server may run as root, which Jupyter refuses by default."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -153,7 +153,7 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """Return the URL for a browser. If `token` is empty, the page prompts for the token."""
+    """Return the URL for a browser. Without a `token`, the page prompts for it."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
@@ -170,7 +170,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, token included, of the server that this user runs for the directory; None if there is none."""
+    """Return the URL, token included, of this user's running server for a directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):

@@ -75,10 +75,10 @@ class Launcher:
         self.started: float | None = None
         """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
-        """Why workers failed to join the running world, by worker index."""
+        """Why workers could not join the running world, by index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Why workers that others could not reach were killed, by worker index."""
+        """Why unreachable workers were killed, by index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -140,7 +140,7 @@ class Launcher:
     # Recovery
 
     def _recover(self) -> None:
-        """Restore the counts of a launcher that died, and adopt its workers that are still alive."""
+        """Restore a dead launcher's state, and adopt its workers that are still alive."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())
@@ -208,7 +208,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill agents that have fallen silent, since the other workers may already be training without them."""
+        """Kill silent agents, since their peers may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -323,7 +323,7 @@ class Launcher:
         return root_cause.Known(shown, None if cause.echo or silent else raised, committed)
 
     def _keep_deadlines(self) -> None:
-        """End a job that starts too late or runs too long. The clock does not advance while the machine sleeps."""
+        """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
@@ -409,7 +409,7 @@ class Launcher:
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the last ledger events and the files of killed workers. If that fails, a successful job ends as interrupted."""
+        """Upload the last ledger events and killed workers' files. If that fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
@@ -472,7 +472,7 @@ def _acquire(lock: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run one job's launcher; a second launcher for the same job exits at once."""
+    """Run a job's launcher; a second launcher for the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
     os_calls.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:

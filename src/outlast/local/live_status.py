@@ -32,7 +32,7 @@ from outlast.storage import checkpoints
 SCAN_INTERVAL_S = 2.0
 """Minimum interval in seconds between scans for a plain script's files, and between goodput computations."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time for scans and for goodput computations. Slow ones run less often."""
+"""Maximum share of the launcher's time for scans, and for goodput computations."""
 
 
 class LiveStatus:
@@ -45,10 +45,10 @@ class LiveStatus:
         self.has_session = False
         self.warning = ""
         self.begun_anew = self.alone = ""
-        """Warnings that a plain script trains from the beginning after a restart, and that it trains without a process group."""
+        """Warnings that a plain script begins anew after a restart, and that it trains without a process group."""
         self._pid = 0
         self._previous: guessed_progress.Logged | None = None
-        """The last step of the previous process; None once it has been compared with the first step of process `_pid`."""
+        """The previous process's last step; None once it has been compared with the first step of process `_pid`."""
         self._first_of_run: guessed_progress.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
@@ -58,7 +58,7 @@ class LiveStatus:
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint that earlier worlds committed, or the newest file that a plain script saved."""
+        """Fill in the newest checkpoint from earlier worlds, or the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -134,7 +134,7 @@ class LiveStatus:
             self.status.store = self._store(self.status.store)
 
     def update_goodput(self) -> None:
-        """Compute the goodput periodically, in a thread, since reading a long run's ledger takes a minute."""
+        """Compute the goodput periodically, in a thread, since a long run's ledger takes a minute to read."""
         now = self._clock()
         if self._computing is None and now >= self._next_goodput:
             self._next_goodput = now
@@ -191,7 +191,7 @@ class LiveStatus:
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the store's status from the newest uploader's report. The uploader may run on any worker."""
+        """Return the store's status from the newest report of an uploader, which may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

@@ -55,7 +55,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Show the page of `outlast report -o html`, or the text of `outlast report` if HTML cannot be shown. Needs bokeh."""
+    """Show the page of `outlast report -o html`, or plain text where HTML cannot be shown. Needs bokeh."""
     from IPython import display
 
     from outlast.job.report import page, printed

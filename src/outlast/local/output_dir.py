@@ -29,7 +29,7 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for a launcher to exit."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for it to exit."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -41,7 +41,7 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: `store_takeover.owned` is true, and no other job has used the output since."""
+    """Return whether a run can be resumed: `store_takeover.owned`, and no other job has used the output since."""
     return store_takeover.owned(run) and not last_owner(Path(run.output), state_dir)
 
 

@@ -26,7 +26,7 @@ from outlast.job.status import Ending, State
 
 _Kind = TypeVar("_Kind", "Run", "Request")
 VARIABLE = "OUTLAST_STATE_DIR"
-"""Environment variable with the parent directory of all state directories. Default: `.outlast` in the working directory."""
+"""Environment variable for the parent directory of all state directories. Default: `.outlast`."""
 
 
 def root() -> Path:
@@ -46,12 +46,12 @@ class StateDir:
         self.request = path / "wanted.json"
         self.status = path / "status.json"
         self.recovery = path / "launcher.json"
-        """File with the launcher's state, for a new launcher if this one dies."""
+        """File with the launcher's state, for its successor."""
         self.package = path / "package"
-        """File with the path of the run's copy of Outlast (`worker.launch.package_copy`); empty if there is no copy."""
+        """File with the path of the run's copy of Outlast (`worker.launch.package_copy`); empty without a copy."""
         self.lock = path / "launcher.lock"
         self.key = path / "rendezvous.key"
-        """File with the key that the run's workers authenticate with, readable only by this user."""
+        """File with the workers' authentication key, readable only by this user."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 
@@ -117,7 +117,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record that the run was submitted or resumed now. The run exists once this is written."""
+        """Record that the run is submitted or resumed now, so that it exists."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -135,7 +135,7 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request. The launcher polls for it several times a second."""
+        """Record the request, for which the launcher polls several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
@@ -159,7 +159,7 @@ ENDINGS = {
 
 
 _TAIL = 8192
-"""Number of bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
+"""Bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:

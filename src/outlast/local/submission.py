@@ -29,7 +29,7 @@ from outlast.worker.prepare import code_placement, phases, python_env
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, with its options (see `job.backend.Backend.submit`)."""
+    """A job to submit, with its options; see `job.backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -45,12 +45,12 @@ class _Earlier:
 
     status: JobStatus | None = None
     here: Run | None = None
-    """The earlier run's record, if it was on this machine."""
+    """Set if the earlier run was on this machine."""
     elsewhere: runs.Run | None = None
-    """The earlier run's record in the store, if another machine began the run."""
+    """The earlier run's record in the store, if another machine began it."""
     place: Store | None = None
     replace: bool = False
-    """Whether the new run may take its place in the store from another owner."""
+    """Whether the run may take its place in the store from another owner."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -96,7 +96,7 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A copy of a run's code, so that editing the original does not change a run in progress."""
+    """A copy of a run's code, unaffected by edits of the original."""
 
     directory: Path
     changed: tuple[str, ...] = ()
@@ -189,7 +189,7 @@ def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bo
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns at most one message, about files from an unknown run."""
+    """Clear the directories for a new run. Returns at most one message, about files from an unknown run."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
@@ -221,7 +221,7 @@ def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> N
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """Return a resumed run's newest generation. If the run had ended, discard its failures, its restarts and its end."""
+    """Return a resumed run's newest generation. If the run had ended, discard its failures, restarts and end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -238,7 +238,7 @@ def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
-    """Check the job, and fill in the default output. Raises OutlastError if something that the job requires is missing."""
+    """Check the job, and fill in the default output. Raises OutlastError if something required is missing."""
     phases.check(job, root / "jobs" / job.metadata.name / phases.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
@@ -247,6 +247,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Make git ignore the directory that holds all jobs, unless the directory has other entries."""
+    """Make git ignore the directory of all jobs, unless it has other entries."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

@@ -25,11 +25,11 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for a silent agent, in seconds. Agents touch their file every second, but pause while dumping the stacks of a hang."""
+"""Timeout for a silent agent, in seconds. Agents touch their file every second, but not while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Maximum time in seconds for which the other workers wait for the first worker, which then forks them. Arbitrary."""
+"""Seconds for which the other workers wait for the first one, which forks them. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -38,7 +38,7 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """The worker's process; None if the worker was started by an earlier launcher or forked by another worker."""
+    """None if the worker was started by an earlier launcher or forked by another worker."""
     leaving: bool = False
 
 
@@ -76,10 +76,10 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Number of times that each worker was started since it was last in a world."""
+        """Each worker's starts since it was last in a world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """Time at which the other workers stop waiting for the first one."""
+        """When the other workers stop waiting for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -88,7 +88,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Adopt an earlier launcher's workers. If some of them have died, `ended` will detect that."""
+        """Adopt an earlier launcher's workers, even if they have died since; `ended` detects that."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -148,7 +148,7 @@ class WorkerPool:
         return not self._job.spec.environment.requirements and not self._job.spec.environment.conda  # agents do not run there
 
     def _fork(self, environ: Mapping[str, str], log: int, reported: Container[int]) -> int | None:
-        """Have another worker fork a new one. Returns the new worker's pid, or None if no worker can fork."""
+        """Have another worker fork a new one. Returns the new worker's pid, if any."""
         if not self._may_fork():
             return None
         parents = [each.index for each in self.staying() if self.trained(each.index) or each.index in reported]
@@ -159,7 +159,7 @@ class WorkerPool:
         return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Record that this worker is in a world; if it dies, it is restarted at once."""
+        """Record that this worker is in a world, so that it is restarted at once if it dies."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -286,7 +286,7 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
     """Return the `count` GPUs for worker `index`, out of those `shown` to this process; empty if none are shown or requested. As
-    in a pod, a worker sees only its own GPUs, so its first process uses device 0. Raises OutlastError if there are too few."""
+    in a pod, a worker sees only its own GPUs. Raises OutlastError if there are too few."""
     if not shown or not count:
         return []
     own = shown[count * index : count * (index + 1)]

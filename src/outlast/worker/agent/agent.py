@@ -54,12 +54,12 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S = 0.1
 LEAST_S = 1.0
-"""Minimum number of seconds to leave, even after the deadline, since the sender's clock may be ahead."""
+"""Minimum seconds to leave, even after the deadline, since the sender's clock may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
 class Agent:
-    """One worker's agent. `warm` is None if the warm process must wait for the job's own Python environment."""
+    """One worker's agent. Without `warm`, the warm process must wait for the job's own Python environment."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Agent:
         self._status_server = kubeflow_status.StatusServer(environ, self.output)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """Time at which training is killed if it has not left by then."""
+        """When training is killed if it has not left by then."""
         self._warm = warm_supervisor.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
@@ -102,7 +102,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, once that line is printed."""
+        """Exit code and reason in the log's last line, once printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -158,7 +158,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger, opened at its first event, after its earlier lines have been fetched from the store."""
+        """This agent's ledger, opened only after its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     # Effects
@@ -214,7 +214,7 @@ class Agent:
         return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
-        """Upload all output that is not yet in the store, including the last line of this worker's log."""
+        """Upload the remaining output, including the last line of this worker's log."""
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s, run_ended=self.coordination.run_end is not None)
@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. A thread of `snapshots` calls this, too."""
+        """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest
@@ -286,7 +286,7 @@ class Agent:
             fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """Return the generation and step of the newest checkpoint in the store, if any. A thread of `snapshots` calls this."""
+        """Return generation and step of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -341,7 +341,7 @@ class Agent:
         self._events.put(lifecycle.Interrupted(f"received {signal.Signals(number).name}", self._looked_at, grace))
 
     def _ordered(self, headers: Mapping[str, str], body: bytes) -> tuple[int, str]:
-        """Answer `POST /leave`. The probe server's threads call this."""
+        """Answer `POST /leave`. Called by the probe server's threads."""
         answer = self._orders.judge(headers, body, time.time())
         if answer.status != HTTPStatus.ACCEPTED:
             return answer.status, answer.text
@@ -351,7 +351,7 @@ class Agent:
         return answer.status, answer.text
 
     def _leave_until(self, deadline: float | None, reason: str) -> None:
-        """Leave before `deadline`, in seconds since the epoch, or within the job's grace period if it is None."""
+        """Leave before `deadline` (seconds since the epoch); if it is None, within the job's grace period."""
         grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
         if deadline is None:
             self._put(lifecycle.Interrupted(reason, now, grace_s))

@@ -54,7 +54,7 @@ class Coordination:
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> join_run.Ended | None:
-        """Determine which run this worker joins, and continue that run's `log`. Returns the run's end if the run has ended."""
+        """Determine this worker's run, and continue that run's `log`. Returns the run's end if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -134,7 +134,7 @@ class Coordination:
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record the end of the run in the background, so that it is not trained again, and report it to the trackers."""
+        """Record the run's end in the background, so that it is not trained again, and report it to the trackers."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
@@ -155,11 +155,11 @@ class Coordination:
         self._recording.start()
 
     def operator_ended_run(self, end: Closed) -> None:
-        """Remember how the operator ended the run. The thread that watches the operator calls this."""
+        """Remember how the operator ended the run. Called by the thread that watches the operator."""
         self.run_end = end
 
     def record_end_from_operator(self) -> None:
-        """Record the end of the run on behalf of the operator, which has no access to stores."""
+        """Record the run's end for the operator, which has no access to stores."""
         if end := self.run_end:
             self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
@@ -184,7 +184,7 @@ class Coordination:
         return join_run.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
-        """Wait until the end of the run is recorded and the other workers are notified."""
+        """Wait until the run's end is recorded and the other workers are notified."""
         if self._coordinator:
             self._coordinator.wait()
         for thread in filter(None, (self._recording, self._reporting)):

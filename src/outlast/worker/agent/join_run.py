@@ -50,7 +50,7 @@ _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Ca
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run. A worker that starts later ends in the same way."""
+    """A run's end. A worker that starts later ends in the same way."""
 
     run: str
     reason: str
@@ -77,8 +77,8 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of each other worker's probes. Host names are derived from worker 0's in `endpoint`, or from `me`,
-    this pod's full name."""
+    """Return the `host:port` of the other workers' probes, derived from worker 0's host in `endpoint`, or from `me`, our full
+    name."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")

@@ -1,4 +1,4 @@
-"""Restarts this machine's launcher if it is unreachable, since a job must not depend on the process that started it."""
+"""Restarts this machine's launcher if it is unreachable, so that a job does not depend on the process that started it."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ UNREACHABLE_S = 1.5
 """Seconds after which an unreachable launcher is restarted. Doubles with each restart: imports are slow on a busy machine."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay, in seconds per worker index, since one new launcher is enough. Its lock stops any other launcher."""
+"""Additional delay in seconds per worker index, since one new launcher is enough."""
 
 
 class LauncherWatch:

@@ -46,13 +46,13 @@ class Worker:
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """True if the worker's pod stays up after a final end, so that other pods can query how the run ended."""
+    """Whether the pod stays up after a final end, so that other pods can ask how the run ended."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
 """Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout in seconds for the last upload after training is done. It is long, since nothing repeats that upload."""
+"""Timeout in seconds for the last upload after training. It is long, since nothing repeats that upload."""
 LAST_FLUSH_S = 10.0
 """Minimum timeout in seconds for an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
@@ -235,8 +235,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Return the timeout for the last upload of a worker that ends with `code`, which ends before the machine is known to
-    disappear."""
+    """Return the timeout for the last upload of a worker that ends with `code`. It ends before the machine disappears."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

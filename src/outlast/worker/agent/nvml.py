@@ -19,7 +19,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: percentage of time during which a kernel ran, and during which memory was read or written."""
+    """`nvmlUtilization_t`: percentages of time in which a kernel ran, and in which memory was accessed."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 

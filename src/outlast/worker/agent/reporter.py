@@ -22,11 +22,11 @@ from outlast.worker.agent.upload_supervisor import UploadProcess
 from outlast.worker.hangs import hang_limit
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Interval in seconds at which an unchanged `worker.json` is touched, as the agent's heartbeat."""
+"""Interval in seconds for touching an unchanged `worker.json`, as the agent's heartbeat."""
 ALONE_LOOKS = 30
 """Observations, ten a second, before the agent warns of a missing process group, which a script may create late. Arbitrary."""
 STANDSTILL_S = 30.0
-"""Seconds without progress after which the status shows where the processes wait; shorter than the hang limit."""
+"""Seconds without progress after which the status shows where the processes wait."""
 
 
 class Reporter:
@@ -146,8 +146,8 @@ def _of_rank(progress: Progress) -> Iterator[Sample]:
 
 
 class LoggedStep:
-    """The step that a plain script prints to its log, if rank 0 runs on this worker without a session. In a pod, this class also
-    warns if the script restarts from the beginning; on one machine the launcher does."""
+    """The step that a plain script prints to its log, if rank 0 runs here without a session. In a pod, this class also warns if
+    the script restarts from the beginning; on one machine the launcher does."""
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod
@@ -196,6 +196,6 @@ class LoggedStep:
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
-    """Replace `worker.json` (see `contract.WORKER`). On a full disk the old file remains, so that training continues."""
+    """Replace `worker.json` (`contract.WORKER`). On a full disk the old file remains, and training continues."""
     with contextlib.suppress(OSError):
         files.replace(directory / contract.WORKER, json.dumps(record))

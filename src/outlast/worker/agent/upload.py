@@ -40,11 +40,11 @@ POLL_INTERVAL_S = 1.0
 EVENTS_S, STEPS_S = 3.0, 120.0
 """Minimum intervals in seconds between ledger uploads (two requests each): with new events, and with new steps alone."""
 LOCK_TIMEOUT_S = 3.0
-"""Seconds that a flush waits for another process that uploads the same directory, which then uploads the remaining files, too."""
+"""Seconds that a flush waits for another process that uploads the same directory, and will upload the rest."""
 MAX_PASSES = 3
 """Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval in seconds between goodput computations, and the maximum share of the time that they may take."""
+"""Minimum interval in seconds between goodput computations, and their maximum share of the time."""
 RETRY_S = (2.0, 60.0)
 
 
@@ -63,20 +63,19 @@ class Report:
     """Total size in bytes of the committed checkpoints that the store lacks."""
     doing: str = ""
     seconds: float | None = None
-    """Duration of the last checkpoint upload in seconds; None before the first."""
+    """Duration in seconds of the last checkpoint upload; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded; `uploads_s` is the time in seconds that they took."""
+    """Number of checkpoints that this process has uploaded, in `uploads_s` seconds."""
     uploads_s: float = 0.0
     goodput: float | None = None
-    """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
+    """The run's goodput so far; None before the first step and in processes not beside rank 0."""
     lost: Mapping[str, float] | None = None
-    """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost. Set with
-    `goodput`."""
+    """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost."""
     lost_steps: int = 0
 
 
 class SomeFailed(store.StoreError):
-    """Raised if some files could not be uploaded, although everything else is in the store."""
+    """Raised if some files could not be uploaded, although all others were."""
 
 
 class Uploader:
@@ -98,13 +97,13 @@ class Uploader:
         self._checkpoints = in_store.Checkpoints(place, run)
         self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
-        """The newest generation for which this process may write checkpoints to the store."""
+        """Newest generation for which this process may write checkpoints to the store."""
         self._left_behind = 0
-        """The newest generation on this disk when rank 0 moved to another disk; 0 if it has not moved."""
+        """Newest generation on this disk when rank 0 moved to another disk; otherwise 0."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that needs no upload, because it is in the store or damaged."""
+        """Step and generation of each checkpoint that is in the store or damaged, and needs no upload."""
         self._ways_back: list[tuple[int, int]] = []
-        """The result of `checkpoints.ways_back` after which checkpoints were last withdrawn from the store."""
+        """The `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)
@@ -114,13 +113,13 @@ class Uploader:
         self.compiled: compile_cache.Cache | None = None
         self._read: dict[str, int] = {}
         self._unsent, self._sent_at = "", 0.0
-        """The kind of pending ledger lines ("event", "steps" or ""), and the time at which ledgers were last uploaded."""
+        """The kind of pending ledger lines ("event", "steps" or ""), and the time of the last ledger upload."""
         self._have_ledgers, self._count_at = False, 0.0
-        """Whether all workers' earlier ledgers are on this disk, and the time at which the goodput is computed next."""
+        """Whether all earlier ledgers are on this disk, and when the goodput is computed next."""
         self.ended: float | None = None
-        """Time at which training ended, in seconds since the epoch; None during training."""
+        """When training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run itself has ended; False if this worker has only left it."""
+        """True if the run itself has ended, False if this worker has only left it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -139,7 +138,7 @@ class Uploader:
         ]
 
     def _first(self) -> bool:
-        """Return whether rank 0 appears to write to this directory, in which case we upload its checkpoints and metrics."""
+        """Return whether rank 0 appears to write here, so that we upload its checkpoints and metrics."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind
@@ -244,7 +243,7 @@ class Uploader:
                 self.update(goodput=round(account.goodput, 6), lost=lost, lost_steps=account.steps_replayed)
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload compiled code, after the output. Failures are only logged, since another machine can compile again."""
+        """Upload compiled code, after the output. Failures are only logged, since others can compile again."""
         if not self.compiled:
             return
         before = time.time() - compile_cache.SETTLED_S if self.ended is None else self.ended - compile_cache.KILLED_S

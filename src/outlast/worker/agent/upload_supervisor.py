@@ -19,9 +19,9 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Age in seconds that a training process must reach before the first upload process uses the CPU for its imports."""
+"""Age in seconds of a training process at which the first upload process may use the CPU for its imports."""
 WAIT_S = 30.0
-"""Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
+"""Delay in seconds before the first upload process if there is no training process, so that logs are uploaded."""
 NICENESS = 10
 BEFORE_STEPS = ("started", "open", "restore", "first step")
 """Phases of a training process before its first step has ended."""
@@ -39,10 +39,10 @@ class UploadProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
-        """Earliest time for the next start; None before the first upload is due."""
+        """When the next process may start; None before the first upload is due."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """The upload process's last report (`upload.Report`); empty while another worker on this machine uploads."""
+        """The last report (`upload.Report`); empty while another worker on this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
@@ -120,7 +120,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report from the upload process."""
+        """Store a report from the upload process, and the time at which it arrived."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report

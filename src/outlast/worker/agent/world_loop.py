@@ -33,11 +33,11 @@ from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
-"""Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
+"""Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
 EXIT_TIMEOUT_S = 5.0
-"""Maximum time in seconds from when a process records its error to when it ends."""
+"""Maximum seconds from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay, in seconds, before restarting a script that exits as if it had been interrupted, but was not."""
+"""Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +61,7 @@ class Settings:
 
 
 class WorldLoop:
-    """A worker's training. `run` has its own thread, which ends once the agent has killed the warm process."""
+    """A worker's training. The thread of `run` ends once the agent has killed the warm process."""
 
     def __init__(self, settings: Settings, warm: WarmProcess) -> None:
         """Raises OutlastError if the rendezvous endpoint is unusable."""
@@ -206,7 +206,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Until one is announced, their records are read only rarely."""
+        """Return whether all processes wait for the next world. Checks rarely until one is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
@@ -241,7 +241,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members are restarting this world's processes; the worker with rank 0 also records it in the ledger."""
+        """Log that the members are restarting this world's processes; rank 0's worker also records it in the ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:

@@ -36,12 +36,12 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Seconds that the main thread must be still before the rank publishes its state."""
+"""Seconds without motion of the main thread after which the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
 """Key for the number of still ranks, and prefix for the keys with their states."""
 PATIENCE = 3.0
-"""Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
+"""Maximum interval in seconds between comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
 _WHERE_LIMIT = 600
 _COUNTED = frozenset(
@@ -58,7 +58,7 @@ class RankState:
     """The state of a rank whose main thread is not moving."""
 
     calls: int = 0
-    """Number of calls to the session that have begun."""
+    """Number of calls to the session begun so far."""
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
@@ -68,9 +68,9 @@ class RankState:
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of collectives begun in each of the script's groups; empty if they cannot be counted."""
     looks: int = 0
-    """Number of this rank's reports so far, which shows whether a state was reported again."""
+    """Number of this rank's reports so far, which tells repeated reports apart."""
     blocks: bool = True
-    """True if the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
+    """Whether the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
@@ -117,8 +117,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """Return a thread's current frame. Garbage collection is disabled during the call: in older Pythons, a finalizer could wait
-    forever for a lock that the call holds (https://github.com/python/cpython/issues/106883)."""
+    """Return a thread's current frame, with garbage collection disabled: in older Pythons, a finalizer could wait forever for a
+    lock that this call holds (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -136,26 +136,26 @@ class Watch:
         self.calls = 0
         self.signs = 0
         self.held = 0
-        """Number of open `alive` contexts, in which the process counts as moving."""
+        """Number of open `alive` contexts."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
         self.code = contract.Exit.MISCONFIGURED
         """Exit code for a script that has made a mistake."""
         self.record: Callable[[str], object] = lambda _: None
-        """Callback that receives the error message before a deadlocked process ends."""
+        """Callback for the error message, called before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
-        """Callback that waits for the save in progress. It is called after `record`."""
+        """Callback that waits for the save in progress, called after `record`."""
         self._own_groups: set[str] = set()
         self._store: Any = None
         self._rank, self._ranks, self._group = 0, 1, 0
         """Our rank in the store's process group, and the group's size and identity."""
         self._published = False
-        """True if this rank's state is published, so that the other ranks count it as still."""
+        """True while this rank's state is published, which makes the other ranks count it as still."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[RankState, int]] = []
-        """The states of all ranks in a suspected deadlock, each with the rank's number of reports."""
+        """All ranks' states in a suspected deadlock, each with the rank's number of reports."""
 
     def own(self, group: Any) -> Any:
         """Mark a group as Outlast's own, so that its collectives are not counted. Returns the group."""
@@ -245,7 +245,7 @@ class Watch:
         return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has been still since the sample, so that all observations are consistent."""
+        """Return whether the main thread has been still since the sample, which makes all observations consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
@@ -295,8 +295,8 @@ class Watch:
         return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, which
-        proves that these states were simultaneous."""
+        """Return the error message for a deadlock. All ranks must have reported the same states twice, which proves that these
+        states were simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -326,7 +326,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None if there is none."""
+    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -335,7 +335,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective that a thread is waiting in (empty if none), and the script line that it is on."""
+    """Return the collective that a thread waits in (empty if none), and the script line that it is on."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name

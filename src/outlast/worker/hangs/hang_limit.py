@@ -26,15 +26,15 @@ class Process:
     progress: Progress
     stopped: bool
     silent_s: float
-    """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding the agent's pauses."""
+    """Seconds without a step, motion of the main thread, or a plain script's output, excluding the agent's pauses."""
     frozen: bool = False
     """True if the process cannot run Python because native code holds the GIL."""
     age_s: float = math.inf
     """Seconds since the agent first observed the process."""
     watched: bool = True
-    """True if the process reports the activity of its main thread; false after execv."""
+    """False after execv, when the process does not report the activity of its main thread."""
     where: str = ""
-    """The process's place in the script, or the places of all ranks if all are still."""
+    """The process's place in the script, or all ranks' places if all are still."""
     alone: int = 0
     """See `progress_file.Pulse.alone`."""
 
@@ -45,7 +45,7 @@ class Process:
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may be waiting for a culprit on another worker, so that that worker acts first."""
+"""Factor on the limit for processes that may wait for a culprit on another worker, which should act first."""
 START_LIMIT_S = 600.0
 """Minimum limit in seconds before the first step, since imports, compilation and restores may be slow."""
 

@@ -23,7 +23,7 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress_file
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
+"""Share of a core above which this process counts as working: a training loop uses more, ten polls a second use less."""
 CHILDREN_BUSY = 0.2
 """Share of a core above which child processes count as working; processes that record metrics always use more than BUSY."""
 
@@ -35,16 +35,16 @@ class Sample:
     place: Hashable
     """The main thread's stack, as the code and instruction of each frame."""
     counts: Hashable = 0
-    """Number of calls and collectives begun, which changes only if the process moves."""
+    """Number of calls and collectives begun."""
     cpu_s: float = 0.0
-    """CPU seconds used by all threads except the sampling thread."""
+    """CPU seconds of all threads except the sampling thread."""
     spins: bool = False
     """True if this process uses CPU time while it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work done for this process by child processes and GPUs, which is more expensive to measure than a `Sample`."""
+    """Work by child processes and GPUs, which is more expensive to measure than a `Sample`."""
 
     children_s: float = 0.0
     allocated: tuple[int, ...] = ()

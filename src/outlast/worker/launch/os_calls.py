@@ -15,7 +15,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command as a daemon that outlives this process, with its output appended to `log`. It is not our child to reap."""
+    """Start a daemon, which outlives this process and need not be reaped. Its output is appended to `log`."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -55,8 +55,7 @@ _NO_ENV = "SPT_NOENV"
 
 
 def entitle(title: str) -> None:
-    """Set this process's title, as in `outlast: rank 3 train.py`. Without setproctitle (extra `train`), only `top` shows it,
-    cut."""
+    """Set this process's title, such as `outlast: rank 3 train.py`. Only `top` shows it without setproctitle (extra `train`)."""
     os.environ[_NO_ENV] = "1"
     try:
         import setproctitle
@@ -74,8 +73,7 @@ VARIABLE = "GLIBC_TUNABLES"
 https://sourceware.org/glibc/manual/latest/html_node/Tunables.html"""
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 LARGE = 1 << 20
-"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core, and half of a
-large core's L2."""
+"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:

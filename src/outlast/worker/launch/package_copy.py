@@ -32,7 +32,7 @@ def current() -> Path | None:
 
 
 def make(cache: Path) -> Path:
-    """Return a directory with a copy of our package, making the copy if it does not exist. Raises OSError."""
+    """Return a directory with a copy of our package, making it if it does not exist. Raises OSError."""
     if copy := current():  # one job's script starts another job
         return copy
     source, packages = Path(outlast.__file__).parent, cache / "packages"
@@ -49,7 +49,7 @@ def make(cache: Path) -> Path:
 
 
 def hold() -> None:
-    """Keep the copy from which this process runs, if any, until the process ends."""
+    """Keep this process's copy of Outlast, if any, until the process ends."""
     if copy := current():
         file_locks.shared(copy / LOCK)
 

@@ -31,12 +31,12 @@ from outlast.base import file_locks, files
 from outlast.job import accelerators, contract
 
 SETTLED_S = 5.0
-"""A rank counts as training once it has imported nothing for this many seconds; arbitrary."""
+"""A rank that has imported nothing for this many seconds counts as training. Arbitrary."""
 stepped = threading.Event()
 """Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
 TRIALS = 5
-"""Maximum number of trials, each of which omits the package that failed the previous one."""
+"""Maximum number of trials, each without the package that failed the previous one."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
@@ -47,22 +47,22 @@ _SIDE_EFFECTS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
     *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events that count as side effects of an import. https://docs.python.org/3/library/audit_events.html"""
+"""Audit events that count as side effects. https://docs.python.org/3/library/audit_events.html"""
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
 _SEARCHES = {"fsspec.config"}
-"""Modules that copy the whole environment, but use only their own variables. transformers imports fsspec."""
+"""Modules that copy the whole environment, but use only their own variables (fsspec, for transformers)."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SAFE_THREAD = "jemalloc_bg_thd"
-"""Name of a thread that pyarrow, a dependency of datasets, starts when imported. jemalloc stops it around a fork."""
+"""Name of a thread that pyarrow (for datasets) starts when imported. jemalloc stops it around a fork."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
-"""Variable set in trials, so that scipy's OpenBLAS starts no threads (although it stops them around a fork)."""
+"""Variable that keeps scipy's OpenBLAS from starting threads in trials."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A rank's report: its environment, and the files of the modules that it imported itself, by name, in order."""
+    """A rank's report: its environment, and the files of the modules that it imported itself, in order."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
@@ -103,7 +103,7 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
 
 
 def places() -> list[str]:
-    """Return the directories of the standard library and of installed packages, including those below a virtual environment."""
+    """Return the directories of the standard library and of installed packages."""
     installed = [path for path in sys.path if os.path.basename(path.rstrip(os.sep)) in ("site-packages", "dist-packages")]
     return [os.path.realpath(path) + os.sep for path in (*installed, sysconfig.get_path("stdlib"))]
 
@@ -122,7 +122,7 @@ def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str
 
 
 def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
-    """Import modules in a disposable process. Yields packages that may be preloaded, and stops at the first one that may not."""
+    """Import modules in a disposable process. Yields packages that may be preloaded, up to the first one that may not."""
     sys.dont_write_bytecode = True
     tempfile.gettempdir()  # writes a file the first time
     watch = _Watch(imported.environ)
@@ -198,7 +198,7 @@ def _state() -> tuple[object, ...]:
 
 
 def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
-    """Like `trial`, but run only once for all workers on a machine, which share the results in `directory`."""
+    """Yield the packages that `trial` yields, but run it only once for all workers, which share results in `directory`."""
     environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
     tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
     result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"
@@ -214,7 +214,7 @@ def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> I
 
 
 def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
-    """Run a trial in this fork: write a line to `pipe` for each package that may be preloaded, and end the process."""
+    """Run a trial in this fork, write a line to `pipe` for each package that may be preloaded, and end the process."""
     shared = os.environ.get(contract.Env.SHARED)
     with contextlib.suppress(OSError):
         os.nice(19)

@@ -19,12 +19,12 @@ from outlast.job.workerfiles import progress_file
 from outlast.rendezvous.root_cause import left_early
 
 EARLY_S = 30.0
-"""Seconds during which a script that reports no steps counts as before its first step; arbitrary."""
+"""Seconds during which a script without steps counts as before its first step. Arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors raised if a script has a bug, does not match the installed packages, or rejects its arguments."""
+"""Errors of a script that has a bug, does not match the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
 _LOADER = "killed by signal: Killed"
 """torch's message after the kernel has killed a data loader process."""
@@ -37,7 +37,7 @@ _SECONDARY = re.compile(
     r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
-"""Messages from collectives after another process has died, which are secondary failures."""
+"""Messages from collectives after another process has died."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -69,7 +69,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of a worker's training processes. `state` is the worker's directory, which holds their records."""
+    """One start of a worker's training processes. The worker's directory `state` holds their records."""
 
     worker: int
     state: Path
@@ -121,7 +121,7 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all are secondary and a `rank` here has exited with code 0, that rank is the cause."""
+        """Return the root failure. If all are secondary, a `rank` here that exited with code 0 is the cause."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}

@@ -23,20 +23,20 @@ from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
 
 PIECE = 65536
-"""Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
+"""Maximum number of bytes in one read (a pipe's capacity) and in a line."""
 PREFIX = "[rank {}] "
 KILL_DELAY_S = 5.0
-"""Seconds from SIGTERM to SIGKILL for training that has no grace period."""
+"""Seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
-"""Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
+"""Maximum seconds by which the first failed process may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""Reason for the end of a process whose warm process was killed: the kernel kills its forks, too, and nothing can report that."""
+"""The reason if a warm process was killed: the kernel kills its forks, and nothing reports their end."""
 END_S = 60.0
-"""Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
+"""Longest wait in seconds for a killed process, which a driver or a disk may delay."""
 
 
 class Lines:
-    """Copies a process's output from the pipe `write` to our stdout, with the rank as a prefix on each line."""
+    """Copies a process's output from the pipe `write` to our stdout, each line with the rank as a prefix."""
 
     def __init__(self, rank: int) -> None:
         self.read, self.write = os.pipe()
@@ -81,7 +81,7 @@ class Fork(threading.Thread):
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
-        """Time at which we first sent the process a request to end, in seconds since the epoch."""
+        """When we first asked the process to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:
@@ -157,7 +157,7 @@ class Fork(threading.Thread):
 
 
 class RankProcesses:
-    """This worker's training processes in one world, and the process of the world's store if it is hosted here."""
+    """This worker's training processes in one world, and the process of the world's store if hosted here."""
 
     def __init__(self, path: str, cwd: str) -> None:
         """`path` is the warm process's socket."""
@@ -171,7 +171,7 @@ class RankProcesses:
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a training process for each of `environs`. If all processes that were kept can continue, they do so instead."""
+        """Start a training process for each of `environs`, or continue the processes that were kept if all of them can."""
         if self._ranks and not self.over():
             with contextlib.suppress(OSError):  # a full disk
                 for rank, environ in zip(self._ranks, environs, strict=True):
@@ -181,7 +181,7 @@ class RankProcesses:
         self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
 
     def keep(self) -> None:
-        """End the process that hosts the world's store, but not those that wait for the next world."""
+        """End the process of the world's store, but not the processes that wait for the next world."""
         if self._store and not self._store.ended:
             self._store.signal(signal.SIGKILL)
 
@@ -218,7 +218,7 @@ class RankProcesses:
         return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 
     def left(self) -> Ended | None:
-        """Return the `Ended` of the first process that exited with 0 although we had not asked it to end."""
+        """Return the `Ended` of the first process that exited with 0 without being asked to end."""
         return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
 
 

@@ -26,9 +26,9 @@ from outlast.worker.launch import relocatable
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""Two files in the output, which hold the generation (and attempt) of a requested upload and of a finished one."""
+"""Two files in the output, with the generation (and attempt) of a requested upload and of a finished one."""
 _TIMEOUT_S = 300.0
-"""Maximum time, in seconds, that a world's start waits for the files; arbitrary."""
+"""Maximum seconds that a world's start waits for the files. Arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 
@@ -145,7 +145,7 @@ def report(output: Path, generation: str, problem: str = "") -> None:
 
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
-    """Fetch rank 0's files in a separate process, since this process is a fork without the store client's threads."""
+    """Fetch rank 0's files in a separate process, since this fork lacks the store client's threads."""
     command = [*relocatable.python(), "-m", "outlast", "workdir", str(os.getpid()), *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:

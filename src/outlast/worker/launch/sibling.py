@@ -29,10 +29,10 @@ from outlast.worker.launch import os_calls, warm_request
 KIND = "agent"
 """The request's kind, and the forked process's role (`outlast.__main__`)."""
 ANSWER_S = 1.0
-"""Timeout for the response, in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
+"""Timeout for the response, in seconds, which may take longer while the warm process imports a module. Arbitrary."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
-"""A placeholder in the warm process's environment, as long as `LOCAL_RANK` and its value, which overwrite it."""
+"""A placeholder in the warm process's environment, which `LOCAL_RANK` and its value overwrite."""
 _ROOM_VALUE = "0000"
 
 
@@ -68,7 +68,7 @@ warm: Forked | None = None
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start the warm process in the Python interpreter for training, unless it was forked along with this agent."""
+    """Start the warm process in the interpreter for training, unless it was forked along with this agent."""
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], warm_request.SOCKET), str(os.getpid())]
@@ -76,7 +76,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid if it can."""
+    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid, if any."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
@@ -102,8 +102,8 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child. Returns only in the new process, with True if the
-    caller is still waiting for it."""
+    """Fork again, so that the new process is not the warm process's child. Returns only in the new process: True if the caller
+    still waits for it."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -116,18 +116,18 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment that C code sees."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, which is also C code's environment."""
     _overwrite({f"{name}=": f"{name}={value}" for name, value in changed.items()})
 
 
 def show_local_rank(local_rank: str) -> None:
-    """Show LOCAL_RANK in this training process's /proc/<pid>/environ, as in torchrun's processes: people find ranks by it."""
+    """Show LOCAL_RANK in this process's /proc/<pid>/environ, as in torchrun's processes, where people look for it."""
     room = f"{ROOM}={_ROOM_VALUE}"
     _overwrite({room: f"LOCAL_RANK={local_rank}".ljust(len(room), "\0")})
 
 
 def _overwrite(entries: Mapping[str, str]) -> None:
-    """Write these texts over entries that begin with the keys; none may be longer than the entry."""
+    """Write these texts over the entries that begin with the keys, which must not be shorter."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -31,12 +31,12 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 is_rank = False
-"""True if an agent started this process itself, so it is not a rank's child process."""
+"""True if an agent started this process itself, unlike a rank's child process."""
 kept = False
-"""True if the process was started in an earlier world, so its errors may differ from those of a new process."""
+"""True if the process is from an earlier world, so its errors may differ from those of a new process."""
 command: Sequence[str] = ("",)
 _USAGE = 2
-"""The exit code with which argparse and most commands reject wrong arguments."""
+"""Exit code with which argparse and most commands reject wrong arguments."""
 
 
 def title(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -121,7 +121,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a remedy if a file is missing only because the job runs in a copy of its code; otherwise empty."""
+    """Return a remedy if a file is missing only because the job runs in a copy of its code."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:

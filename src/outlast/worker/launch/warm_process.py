@@ -51,7 +51,7 @@ class Request:
     cwd: str
     fds: list[int]
     imports_fd: int | None = None
-    """The descriptor for a rank's report of its imports; see `preloaded_imports.report`."""
+    """Descriptor for a rank's report of its imports (`preloaded_imports.report`)."""
 
 
 @dataclasses.dataclass
@@ -82,7 +82,7 @@ def _receive(connection: socket.socket) -> Request:
 
 
 class Server:
-    """The warm process's server, which forks on request until this process is killed."""
+    """The warm process's server, which forks on request until it is killed."""
 
     def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
         """`environ` is this process's environment in /proc."""
@@ -107,7 +107,7 @@ class Server:
                 self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None) -> Request | None:
-        """Handle all pending events. Returns a request only in the child forked for it."""
+        """Handle all pending events. Returns a request only in a child forked for it."""
         for key, _ in self._selector.select(timeout_s):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed by an earlier event of this turn; another connection may have the descriptor by now
@@ -128,7 +128,7 @@ class Server:
         return None
 
     def _accept(self) -> Request | None:
-        """Fork a child for a caller. Returns the caller's request in the child, and None in this process."""
+        """Fork a child for a caller. Returns the request in the child, None in this process."""
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
@@ -163,7 +163,7 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork another worker's agent, if that worker's environment fits. Returns the request in the forked process."""
+        """Fork another worker's agent, if its environment fits. Returns the request in the forked process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
@@ -180,7 +180,7 @@ class Server:
         return None
 
     def _detach(self, parent: int) -> None:
-        """Close the warm process's descriptors in this fork, and make the fork die with its `parent`."""
+        """Close the warm process's descriptors in this fork, which will die with its `parent`."""
         self._close()
         os_calls.die_with(parent)
 
@@ -219,7 +219,7 @@ def _close(*fds: int | None) -> None:
 
 
 def _signal(child: _Child) -> bool:
-    """Forward a caller's signals to its child. If the caller has disconnected, kill the child, and return False."""
+    """Forward a caller's signals to its child. If the caller has disconnected, kill the child and return False."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -276,8 +276,8 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python would, but without finalizing the interpreter, since torch's threads could
-    then end the process with SIGABRT. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process without finalizing the interpreter, since torch's threads could then end it with
+    SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():

@@ -41,8 +41,7 @@ _INCOMING = ".outlast-code"
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.code_files`) to the run's directory, and return the files that were missing or
-    different. Files that the job has written since the run started (`submitted`) remain: they differ from their recorded copies
-    or are newer."""
+    different. Files that the job has written since `submitted` remain: they differ from their recorded copies, or are newer."""
     replaced = []
     try:
         into.mkdir(exist_ok=True)
@@ -87,7 +86,7 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace the run's file `old` with `new` from the code. Returns whether it was replaced. Never writes through a link."""
+    """Replace the run's file `old` with `new` from the code, but never write through a link. Returns whether it was replaced."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -116,7 +115,7 @@ class _Note:
     """The code's version; empty during the first fetch."""
     time: float
     current: bool
-    """True if the code was fetched for the newest submission; otherwise the source is checked for changes."""
+    """Whether the code was fetched for the newest submission; otherwise its source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -130,7 +129,7 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Make the next worker check whether the code has changed. Without this call, a run keeps its first code."""
+    """Make the next worker check whether the code has changed; otherwise a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
@@ -171,7 +170,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the code's path in it, and the code's version."""
+"""Fetches code into an empty directory, given `runs`, `say` and `stop`; returns the code's path there, and its version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:

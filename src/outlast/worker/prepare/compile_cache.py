@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch_from_store import Say
 
 NAME = ".compiled"
-"""Name of the cache's directory in an output, beside the jobs' own directories."""
+"""Name of the cache's directory, beside the jobs' own directories in an output."""
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
@@ -51,9 +51,9 @@ SETTLED_S = 30.0
 KILLED_S = 2.0
 """Like SETTLED_S, but after training or the warm-up, when only a compiler that was just killed leaves a newer file. Arbitrary."""
 _SHARE = 0.5
-"""Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
+"""Share of the free disk space that a fetch may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Outlast's environment variables that are passed on to the warm-up."""
+"""Outlast's variables that are passed on to the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -135,7 +135,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Return False for an incomplete library. GNU's linker, which inductor uses, writes the first bytes last."""
+    """Return False for an incomplete library: GNU's linker, which inductor uses, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -143,7 +143,7 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the second has each directory's newest file, and the first has all others."""
+    """Split keys into two waves: the second has each directory's newest file, the first all others."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
@@ -178,7 +178,7 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
 def _run_once(
     cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
 ) -> None:
-    """Run the warm-up unless its marker exists. The first worker on a machine runs it, and the others wait."""
+    """Run the warm-up unless its marker exists. The first worker on a machine runs it while the others wait."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
     waiting = partial(say, "waiting for another worker on this machine, which runs compile.warmUp")

@@ -93,8 +93,8 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return this run's version, fetching it if it is missing. The version is protected from removal until it is closed.
-        Raises OSError, and OutlastError if the store fails or no longer has the run's version."""
+        """Return this run's version, fetching it if it is missing, and protect it from removal until it is closed. Raises
+        OSError, and OutlastError if the store fails or no longer has the version."""
         if version := self._lock_version(_pinned(self._pin)):  # without a request to the store
             return version
         name = f"{self._field} ({self._url})"
@@ -113,7 +113,7 @@ class Source:
             return version
 
     def _fetch(self, pinned: str) -> str:
-        """Fetch the store's current version, unless another version is pinned. Returns the version's name."""
+        """Fetch the store's current version, unless another one is pinned. Returns the version's name."""
         listing = fetch_from_store.look(self._url, self._field)
         if pinned in ("", listing.version):
             listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
@@ -126,7 +126,7 @@ class Source:
         return listing.version
 
     def _lock_version(self, version: str) -> Version | None:
-        """Lock a complete version and register our pin in its `runs/`. Returns None if the version is missing."""
+        """Lock a complete version and register our pin in its `runs/`. Returns None if it is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
@@ -203,7 +203,7 @@ class Source:
         (directory / _PARTIAL).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove versions that are neither locked nor pinned by a run, and the leftovers of abandoned fetches."""
+        """Remove the versions that no run has locked or pinned, and leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
             if directory.is_dir() and directory.name != pinned:
@@ -235,7 +235,7 @@ def _remove(directory: Path) -> bool:
 
 
 def _remove_locked(directory: Path) -> bool:
-    """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller must hold the place's lock."""
+    """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller holds the place's lock."""
     with file_locks.attempted(directory / "lock") as acquired:  # held until the end, so that no worker starts using it
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(files.text(note))) == directory.name for note in notes):
@@ -247,7 +247,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache for one file on a web server; archives are unpacked. It has a single version, named after the file's checksum."""
+    """The cache for one file on a web server, with a single version named after its checksum. Archives are unpacked."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain

@@ -89,7 +89,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Yield all entries except directory markers: empty `directory/` objects from web consoles, listed without the slash."""
+    """Yield all entries except directory markers, which are empty `directory/` objects from web consoles."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
@@ -102,7 +102,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch a listing's files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
+    """Fetch the files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
     entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not entries:
         return
@@ -151,7 +151,7 @@ class Pace:
         self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Record that `done` of `total` bytes were received; `total` is 0 if unknown. Called often, from several threads."""
+        """Record that `done` of `total` bytes (0 if unknown) were received. Called often, from several threads."""
         if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""

@@ -27,14 +27,14 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Directory for pins (`data_cache.Source`), below the directory that a run's workers share."""
+"""Directory for pins (`data_cache.Source`), below the one that a run's workers share."""
 REACH_S = 10.0
 """Seconds that a submission waits for stores to respond."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission, such as missing files (here or in a store) or a missing conda. Raises OutlastError. An
-    unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store."""
+    """Find mistakes at submission, such as missing files (here or in a store). Raises OutlastError. An unreachable store is not a
+    mistake, since workers retry, and data that a run has pinned in `pins` needs no store."""
     from outlast.worker.prepare import python_env as environment
 
     for sentence in spec.absent(job.spec):
@@ -114,8 +114,8 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """Prepares one worker, and adds the environment variables for training to `environ`. The worker's data stays in the cache
-    until `close`, or until this process ends."""
+    """Prepares one worker, and adds variables for training to `environ`. The data stays in the cache until `close`, or until this
+    process ends."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, say: Say | None = None, stop: threading.Event | None = None
@@ -158,8 +158,8 @@ class Preparation:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
-        image's (if it lacks Outlast), or this process's."""
+        """Make the job's Python environment, if any, and set `python` to the interpreter for training, which may also be the
+        image's (if it lacks Outlast) or this process's."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)
@@ -185,9 +185,8 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available: local files in place, files in a store after fetching them. Several data entries are
-        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all entries are linked at
-        their `to`."""
+        """Make data and models available, local files in place. Several data entries are linked into one directory, laid out like
+        their `to` in pods; models are linked by name. In pods, all entries are linked there."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
@@ -242,7 +241,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied on this machine at submission: true unless it comes from a store or a ConfigMap."""
+    """Return whether code was copied here at submission: true unless it is from a store or a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
@@ -259,7 +258,7 @@ def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
 
 
 def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say: Say | None = None) -> int:
-    """Prepare a job's code and data, and run its module with `--evaluate`, in a worker's `environ`. Returns its exit code."""
+    """Prepare a job's code and data, and run its module with `--evaluate` in a worker's `environ`. Returns the exit code."""
     environ |= package_copy.ahead(environ)
     preparation = Preparation(job, environ, say=say)
     try:
@@ -272,7 +271,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """Return the command for `launch.training_process`. Replaces `$(NAME)` from the environment, as Kubernetes does."""
+    """Return the command for `launch.training_process`, with `$(NAME)` replaced from the environment, as in Kubernetes."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

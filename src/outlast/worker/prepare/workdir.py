@@ -36,16 +36,16 @@ _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that holds the generation of the files in the store."""
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
-"""Paths in the output for a lock, and for a directory with the indices of fetches."""
+"""Paths in the output for a lock, and for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Maximum size in bytes and number of files of code to copy; larger code runs in place."""
+"""Maximum size in bytes and number of files of code to copy. Larger code runs in place."""
 _QUIET_S = 2.0
-"""Debounce, in seconds, for a file written in place, which may be incomplete."""
+"""Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Size in bytes up to which writing a file takes only milliseconds."""
+"""Size in bytes up to which a write takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
-"""Sizes and mtimes (ns) of code files, by their path in the directory; None stands for a link."""
+"""Sizes and mtimes (ns) of code files, by their path; None for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
@@ -84,10 +84,10 @@ class Results:
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
         self._waiting: set[str] = set()
-        """Paths that this pass delays, and their directories."""
+        """Paths that this pass delays, with their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path in the output is in the working directory but not a result: a code, hidden or compiled file."""
+        """Return whether a path is in the working directory but no result: a code, hidden or compiled file."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -114,8 +114,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted after a later one reached the
-        store, where a checkpoint that this pass delays is not."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, with a later one in the store,
+        where a checkpoint that this pass delays is not."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -137,12 +137,10 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a predicate for incomplete results, which must wait. With `last`, every result counts as
-        complete.
+        """Begin a pass, and return a predicate for incomplete results, which must wait. With `last`, nothing must wait.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until all its files are
-        unchanged.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits for all its files.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -182,7 +180,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
+    """Return the last generation whose rank 0 worked here, or whose files were fetched; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -216,8 +214,8 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
-    """Copy the code to `work/` in this pod's output, and set `environ` so that the script runs there. Code that is too large runs
-    in place. Raises OSError, Stopped."""
+    """Copy the code to `work/` in this pod's output, and make the script run there, unless it is too large. Raises OSError,
+    Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:
@@ -287,8 +285,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has a later generation or `newer` is set. Outside the working directory, only missing
-    files are fetched. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation or `newer` is set; files outside the working directory only if
+    missing. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
@@ -321,8 +319,8 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store has newer ones, or always with `--newer`. A training process runs this with its own pid
-    as the first argument (`launch.script_files`), and this process ends with it."""
+    """Fetch the job's files if the store has newer ones, or with `--newer`. A training process (`launch.script_files`) runs this
+    with its own pid as the first argument, and this process dies with it."""
     os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 

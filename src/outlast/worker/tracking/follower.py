@@ -46,7 +46,7 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 POLL_S = 0.5
 ORPHANED_S = 5.0
-"""Seconds allowed for sending the remaining metrics if the parent died without a message."""
+"""Seconds for sending the rest if the parent died without a message."""
 
 
 class Ending(NamedTuple):
@@ -88,7 +88,7 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow the run to its end, then exit, with code 0 if all metrics have arrived or missing metrics were reported."""
+    """Follow the run to its end. Exits with code 0 even if metrics are missing, which is then reported."""
     os.nice(19)  # before the trackers' libraries are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):
@@ -151,7 +151,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """Return a sentence that says which metrics a tracker lacks, or that it lacks the end of the run."""
+    """Return a sentence that says which metrics a tracker lacks, or that it lacks the run's end."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "the end of the run is not there"

@@ -22,7 +22,7 @@ log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
 LEAVE_S = 2.0
-"""Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
+"""Seconds that a session waits for trackers if the run continues elsewhere, with another follower."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
 """Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""
@@ -70,7 +70,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """A session's trackers. If the environment requests any, rank 0 starts a follower when it logs its first metrics."""
+    """A session's trackers. If the environment requests any, rank 0 starts a follower with its first metrics."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -97,8 +97,8 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Wait for a bounded time until the follower has sent all metrics. Returns a warning if the run has ended without
-        some."""
+        """Wait for a bounded time until the follower has sent all metrics. Returns a warning if the run ends with metrics
+        missing."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -117,7 +117,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
-    """Start the follower of the run in `output` if the environment requests trackers; otherwise returns None. Raises OSError."""
+    """Start the follower for `output` if the environment requests trackers; otherwise return None. Raises OSError."""
     environ = os.environ if environ is None else environ
     if not settings(environ):
         return None
@@ -131,13 +131,12 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""The trackers' status for each final state of a job (`status.State`), except success, which the session itself has reported."""
+"""The trackers' status for a job's final state (`status.State`), except success, which the session reports."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after its training processes have ended. Returns an error message, or an
-    empty string. Does nothing if the job continues, if no follower has run, or if the last follower has reported the same
-    state."""
+    """Report the job's final state to the trackers, once its training processes have ended. Returns an error message, or an empty
+    string. Does nothing if the job continues, or if no follower has run or the last one has reported the same state."""
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""

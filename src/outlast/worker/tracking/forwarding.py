@@ -37,7 +37,7 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """True if all values and the end of the run have arrived in the tracker."""
+        """True once all values and the run's end have arrived in the tracker."""
 
     def forward(self) -> None:
         """Send all new values. Raises the sink's exceptions, after which the next call opens the sink again."""
@@ -60,7 +60,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send the remaining values at once, with `status` as the run's end. The thread ends once everything has arrived."""
+        """Send the rest at once, with `status` as the run's end. The thread ends once everything has arrived."""
         self._status = status
         self._ending.set()
 
@@ -117,7 +117,7 @@ class Forwarder(threading.Thread):
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
+    """Return the first line of an error's message, without HTTP libraries' inner errors, and without passwords."""
     text = url_logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"

@@ -36,8 +36,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """Return the values in `lines` that are later than `position`, in order, each step of a name only once. `rename` maps names
-    to those that the tracker accepts."""
+    """Return the values in `lines` that are later than `position`, in order, each step of a name once. `rename` maps names to
+    those that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -61,7 +61,7 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report its own. Written after values are sent, so a kill may repeat some."""
+    """A stored position, for a tracker that cannot report its own. It is written after values, so a kill may repeat some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -85,7 +85,7 @@ class Reader:
         self.path = path
         self._offset = self._next = 0
         self._mark = self._next_mark = b""
-        """The last line before the offset. It contains the time, so a replaced file has a different line there."""
+        """The last line before the offset. It contains the time, so it differs in a replaced file."""
 
     def read(self) -> bytes:
         """Return the next complete lines, about `BLOCK` bytes, the same ones until `commit`; empty if none. Raises OSError."""

@@ -54,8 +54,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again. OutlastError means
-    that a retry cannot help."""
+    """A tracker. After any exception, the sink is opened again, and unsent values are sent again, unless it is an
+    OutlastError."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
@@ -68,7 +68,7 @@ class Sink(Protocol):
         """Return the name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send values. When this call returns, they have arrived in the tracker."""
+        """Send values, and return once they have arrived in the tracker."""
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Show the run's settings in the tracker."""
@@ -86,7 +86,7 @@ def text(value: Any) -> str:
 
 
 NONE = "none"
-"""Value for `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
+"""Value of `tracking.mlflow` that turns MLflow off, even with MLFLOW_TRACKING_URI."""
 
 
 @dataclass(frozen=True)
