@@ -33,14 +33,15 @@ from outlast.worker.prepare import data_cache_eviction, phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
-"""Seconds for a launcher to acquire its lock: Python starts slowly on a busy machine."""
+"""Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""Seconds for a launcher to exit: workers save, and it reads the whole ledger to compute the goodput."""
+"""Seconds that a launcher may take to exit, while workers save and it reads the whole ledger for the goodput."""
 _NOTICE_DELAY_S = 1.0
 
 
 class LocalBackend:
-    """The backend for this machine. `state` is usually `.outlast` in the working directory; `start` starts a daemon."""
+    """The backend for this machine. `state` is usually `.outlast` in the working directory. `start` is called to start a
+    daemon."""
 
     poll_s = 0.3
 
@@ -63,7 +64,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or resume its run unless that has succeeded. Returns the run's id."""
+        """Start a job, or resume its run unless the run has succeeded. Returns the run's id."""
         state_dir = self.state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -80,7 +81,7 @@ class LocalBackend:
         return run
 
     def ensure(self, name: str) -> bool:
-        """Start a launcher if the job is active and has none. Returns whether one was started."""
+        """Start a launcher if the job is active and no launcher is running or starting. Returns whether one was started."""
         state_dir = self._existing(name)
         status = self._read(state_dir)
         if not status.state.active or state_dir.has_launcher():
@@ -173,7 +174,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield log lines, existing ones worker by worker. Raises OutlastError for `since_s`, since lines have no times."""
+        """Yield log lines; existing lines come worker by worker. `since_s` raises OutlastError, since lines have no times."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -362,5 +363,5 @@ class LocalBackend:
 
 
 def _is_starting(state_dir: StateDir) -> bool:
-    """Return whether a new launcher may not have acquired its lock yet."""
+    """Return whether the run was started so recently that its launcher may not have acquired its lock yet."""
     return abs(time.time() - state_dir.started_at()) < _START_TIMEOUT_S

@@ -41,7 +41,7 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser. Jupyter gives it a private file, so that the command line does not show the token."""
+    """Whether to open a browser, which gets the token in a private file, not on its command line."""
     base: str = "/"
     """Prefix of URL paths, for a proxy in front of the server; begins and ends with a slash."""
 
@@ -58,7 +58,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token (from the file, the variable, or 256 random bits), and whether it is random. Raises OutlastError."""
+    """Return the token (from `file`, `TOKEN` in `environ`, or 256 random bits), and whether it is random. Raises OutlastError."""
     if file is not None:
         try:
             text, source = file.read_text().strip(), str(file)

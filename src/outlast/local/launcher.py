@@ -353,7 +353,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end, and ask workers to leave: after an interruption all, otherwise those that have not reported yet."""
+        """Announce the end, and ask workers to leave that would not hear of it; after an interruption, ask all of them."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason

@@ -117,7 +117,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record that the run is submitted or resumed now, so that it exists."""
+        """Record that the run was submitted or resumed now. From then on, the run exists."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 

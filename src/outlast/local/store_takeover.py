@@ -87,8 +87,8 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | No
     """Claim a run, so that its earlier owners can no longer write to it, and download its missing files, except for checkpoints.
     Returns the fenced generation; this machine continues with the next one.
 
-    If the run has had another owner since `last`, this machine's last record of it, its older files here are archived. Raises
-    AlreadyRunning if another run owns the place and has not ended, unless `replace` is set.
+    `last` is this machine's last record of the run. If the run has had another owner since, this machine's older files are
+    archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.
     """
     old = runs.claim(place, new, replace=replace)
     runs.archive(place, new.run)

@@ -45,7 +45,7 @@ class _Earlier:
 
     status: JobStatus | None = None
     here: Run | None = None
-    """Set if the earlier run was on this machine."""
+    """The earlier run, if it was on this machine."""
     elsewhere: runs.Run | None = None
     """The earlier run's record in the store, if another machine began it."""
     place: Store | None = None
@@ -123,7 +123,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy the files in a code directory that a pod would get, too."""
+    """Copy those files in a code directory that a pod would get, too."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []

@@ -76,7 +76,7 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Each worker's starts since it was last in a world."""
+        """Number of starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
         """When the other workers stop waiting for the first one."""
@@ -88,7 +88,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Adopt an earlier launcher's workers, even if they have died since; `ended` detects that."""
+        """Adopt an earlier launcher's workers. `ended` detects those that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -148,7 +148,7 @@ class WorkerPool:
         return not self._job.spec.environment.requirements and not self._job.spec.environment.conda  # agents do not run there
 
     def _fork(self, environ: Mapping[str, str], log: int, reported: Container[int]) -> int | None:
-        """Have another worker fork a new one. Returns the new worker's pid, if any."""
+        """Have another worker fork a new one. Returns the new worker's pid, or None if no worker can fork."""
         if not self._may_fork():
             return None
         parents = [each.index for each in self.staying() if self.trained(each.index) or each.index in reported]

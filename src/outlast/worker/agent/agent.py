@@ -59,7 +59,7 @@ PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
 class Agent:
-    """One worker's agent. Without `warm`, the warm process must wait for the job's own Python environment."""
+    """One worker's agent. `warm` is None if the warm process must wait for the job's own Python environment."""
 
     def __init__(
         self,
@@ -84,7 +84,7 @@ class Agent:
         self._status_server = kubeflow_status.StatusServer(environ, self.output)
         self._looked_at = self.clock()
         self._kill_at = float("inf")
-        """When training is killed if it has not left by then."""
+        """Time at which training is killed if it has not left by then."""
         self._warm = warm_supervisor.WarmProcess(environ, warm)
         self._stop_preparing = threading.Event()
         from outlast.worker.prepare import phases
@@ -277,7 +277,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by a thread of `snapshots`."""
+        """Fetch the newest checkpoint in the store, if any. A thread of `snapshots` also calls this method."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest
@@ -286,7 +286,7 @@ class Agent:
             fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """Return generation and step of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
+        """Return the generation and step of the newest checkpoint in the store, if any. A thread of `snapshots` calls this."""
         if not self._store:
             return None
         from outlast.storage import store

@@ -89,9 +89,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share: for an
-    operator's job its run, otherwise the cluster's certificate authorities. After these change, new pods count as another
-    owner."""
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share. An
+    operator's job is identified by its run, any other job by the cluster's certificate authorities; if these change, new pods
+    count as another owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"

@@ -43,7 +43,7 @@ class StatusServer:
         """Newest step, and the total if known; None while rank 0 is on another worker."""
 
     def look(self, step: float, steps: float | None, *, rank: int) -> None:
-        """Report the first process's progress if it is rank 0 and a report is due."""
+        """Report the first process's progress if that process is rank 0 and a report is due."""
         self._last, now = (int(step), int(steps) if steps else None) if rank == 0 else None, time.monotonic()
         if URL in self._environ and now - self._sent >= INTERVAL_S and not (self._sender and self._sender.is_alive()):
             self._report(now)

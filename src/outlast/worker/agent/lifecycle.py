@@ -108,7 +108,7 @@ class GraceOver:
 
 @dataclasses.dataclass(frozen=True)
 class Flushed:
-    """Event: the last upload has ended. `problem` is the reason why output is missing in the store, empty if none is."""
+    """Event: the last upload has ended. `problem` is the reason why output is missing in the store; it is empty on success."""
 
     problem: str = ""
 

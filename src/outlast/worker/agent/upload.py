@@ -68,7 +68,7 @@ class Report:
     """Number of checkpoints that this process has uploaded, in `uploads_s` seconds."""
     uploads_s: float = 0.0
     goodput: float | None = None
-    """The run's goodput so far; None before the first step and in processes not beside rank 0."""
+    """The run's goodput so far; None before the first step, and in processes that do not run beside rank 0."""
     lost: Mapping[str, float] | None = None
     """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost."""
     lost_steps: int = 0
@@ -103,7 +103,7 @@ class Uploader:
         self._uploaded: set[tuple[int, int]] = set()
         """Step and generation of each checkpoint that is in the store or damaged, and needs no upload."""
         self._ways_back: list[tuple[int, int]] = []
-        """The `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
+        """The result of `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)
@@ -145,7 +145,7 @@ class Uploader:
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything; the `last` pass includes unfinished files. Raises StoreError, Stopped, Superseded and OSError."""
+        """Upload everything; unfinished files only if `last` is set. Raises StoreError, Stopped, Superseded and OSError."""
         runs.check(self._place, self._run, self._owner)
         if not self._index.exists():  # the first pass uploads the job file and logs before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
@@ -349,7 +349,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains until `deadline` (monotonic). Returns why that failed; empty if only single files were rejected."""
+    """Upload all that remains until `deadline` (monotonic). Returns an error message; empty even if a few files keep failing."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

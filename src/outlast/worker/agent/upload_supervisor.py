@@ -19,7 +19,7 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Age in seconds of a training process at which the first upload process may use the CPU for its imports."""
+"""Minimum age in seconds of a training process before the first upload process starts, since its imports use the CPU."""
 WAIT_S = 30.0
 """Delay in seconds before the first upload process if there is no training process, so that logs are uploaded."""
 NICENESS = 10
@@ -46,8 +46,8 @@ class UploadProcess:
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process unless it is running, or the training `processes` cannot have written output yet. Returns True
-        if the last upload process found that this worker had been superseded."""
+        """Start the upload process unless it is running; the first start waits until the training `processes` could have written
+        output. Returns True if the last upload process found that this worker had been superseded."""
         if self._child is not None:
             code = self._child.poll()
             if code is None:

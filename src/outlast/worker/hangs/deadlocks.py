@@ -295,8 +295,8 @@ class Watch:
         return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message for a deadlock. All ranks must have reported the same states twice, which proves that these
-        states were simultaneous."""
+        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, which
+        proves that these states were simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []

@@ -25,7 +25,7 @@ from outlast.job.workerfiles import progress_file
 BUSY = 0.01
 """Share of a core above which this process counts as working: a training loop uses more, ten polls a second use less."""
 CHILDREN_BUSY = 0.2
-"""Share of a core above which child processes count as working; processes that record metrics always use more than BUSY."""
+"""Share of a core above which child processes count as working. It allows for processes that record metrics all the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,7 +44,7 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work by child processes and GPUs, which is more expensive to measure than a `Sample`."""
+    """Work by child processes and GPUs, which costs more to measure than a `Sample`."""
 
     children_s: float = 0.0
     allocated: tuple[int, ...] = ()

@@ -49,7 +49,7 @@ def make(cache: Path) -> Path:
 
 
 def hold() -> None:
-    """Keep this process's copy of Outlast, if any, until the process ends."""
+    """Protect this process's copy of Outlast, if any, from removal until the process ends."""
     if copy := current():
         file_locks.shared(copy / LOCK)
 

@@ -51,7 +51,7 @@ _SIDE_EFFECTS = {
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
 _SEARCHES = {"fsspec.config"}
-"""Modules that copy the whole environment, but use only their own variables (fsspec, for transformers)."""
+"""Modules that copy the whole environment, but use only their own variables. transformers imports fsspec."""
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SAFE_THREAD = "jemalloc_bg_thd"
@@ -198,7 +198,7 @@ def _state() -> tuple[object, ...]:
 
 
 def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
-    """Yield the packages that `trial` yields, but run it only once for all workers, which share results in `directory`."""
+    """Yield what `trial` yields, but run the trial only once for all workers, which share the results in `directory`."""
     environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
     tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
     result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"
@@ -231,7 +231,8 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """Reads ranks' reports in the warm process, starts trials, and imports modules. `detach(parent)` detaches a fork."""
+    """Reads ranks' reports for the warm process, starts trials, and imports modules. `detach` separates a fork from that
+    process."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach

@@ -121,7 +121,7 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all are secondary, a `rank` here that exited with code 0 is the cause."""
+        """Return the root failure. If all failures are secondary, the cause is `rank`, which exited here with code 0, if any."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}
@@ -154,7 +154,7 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return a failure's cause: wrong bits, no disk space, no memory (a RuntimeError if a driver reports it), or unknown."""
+    """Return a failure's cause: wrong bits, a full disk, no memory (a driver's error is a RuntimeError), or unknown."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS

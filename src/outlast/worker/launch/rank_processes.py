@@ -30,7 +30,7 @@ KILL_DELAY_S = 5.0
 CAUSE_S = 0.5
 """Maximum seconds by which the first failed process may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason if a warm process was killed: the kernel kills its forks, and nothing reports their end."""
+"""The reason given for a process whose warm process was killed: the kernel kills it, too, and nothing reports its end."""
 END_S = 60.0
 """Longest wait in seconds for a killed process, which a driver or a disk may delay."""
 
@@ -45,7 +45,7 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines in the next piece and, if it is the `last` one, an unfinished line. Returns whether more may follow."""
+        """Copy the lines in the next piece and, if `last` is set, also an unfinished line. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -157,7 +157,7 @@ class Fork(threading.Thread):
 
 
 class RankProcesses:
-    """This worker's training processes in one world, and the process of the world's store if hosted here."""
+    """This worker's training processes in one world, and the process of the world's store if it is hosted here."""
 
     def __init__(self, path: str, cwd: str) -> None:
         """`path` is the warm process's socket."""

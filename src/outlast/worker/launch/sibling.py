@@ -91,8 +91,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables in the `new` worker's environment that differ from our `own`. Returns None if it does not fit:
-    libraries have already read other variables, and values must have equal lengths."""
+    """Return the variables in the `new` worker's environment that differ from our `own`. Returns None if that environment does
+    not fit: libraries have already read other variables, and values must have equal lengths."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
@@ -116,18 +116,18 @@ def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
 
 
 def show(changed: Mapping[str, str]) -> None:
-    """Overwrite these variables in this process's /proc/<pid>/environ, which is also C code's environment."""
+    """Overwrite these variables in this process's /proc/<pid>/environ, which is also the environment that C code sees."""
     _overwrite({f"{name}=": f"{name}={value}" for name, value in changed.items()})
 
 
 def show_local_rank(local_rank: str) -> None:
-    """Show LOCAL_RANK in this process's /proc/<pid>/environ, as in torchrun's processes, where people look for it."""
+    """Show LOCAL_RANK in this training process's /proc/<pid>/environ, as in torchrun's processes: people find ranks by it."""
     room = f"{ROOM}={_ROOM_VALUE}"
     _overwrite({room: f"LOCAL_RANK={local_rank}".ljust(len(room), "\0")})
 
 
 def _overwrite(entries: Mapping[str, str]) -> None:
-    """Write these texts over the entries that begin with the keys, which must not be shorter."""
+    """Write these texts over the entries that begin with the keys; no text may be longer than its entry."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

@@ -84,7 +84,7 @@ class WarmProcess:
         return False
 
     def continue_stopped(self) -> None:
-        """Continue the process after a SIGSTOP, during which it forks nothing, and which nobody else notices."""
+        """Continue the process if it was stopped (SIGSTOP), since it forks nothing meanwhile, and nobody else notices."""
         if (process := self._process) and process.poll() is None and progress_file.kernel(process.pid)[0] == "T":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)

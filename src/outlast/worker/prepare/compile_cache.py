@@ -150,8 +150,9 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. A failed store is ignored.
-    Raises OutlastError if the command fails or the directory is not writable, and Stopped soon after `stop` is set."""
+    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. If the store fails, training
+    starts without the cache. Raises OutlastError if the command fails or the directory is not writable, and Stopped after `stop`
+    is set."""
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
         cache.mend()

@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 
 PINS = "pins"
-"""Directory for pins (`data_cache.Source`), below the one that a run's workers share."""
+"""Directory for pins (`data_cache.Source`), below the directory that a run's workers share."""
 REACH_S = 10.0
 """Seconds that a submission waits for stores to respond."""
 
@@ -158,8 +158,8 @@ class Preparation:
                 raise OutlastError(f"module: Python finds no {package!r} in {directory}; correct the name or install its package")
 
     def environment(self) -> None:
-        """Make the job's Python environment, if any, and set `python` to the interpreter for training, which may also be the
-        image's (if it lacks Outlast) or this process's."""
+        """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
+        image's (if it lacks Outlast), or this process's."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)
@@ -185,8 +185,9 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available, local files in place. Several data entries are linked into one directory, laid out like
-        their `to` in pods; models are linked by name. In pods, all entries are linked there."""
+        """Make data and models available. Local files are used in place; files in a store are fetched. Several data entries are
+        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all entries are linked at
+        their `to`."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]

@@ -40,7 +40,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""Marks the stubs that represent the base Python's packages to uv, as the content of their INSTALLER file."""
+"""Content of the INSTALLER file in the stubs that represent the base Python's packages to uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -66,7 +66,7 @@ class Made:
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
     """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError. A relative
-    path is below `code`, and is not checked without it."""
+    path is below `code`, and is not checked if `code` is None."""
     if environment.conda:
         _conda_tool(os.environ)
     if path := _file(environment, code):

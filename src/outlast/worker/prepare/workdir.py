@@ -87,7 +87,7 @@ class Results:
         """Paths that this pass delays, with their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path is in the working directory but no result: a code, hidden or compiled file."""
+        """Return whether a path is in the working directory but not a result: a code, hidden or compiled file."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -114,8 +114,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted, with a later one in the store,
-        where a checkpoint that this pass delays is not."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
+        A checkpoint that this pass delays is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -137,10 +137,11 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass, and return a predicate for incomplete results, which must wait. With `last`, nothing must wait.
+        """Begin a pass, and return a predicate for incomplete results, which must wait. If `last` is set, no result must wait.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits for all its files.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until all its files are
+        unchanged.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -214,8 +215,8 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
-    """Copy the code to `work/` in this pod's output, and make the script run there, unless it is too large. Raises OSError,
-    Stopped."""
+    """Copy the code to `work/` in this pod's output, and set `environ` so that the script runs there. Code that is too large runs
+    in place. Raises OSError, Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:

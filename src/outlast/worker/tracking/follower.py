@@ -88,7 +88,7 @@ class Session:
 
 
 def main(argv: Sequence[str]) -> NoReturn:
-    """Follow the run to its end. Exits with code 0 even if metrics are missing, which is then reported."""
+    """Follow the run to its end, then exit, with code 0 if all metrics have arrived or missing metrics were reported."""
     os.nice(19)  # before the trackers' libraries are imported, which is most of the work
     os.environ.setdefault("OMP_NUM_THREADS", "1")
     for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP):

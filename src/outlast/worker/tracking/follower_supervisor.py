@@ -22,7 +22,7 @@ log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
 LEAVE_S = 2.0
-"""Seconds that a session waits for trackers if the run continues elsewhere, with another follower."""
+"""Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
 """Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""

@@ -61,7 +61,8 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report its own. It is written after values, so a kill may repeat some."""
+    """A stored position, for a tracker that cannot report its own. It is written after values are sent, so a kill may repeat
+    some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -88,7 +89,7 @@ class Reader:
         """The last line before the offset. It contains the time, so it differs in a replaced file."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, about `BLOCK` bytes, the same ones until `commit`; empty if none. Raises OSError."""
+        """Return the next complete lines, at most about `BLOCK` bytes, and the same lines until `commit`. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

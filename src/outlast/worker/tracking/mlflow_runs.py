@@ -36,8 +36,8 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Default variables for MLflow's client: directories are allowed, it does not retry, as `forwarding` does, and it sends no
-telemetry."""
+"""Variables for MLflow's client, unless the user has set them: directories are allowed; telemetry and the client's own retries
+are off, since `forwarding` retries."""
 
 
 class MLflow:
@@ -91,7 +91,7 @@ class MLflow:
         return str(self._client.create_experiment(self._experiment))
 
     def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this tag, creating both in one request, so that the tag is unique."""
+        """Return the id of the run with this tag, creating it if missing. One request creates both, so the tag is unique."""
         if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
             return str(runs[0].info.run_id)
         return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)

@@ -54,8 +54,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. After any exception, the sink is opened again, and unsent values are sent again, unless it is an
-    OutlastError."""
+    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again. OutlastError means
+    that a retry cannot help."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
