@@ -26,7 +26,6 @@ TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
 PREFIX = "NB_PREFIX"
 """Kubeflow's environment variable for the URL path under which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Default settings for the page, which the user's own settings override."""
 _BITS = 256
 _SHORTEST = 16
 """Minimum length of the user's token. Arbitrary."""

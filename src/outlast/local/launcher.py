@@ -47,7 +47,6 @@ WAIT_NOTICE_S = 2.0
 EARLY_FAILURE_S = 60.0
 """If a script fails within this many seconds and before any step, it counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
-"""Timeout in seconds for uploading what the workers could not upload."""
 EXIT_TIMEOUT_S = 15.0
 """Seconds that workers may take to exit after the job has ended."""
 
@@ -73,7 +72,6 @@ class Launcher:
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was submitted or resumed, on this launcher's clock."""
         self.started: float | None = None
-        """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
         """Why workers could not join the running world, by index."""
         self.formed_at = 0.0

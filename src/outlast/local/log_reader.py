@@ -22,7 +22,6 @@ class Tail:
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._begun: list[bytes] = []
-        """The parts of an unfinished line."""
         if last is not None:
             self._file.seek(self._offset_of(last))
 

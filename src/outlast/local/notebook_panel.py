@@ -1,4 +1,4 @@
-"""Jobs in a notebook: follow a job while it trains, and show its report.
+"""Shows jobs in a notebook while they train, and their reports.
 
     from outlast import notebooks
 

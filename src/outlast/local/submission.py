@@ -102,7 +102,6 @@ class _Copy:
     changed: tuple[str, ...] = ()
     """Files added or changed since the last submission."""
     notices: tuple[str, ...] = ()
-    """Messages about files that were not copied."""
     digest: str = ""
 
 

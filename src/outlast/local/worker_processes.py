@@ -79,7 +79,6 @@ class WorkerPool:
         """Number of starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """When the other workers stop waiting for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 

@@ -305,7 +305,6 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _train(self) -> None:
-        """Train in successive worlds, in a separate thread."""
         from outlast.worker.prepare import phases
 
         spec = self.job.spec

@@ -1,6 +1,5 @@
 """An agent's tasks for the whole run if there is no launcher: it claims the run, coordinates its rendezvous, and records its end.
-Every agent claims and records, since any other worker may have ended. `rendezvous.transport.Mode` says which process
-coordinates."""
+Every agent claims and records, since any other worker may have ended. `rendezvous.transport.Mode` says who coordinates."""
 
 from __future__ import annotations
 

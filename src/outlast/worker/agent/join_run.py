@@ -44,7 +44,6 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _MOST_QUERIED = 8
-"""Maximum number of workers to query; one answer is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 

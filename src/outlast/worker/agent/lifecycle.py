@@ -1,4 +1,4 @@
-"""A worker's lifecycle as a pure state machine, which answers events with effects.
+"""A worker's lifecycle as a pure state machine, which maps events to effects.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
          (an interruption at any time: save if possible, finish early, exit 75)

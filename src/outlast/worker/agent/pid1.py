@@ -1,8 +1,8 @@
 """Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans, e.g. data loaders of a killed rank.
 
-Orphans become children of process 1, and zombies unless it reaps them, until the pod reaches its pid limit. The agent cannot do
-this, since waiting for *any* child would consume the exit codes of its own children. The fork comes before the agent has threads,
-files or children. If another program is process 1 (a shared process namespace, `docker run --init`), this module does nothing.
+Unless process 1 reaps orphans, they remain zombies until the pod reaches its pid limit. The agent cannot reap them, since waiting
+for *any* child would consume the exit codes of its own children. So process 1 forks before the agent has threads, files or
+children. If another program is process 1 (a shared process namespace, `docker run --init`), this module does nothing.
 """
 
 from __future__ import annotations

@@ -35,10 +35,8 @@ class Reporter:
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
         self.metrics: Mapping[str, float] = {}
-        """The worker's metrics by name, without the prefix."""
         self.probes = ""
         self.displaced = False
-        """True if another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
         self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}
@@ -154,7 +152,6 @@ class LoggedStep:
         self._first_of_run: guessed_progress.Logged | None = None
         self._previous: guessed_progress.Logged | None = None
         self._process: tuple[int, int] | None = None
-        """Generation and pid of the current process."""
         self._first: guessed_progress.Logged | None = None
         self.last: guessed_progress.Logged | None = None
         self.warning = ""

@@ -5,9 +5,10 @@
                                           --ended means that the operator has ended the run
 
 One process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process for
-rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process its own directory's logs and ledger.
-Committed checkpoints are uploaded at once, newest first, the ledger with each event, and everything else at the job's interval.
-`.push/` records completed uploads, so a kill costs at most one repetition. Each line of output is a `Report` as JSON.
+rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads its own directory's other
+files. Committed checkpoints are uploaded at once, newest first, the ledger with each event, and everything else at the job's
+interval. `.push/` records completed uploads, so a kill costs at most one repetition. Each line on standard output is a `Report`
+as JSON.
 """
 
 from __future__ import annotations

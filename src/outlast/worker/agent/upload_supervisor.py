@@ -24,7 +24,6 @@ WAIT_S = 30.0
 """Delay in seconds before the first upload process if there is no training process, so that logs are uploaded."""
 NICENESS = 10
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process before its first step has ended."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
 """The upload process's exit code if the store has a newer generation."""

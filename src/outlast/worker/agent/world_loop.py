@@ -1,6 +1,5 @@
 """Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous. Unlike in
-torchrun's agent, a failure does not end the loop, which reports how the training processes ended, and then waits for the next
-world."""
+torchrun's agent, a failure does not end the loop: it reports how the training processes ended, and waits for the next world."""
 
 from __future__ import annotations
 
@@ -50,7 +49,6 @@ class Settings:
     command: Sequence[str]
     """The script or module and its arguments, as for `launch.training_process`."""
     grace_s: float
-    """Seconds that training has to save and leave on request."""
     restarts: int
     """The job's limit on restarts, which also limits a world's attempts."""
     needed: bool

@@ -1,13 +1,11 @@
 """Detects deadlocks between ranks within seconds, and writes each rank's heartbeat (`progress_file.Pulse`).
 
-In every training process, a thread samples the main thread about once a second (`hangs.motion`). If that has not moved for a
-while, the thread publishes the rank's state in the process group's store: the current call to the session, the place in the
-script, and the number of collectives begun in each group. If no rank moves, each rank compares all states. If rank A waits in a
-call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a bug, and
-ends with an error message. Ranks that have begun the same operation are merely slow, or hang (`hangs.hang_limit`).
-
-Detection works with and without a session. `training.collective_calls` detects ranks in different calls to a session, without
-this thread.
+In every training process, a thread samples the main thread about once a second (`hangs.motion`). If the main thread has not moved
+for a while, the sampling thread publishes the rank's state in the process group's store: the current call to the session, the
+place in the script, and the number of collectives begun in each group. If no rank moves, each rank compares all states. If rank A
+waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a
+bug, and ends with an error message. If all ranks have begun the same operation, some are merely slow, or hang
+(`hangs.hang_limit`). `training.collective_calls` detects ranks in different calls to a session, without this thread.
 """
 
 from __future__ import annotations
@@ -58,7 +56,6 @@ class RankState:
     """The state of a rank whose main thread is not moving."""
 
     calls: int = 0
-    """Number of calls to the session begun so far."""
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
@@ -136,7 +133,6 @@ class Watch:
         self.calls = 0
         self.signs = 0
         self.held = 0
-        """Number of open `alive` contexts."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
         self.code = contract.Exit.MISCONFIGURED

@@ -35,7 +35,6 @@ class Sample:
     place: Hashable
     """The main thread's stack, as the code and instruction of each frame."""
     counts: Hashable = 0
-    """Number of calls and collectives begun."""
     cpu_s: float = 0.0
     """CPU seconds of all threads except the sampling thread."""
     spins: bool = False

@@ -238,7 +238,6 @@ class Preloader:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
         self._trial: tuple[int, list[str], Imported] | None = None
-        """The running trial's descriptor, modules and original report."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}

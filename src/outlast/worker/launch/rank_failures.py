@@ -50,7 +50,6 @@ class Ended:
     code: int
     """Exit code, or the negative number of the signal that ended the process."""
     time: float
-    """Seconds since the epoch."""
     why: str = ""
     """Why the process could not be started or was lost."""
     asked: bool = False

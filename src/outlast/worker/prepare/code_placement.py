@@ -3,7 +3,7 @@
     copy(directory, entries, into, ...)              at submission, for code on this machine
     place("s3://bucket/code.tar.gz", into, ...)      by the first worker on a machine, for all of its workers
 
-The job may write to the run's directory. Newer code replaces the files there, except those that the job has written or changed.
+The job may write to the run's directory. Newer code does not replace files that the job has written or changed there.
 """
 
 from __future__ import annotations

@@ -1,5 +1,5 @@
-"""Finds the Python in an image without Outlast (`launch.relocatable`), in which training runs. Imports only the standard library,
-since every such worker waits for this module."""
+"""Finds the Python in an image without Outlast (`launch.relocatable`), in which training runs. This module imports only the
+standard library, since every such worker waits for it."""
 
 from __future__ import annotations
 
@@ -39,7 +39,6 @@ class Base:
     executable: str
     version: tuple[int, ...]
     identity: tuple[str, ...] = ()
-    """Version, prefix and platform."""
     below: tuple[Path, ...] = ()
     torch: str = ""
     """PyTorch's version; `unknown` if it is not from a distribution, empty if it is missing."""

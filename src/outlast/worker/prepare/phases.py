@@ -29,7 +29,6 @@ if TYPE_CHECKING:
 PINS = "pins"
 """Directory for pins (`data_cache.Source`), below the directory that a run's workers share."""
 REACH_S = 10.0
-"""Seconds that a submission waits for stores to respond."""
 
 
 def check(job: spec.Job, pins: Path) -> None:

@@ -1,6 +1,5 @@
-"""Flattens a pip requirements file, so that the result can be stored anywhere: includes are inlined, and paths become absolute. A
-run stores its requirements at submission, and their fingerprint identifies the environment. Format:
-https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
+"""Flattens a pip requirements file, so that the result can be stored anywhere: includes are inlined, and paths become absolute.
+The fingerprint identifies the environment. https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
 
 from __future__ import annotations
 

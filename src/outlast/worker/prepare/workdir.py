@@ -80,7 +80,6 @@ class Results:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the code files' record when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
         self._waiting: set[str] = set()

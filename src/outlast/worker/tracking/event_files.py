@@ -1,4 +1,4 @@
-"""TensorBoard event files beside the metrics: `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
+"""Writes TensorBoard event files beside the metrics: `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
 
 Each follower begins a new file with the resumed step, so TensorBoard drops later steps from earlier files. The directory contains
 no other files, since TensorBoard reads a directory's files in sequence. Needs only the `tensorboard` package (extra `tracking`).

@@ -1,7 +1,7 @@
-"""The follower, a process that sends a run's metrics to all trackers. An output has only one follower at a time, by a lock.
+"""The follower, a process that sends a run's metrics to all trackers. A lock ensures that an output has one follower at a time.
 
 The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has
-died. With `--end STATUS`, it sends the rest and the run's end, then exits.
+died. With `--end STATUS`, it sends the remaining metrics and the run's end, and exits.
 """
 
 from __future__ import annotations

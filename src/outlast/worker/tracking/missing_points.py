@@ -1,8 +1,7 @@
 """Selects the values in `metrics.jsonl` that a tracker lacks.
 
-A tracker's *position* is the last step that it received for each name. Only values with a greater step are new, so steps that are
-repeated after a resume are skipped, since their values are bit-identical. A file that was truncated and has grown since, or
-copied to another disk, is read again from its beginning.
+A tracker's *position* is the last step that it received for each name. Only values with a greater step are new: steps repeated
+after a resume have bit-identical values. A file that was truncated and has grown since is read again from its beginning.
 """
 
 from __future__ import annotations

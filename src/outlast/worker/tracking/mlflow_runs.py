@@ -1,5 +1,5 @@
-"""MLflow: one MLflow run per run, identified by a tag, below a run for the job. Works with any server, database or directory that
-MLflow's client supports. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`)."""
+"""Sends metrics to MLflow, as one MLflow run per run, identified by a tag, below an MLflow run for the job. It works with any
+server, database or directory that MLflow's client supports. Checkpoints are tags with their locations. Needs `mlflow-skinny`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A tracker's interface, the settings for a run's trackers, and how the run identifies itself to them. The job file's `tracking`
+"""Defines a tracker's interface, the settings for a run's trackers, and how the run identifies itself. The job file's `tracking`
 takes precedence. Otherwise MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KEY or WANDB_MODE enables Weights & Biases."""
 
 from __future__ import annotations
