@@ -40,8 +40,7 @@ _NOTICE_DELAY_S = 1.0
 
 
 class LocalBackend:
-    """The backend for this machine. `state` is usually `.outlast` in the working directory. `start` is called to start a
-    daemon."""
+    """The backend for this machine. `state` is usually `.outlast` in the working directory; `start` starts a daemon."""
 
     poll_s = 0.3
 
@@ -224,7 +223,7 @@ class LocalBackend:
         Request.read(state_dir).replaced(state_dir, replicas=replicas)
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that takes only the job's name."""
+        """Carry out a command that takes only a job's name: resume, suspend, interrupt, cancel or kill."""
         match verb:
             case "resume":
                 self.resume(name)

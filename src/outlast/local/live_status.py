@@ -157,7 +157,7 @@ class LiveStatus:
             self.status.lost = LostStatus(**dataclasses.asdict(total)) if total.failures else None
 
     def finish(self) -> None:
-        """Find the last files saved by a plain script."""
+        """Find the last files that a plain script saved, and clear the warning."""
         self._find_saves(now=True)
         self.warning = ""
 

@@ -76,8 +76,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of the other workers' probes, derived from worker 0's host in `endpoint`, or from `me`, our full
-    name."""
+    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our full name (`me`)."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")

@@ -1,4 +1,4 @@
-"""The agent's supervisor of the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
+"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Minimum age in seconds of a training process before the first upload process starts, since its imports use the CPU."""
+"""Minimum age in seconds of a training process before the first upload process starts and imports its modules."""
 WAIT_S = 30.0
 """Delay in seconds before the first upload process if there is no training process, so that logs are uploaded."""
 NICENESS = 10

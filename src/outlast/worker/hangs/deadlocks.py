@@ -126,7 +126,7 @@ def _frame(thread: int) -> FrameType | None:
 
 
 class Watch:
-    """A watch over this process's main thread, one per process (`watch`)."""
+    """Watches this process's main thread. There is one instance per process (`watch`)."""
 
     def __init__(self) -> None:
         self.call = ""

@@ -231,8 +231,7 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """Reads ranks' reports for the warm process, starts trials, and imports modules. `detach` separates a fork from that
-    process."""
+    """Reads ranks' reports for the warm process, starts trials, and imports modules. `detach` is called in each fork."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach

@@ -102,8 +102,7 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child. Returns only in the new process: True if the caller
-    still waits for it."""
+    """Fork again, so that the new process is not our child. Returns only in the new process: True if the caller still waits."""
     if os.fork():
         os._exit(0)
     os.setsid()

@@ -151,8 +151,7 @@ def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
     """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. If the store fails, training
-    starts without the cache. Raises OutlastError if the command fails or the directory is not writable, and Stopped after `stop`
-    is set."""
+    starts without the cache. Raises Stopped, and OutlastError if the command fails or the directory is not writable."""
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
         cache.mend()

@@ -82,8 +82,8 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
     """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path for the shard (None if another
-    process fetches it, or just has), and the number of bytes that do not fit. A process that has not written for `_STILL_S` does
-    not count."""
+    process fetches it, or just has), and the number of bytes that do not fit. A process that has not written for `_STILL_S` is
+    ignored."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"

@@ -113,8 +113,7 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """Prepares one worker, and adds variables for training to `environ`. The data stays in the cache until `close`, or until this
-    process ends."""
+    """Prepares one worker, and adds variables for training to `environ`. Its data stays in the cache until `close`."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, say: Say | None = None, stop: threading.Event | None = None
@@ -185,8 +184,8 @@ class Preparation:
 
     def data(self) -> None:
         """Make data and models available. Local files are used in place; files in a store are fetched. Several data entries are
-        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all entries are linked at
-        their `to`."""
+        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all are linked at their
+        `to`."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]

@@ -123,7 +123,7 @@ def _logical(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _absolute(requirement: str, directory: Path) -> str:
-    """Return a requirement as an absolute path if it is a path, such as `./lib[extra]` or `wheels/a.whl`; otherwise empty."""
+    """Return a requirement as an absolute path if it is a path, such as `./lib[extra]`, or an empty string otherwise."""
     if "://" in requirement or re.search(r"\s@\s|[;<>=~!]", requirement):
         return ""
     if not (requirement.startswith((".", "/")) or os.sep in requirement or requirement.lower().endswith(_WHEELS)):

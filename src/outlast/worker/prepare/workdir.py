@@ -139,8 +139,8 @@ class Results:
         """Begin a pass, and return a predicate for incomplete results, which must wait. If `last` is set, no result must wait.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until all its files are
-        unchanged.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until none of its files
+        changes.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()

@@ -89,7 +89,7 @@ class Trackers:
             log.warning("outlast: %s", self.problem)
 
     def news(self) -> dict[str, str]:
-        """Return a new warning for the progress record, if any. Most calls cost nothing."""
+        """Start the follower if necessary, and return a new warning for the progress record, if any."""
         self.follow()
         if self._follower is None or (problem := self._follower.news()) is None:
             return {}
@@ -97,8 +97,7 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Wait for a bounded time until the follower has sent all metrics. Returns a warning if the run ends with metrics
-        missing."""
+        """Wait a bounded time for the follower to send all metrics. Returns a warning if the run ends with metrics missing."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
