@@ -128,7 +128,7 @@ class LocalBackend:
             name = path.parent.name
             try:
                 jobs.append(self.status(name))
-            except NotFound:  # it is being submitted again
+            except NotFound:  # the job is being submitted again
                 continue
             except OutlastError as problem:
                 submitted = path.stat().st_mtime

@@ -179,7 +179,7 @@ class Launcher:
             "time": time.time(),
             "generation": self.state.generation,
             "interruptions": self.status.interruptions,
-            "history": self.state.history,  # # for the previous version, which reads this and `judged`
+            "history": self.state.history,  # for the previous version, which reads this and `judged`
             "judged": self.state.counted[0],
             "start": self.newest_start()[1],
             "gpus": self.pool.gpus,
@@ -258,7 +258,7 @@ class Launcher:
             self._wake.set()
         lasting, last = ((each.world, each.counted, each.history, each.ending) for each in (self.state, before))
         if lasting != last:
-            self.remember()  # # before any worker or user learns of it
+            self.remember()  # before any worker or user learns of it
         for effect in effects:
             match effect:
                 case coordinator.Record(kind, facts, state, reason, failure):

@@ -104,7 +104,7 @@ class LiveStatus:
         if record.pid != self._pid:
             restarted = now.step and (
                 self._pid or record.started > progress_file.kernel(os.getpid())[1]
-            )  # # otherwise this launcher has adopted the process
+            )  # otherwise this launcher has adopted the process
             self._previous = guessed_progress.Logged(now.step, None, now.epoch) if restarted else None
             self._pid = record.pid
         self._find_saves()

@@ -56,7 +56,7 @@ def unfinished(
         )
     if record is None or (record.succeeded and not own):
         return None
-    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # the store does not know yet that it has ended
+    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # the store does not know yet that the run has ended
         return None
     if not take_over and not (own and own.owner == record.owner):
         heartbeat.wait(place, record.run, home, advice=_ADVICE, say=say)

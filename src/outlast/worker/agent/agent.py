@@ -143,7 +143,7 @@ class Agent:
             self._status_server.end(done=end.code == contract.Exit.DONE)
         self._warm.wait()
         if self._preparing:
-            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends its child processes
+            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # the thread ends its child processes
         if self._snapshots:
             self._snapshots.close()
         self.coordination.close()
@@ -202,7 +202,7 @@ class Agent:
         self.coordination.record_end_from_operator()
         if (
             not self._store or contract.Env.OWNER not in self.environ
-        ):  # # the output is already in its place, or the run was never claimed
+        ):  # the output is already in its place, or the run was never claimed
             self._events.put(lifecycle.Flushed())
             return
         threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
@@ -266,7 +266,7 @@ class Agent:
                 if self._snapshots is None:  # otherwise this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
                     self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
-                if self._snapshots is None:  # # otherwise the ranks request the checkpoint, if no worker has a newer snapshot
+                if self._snapshots is None:  # otherwise the ranks request the checkpoint, if no worker has a newer snapshot
                     self._restore()
                 if self._store and not self.launched_here:  # on one machine the submission has fetched the files
                     from outlast.storage import store

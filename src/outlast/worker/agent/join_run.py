@@ -67,7 +67,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
         try:
             with urllib.request.urlopen(f"http://{address}/end", timeout=_ANSWER_S) as answer:
                 end = Ended(**json.load(answer))
-        except (OSError, ValueError, TypeError):  # it has ended, still trains, or runs another version
+        except (OSError, ValueError, TypeError):  # the worker has ended, still trains, or runs another version
             return None
         return end if end.run == run else None
 

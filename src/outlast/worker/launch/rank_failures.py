@@ -102,7 +102,7 @@ class Start:
         echo = is_secondary(record)
         young = (verdict is not None and verdict.early) or (echo and record.get("age_s", math.inf) < EARLY_S)
         plain = reached is None and bool(reported or young)
-        # # With a record, the process was exiting already.
+        # With a record, the process was exiting already.
         stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
         stuck = verdict is not None and verdict.stuck
         return {

@@ -130,10 +130,10 @@ class Source:
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
-        with contextlib.suppress(FileNotFoundError):  # it is being removed
+        with contextlib.suppress(FileNotFoundError):  # the version is being removed
             lock = file_locks.shared(directory / "lock")
             if lock is not None and (directory / _LISTING).is_file():
-                with contextlib.suppress(PermissionError):  # it belongs to another user
+                with contextlib.suppress(PermissionError):  # the lock file belongs to another user
                     os.utime(lock)
                 note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
                 if not note.is_file():
