@@ -102,9 +102,7 @@ class LiveStatus:
     def _read_plain(self, record: progress_file.Progress, world: World) -> None:
         now = self.status
         if record.pid != self._pid:
-            restarted = now.step and (
-                self._pid or record.started > progress_file.kernel(os.getpid())[1]
-            )  # otherwise this launcher has adopted the process
+            restarted = now.step and (self._pid or record.started > progress_file.kernel(os.getpid())[1])  # else it was adopted
             self._previous = guessed_progress.Logged(now.step, None, now.epoch) if restarted else None
             self._pid = record.pid
         self._find_saves()

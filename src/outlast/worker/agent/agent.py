@@ -200,9 +200,7 @@ class Agent:
         self._printed_end = self.worker.code, self.worker.reason
         print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
         self.coordination.record_end_from_operator()
-        if (
-            not self._store or contract.Env.OWNER not in self.environ
-        ):  # the output is already in its place, or the run was never claimed
+        if not self._store or contract.Env.OWNER not in self.environ:  # nothing to upload, or the run was never claimed
             self._events.put(lifecycle.Flushed())
             return
         threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
