@@ -1,7 +1,5 @@
 """Provides the command, environment and token for JupyterLab in `outlast notebook`, and finds a running server (decision 0052).
-
-This is the only module that depends on Jupyter. `cli.train.notebook` runs the command, and so do pods.
-"""
+No other module depends on Jupyter."""
 
 from __future__ import annotations
 

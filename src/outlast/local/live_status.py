@@ -182,7 +182,6 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Scan for a plain script's saves every few seconds, or less often if scans are slow."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = guessed_progress.newest(self._output, self._run.submitted)

@@ -26,11 +26,9 @@ if TYPE_CHECKING:
 
 
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
-    """Show a job in a panel that updates until the job has reached step `until`, or has ended.
-
-    `metric` names the metric to plot, as passed to `run.log`. The Stop button ends this call, not the job. Raises OutlastError if
-    the job has ended without success, so that later cells do not run without its result.
-    """
+    """Show a job in a panel that updates until the job has reached step `until`, or has ended. `metric` names the metric to plot.
+    The Stop button ends this call, not the job. Raises OutlastError if the job has ended without success, so that later cells do
+    not run without its result."""
     from IPython import display
 
     place = _here()

@@ -3,8 +3,8 @@
     run.log ──► metrics.jsonl ──► python -m outlast follower ──► event files, server, ...
 
 The follower sends each tracker the new lines of `metrics.jsonl` in a separate thread, and resumes from the tracker's last step,
-so it may be killed at any moment and started anywhere. A slow or unreachable tracker never delays a step. Each third-party
-library is imported in only one module, if a job uses it. See docs/decisions/0028-tracking.md.
+so it may be killed at any moment and started anywhere. A slow or unreachable tracker never delays a step. See
+docs/decisions/0028-tracking.md.
 """
 
 from outlast.worker.tracking.follower_supervisor import Trackers, end
