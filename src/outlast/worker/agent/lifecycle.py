@@ -18,6 +18,8 @@ from outlast.job.workerfiles import time_left
 
 
 class Phase(enum.StrEnum):
+    """The phases of a worker's life, in order."""
+
     STARTING = "starting"
     RUN = "taking up the run"
     CODE = "fetching code"

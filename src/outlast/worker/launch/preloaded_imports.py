@@ -1,6 +1,6 @@
 """Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
-After its first step, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
+Once it trains, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
 packages, once for all workers on a machine. A package is left to the script if it starts threads or processes, opens devices or
 connections, writes files, draws random numbers, reads environment variables that differ, or crashes. The warm process imports all
 other packages while it is idle. See docs/decisions/0042-starting.md.
