@@ -1,9 +1,9 @@
-"""The backend for jobs on this machine: starts a launcher for each job, reads job statuses, and writes the user's requests.
+"""The backend for jobs on this machine: it starts a launcher for each job, reads job statuses, and writes the user's requests.
 
     <state>/jobs/<name>/      see `local.state_dir`
     <output>/<name>/          checkpoints, logs, ledger; the files of earlier runs are in `previous/<time>/`
 
-Only the command line calls it. Requests are files, so they survive the launcher, and no verb waits for it.
+Requests are files, so they survive the launcher, and no command waits for it.
 """
 
 from __future__ import annotations
@@ -33,18 +33,14 @@ from outlast.worker.prepare import data_cache_eviction, phases
 
 _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
-"""How long a launcher may take to acquire its lock, in seconds: Python starts slowly on a busy machine."""
+"""Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""How long a launcher may take to exit, in seconds: workers save, and the launcher reads the whole ledger for the goodput."""
+"""Seconds that a launcher may take to exit, while workers save and it reads the whole ledger for the goodput."""
 _NOTICE_DELAY_S = 1.0
-"""How long to wait for workers to exit before telling the user, in seconds."""
 
 
 class LocalBackend:
-    """The backend for this machine. `state` is usually `.outlast` in the working directory.
-
-    `start` launches a command that outlives this process, with an environment (`env`), and appends its output to a file.
-    """
+    """The backend for this machine. `state` is usually `.outlast` in the working directory; `start` starts a daemon."""
 
     poll_s = 0.3
 
@@ -67,7 +63,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or resume its run if the run has not succeeded. Returns the run's id."""
+        """Start a job, or resume its run unless the run has succeeded. Returns the run's id."""
         state_dir = self.state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -95,7 +91,7 @@ class LocalBackend:
         return True
 
     def _wait_until_stopped(self, state_dir: StateDir) -> None:
-        """Wait for an exiting launcher. Raises AlreadyRunning if the job is not ending."""
+        """Wait until an old launcher has exited. Raises AlreadyRunning if the job is not ending, or after a timeout."""
         began, name, announced = time.monotonic(), state_dir.path.name, False
         while state_dir.has_launcher():
             ending = state_dir.run.exists() and (self._read(state_dir).finished is not None or Request.read(state_dir).end)
@@ -108,7 +104,7 @@ class LocalBackend:
             time.sleep(0.02)
 
     def _launch(self, state_dir: StateDir, *, new: bool = False) -> None:
-        """Start the launcher from the run's copy of Outlast. If `new` is set, the run first gets a copy of this version."""
+        """Start the launcher from the run's copy of Outlast. If `new` is set, this version of Outlast is copied first."""
         if new:
             try:
                 copy = str(package_copy.make(data_cache_eviction.cache(os.environ)))
@@ -126,14 +122,13 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job in this state directory, newest last. If a job's files are damaged, `reason` is the
-        error."""
+        """Return the status of every job in this state directory, newest last. A damaged job has the error as its `reason`."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
             try:
                 jobs.append(self.status(name))
-            except NotFound:  # it is being submitted again
+            except NotFound:  # the job is being submitted again
                 continue
             except OutlastError as problem:
                 submitted = path.stat().st_mtime
@@ -178,8 +173,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines; see `job.backend.Backend.logs`. Lines have no timestamps here: existing lines come worker
-        by worker, and `since_s` raises OutlastError."""
+        """Yield log lines; existing lines come worker by worker. `since_s` raises OutlastError, since lines have no times."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -229,7 +223,7 @@ class LocalBackend:
         Request.read(state_dir).replaced(state_dir, replicas=replicas)
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that takes only the job's name."""
+        """Carry out a command that takes only a job's name: resume, suspend, interrupt, cancel or kill."""
         match verb:
             case "resume":
                 self.resume(name)
@@ -250,7 +244,7 @@ class LocalBackend:
         self._launch(state_dir, new=True)
 
     def _end(self, name: str, verb: str) -> None:
-        """Cancel or kill a run. If no launcher is running, do the launcher's work here."""
+        """Cancel or kill a run. If no launcher is running, this method does the launcher's work."""
         state_dir, ending = self._existing(name), ENDINGS[verb]
         status = self._read(state_dir)
         if status.state.final:
@@ -274,10 +268,8 @@ class LocalBackend:
             raise OutlastError(f"job {name} is {str(ending.state).lower()} here, but {run.store} does not say so: {problem}")
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove an ended job's state and, if `output` is set, its output on this machine.
-
-        Output in a store is kept. Raises OutlastError if the job has not ended, or if another job uses its output.
-        """
+        """Remove an ended job's state and, if `output` is set, its output on this machine. Output in a store is kept. Raises
+        OutlastError if the job has not ended, or if another job uses its output."""
         state_dir = self._existing(name)
         status = self.status(name)
         if not status.state.final:
@@ -351,7 +343,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the launcher's last status. Without a readable status, a run can still resume from its checkpoints."""
+        """Return the launcher's last status, or `Interrupted` if there is none. Raises OutlastError if the file is damaged."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""
@@ -370,5 +362,5 @@ class LocalBackend:
 
 
 def _is_starting(state_dir: StateDir) -> bool:
-    """Return whether the run was submitted or resumed so recently that its launcher may not have acquired its lock yet."""
+    """Return whether the run was started so recently that its launcher may not have acquired its lock yet."""
     return abs(time.time() - state_dir.started_at()) < _START_TIMEOUT_S

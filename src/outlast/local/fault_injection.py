@@ -1,4 +1,4 @@
-"""Fault injection on this machine: sends signals to a worker's agent or to one of its training processes."""
+"""Injects faults on this machine, by sending signals to a worker's agent or to one of its training processes."""
 
 from __future__ import annotations
 

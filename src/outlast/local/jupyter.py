@@ -1,7 +1,5 @@
-"""JupyterLab for `outlast notebook`: its command, environment and token, and detecting a running server (decision 0052).
-
-This is the only module that depends on Jupyter. `cli.train.notebook` runs the command; pods run the same command.
-"""
+"""Provides the command, environment and token for JupyterLab in `outlast notebook`, and finds a running server (decision 0052).
+No other module depends on Jupyter."""
 
 from __future__ import annotations
 
@@ -21,18 +19,14 @@ from urllib.parse import urlsplit
 from outlast.base.errors import OutlastError
 
 PORT = 8888
-"""Jupyter's own default port."""
 FIRST = "first.ipynb"
-"""The first notebook's file name, in this package and in the user's directory."""
 TOKEN = "OUTLAST_NOTEBOOK_TOKEN"
-"""Environment variable that holds the user's token."""
 PREFIX = "NB_PREFIX"
 """Kubeflow's environment variable for the URL path under which its gateway serves the notebook."""
 _DEFAULTS = {"@jupyterlab/apputils-extension:notification": {"fetchNews": "false", "checkForUpdates": False}}
-"""Default settings for the page, which the user's own settings override."""
 _BITS = 256
 _SHORTEST = 16
-"""Minimum length of the user's token; arbitrary."""
+"""Minimum length of the user's token. Arbitrary."""
 _ANSWER_S = 5.0
 
 
@@ -44,9 +38,9 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """True to open a browser. Jupyter passes it a private file, so that the token is not among its arguments."""
+    """Whether to open a browser, which gets the token in a private file, not on its command line."""
     base: str = "/"
-    """Prefix of the server's URL paths, for a proxy in front of the server; begins and ends with a slash."""
+    """Prefix of URL paths, for a proxy in front of the server; begins and ends with a slash."""
 
     @property
     def host(self) -> str:
@@ -61,10 +55,7 @@ def check() -> None:
 
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the token from the file or the variable, or else 256 random bits, and whether the token is random.
-
-    Raises OutlastError if the file cannot be read, or contains no usable token.
-    """
+    """Return the token (from `file`, `TOKEN` in `environ`, or 256 random bits), and whether it is random. Raises OutlastError."""
     if file is not None:
         try:
             text, source = file.read_text().strip(), str(file)
@@ -89,7 +80,7 @@ def base(environ: Mapping[str, str]) -> str:
 
 
 def command(server: Server, *, root: bool) -> list[str]:
-    """Return a server's command line. If `root` is set, the server may run as root, which Jupyter otherwise refuses."""
+    """Return a server's command line. If `root` is set, the server may run as root, which Jupyter refuses by default."""
     options = {
         "ServerApp.ip": server.bind,
         "ServerApp.port": server.port,
@@ -104,11 +95,8 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment variables for a server and its kernels, which use the files that `prepare` has written to `private`.
-
-    `home` is true if the home directory is writable. Otherwise, as in a pod with a read-only root, settings go to the work
-    directory.
-    """
+    """Return the environment for a server and its kernels, with the files that `prepare` has put into `private`. If `home` is
+    false, as in a pod with a read-only root, settings go to the work directory."""
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
         **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},
@@ -122,8 +110,7 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write a server's files to a directory that only its user can read: the token, this Python's kernel, and default
-    settings that keep the page from fetching news."""
+    """Write a server's token, kernel and default settings to `private`, which only its user can read."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
         opened.write(token)
@@ -141,13 +128,12 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token once the server has read it: a SIGKILL or a power loss would leave the directory behind."""
+    """Delete the token file once the server has read it, since a SIGKILL or a power loss would leave it behind."""
     (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
-    """Create the work directory, and copy the first notebook there unless it exists. Returns whether the notebook was copied.
-    Raises OutlastError if the directory cannot be written."""
+    """Create the work directory with the first notebook. Returns whether the notebook was copied now. Raises OutlastError."""
     text = resources.files("outlast.local").joinpath(FIRST).read_bytes()
     try:
         directory.mkdir(parents=True, exist_ok=True)
@@ -164,7 +150,7 @@ def place(directory: Path) -> bool:
 
 
 def url(server: Server, host: str, token: str) -> str:
-    """Return the URL for a browser. If `token` is empty, the page prompts for the token."""
+    """Return the URL for a browser. Without a `token`, the page prompts for it."""
     return f"http://{host}:{server.port}{server.base}lab/tree/{FIRST}{f'?token={token}' if token else ''}"
 
 
@@ -181,7 +167,7 @@ def ready(server: Server, token: str) -> bool:
 
 
 def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, token included, of the server that this user runs for the directory; None if there is none."""
+    """Return the URL, token included, of this user's running server for a directory; None if there is none."""
     from jupyter_server import serverapp
 
     for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
@@ -198,7 +184,6 @@ def writable(home: str | None) -> bool:
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:
-    """Return the HTTP status of the API; 0 if no server answers."""
     with contextlib.closing(http.client.HTTPConnection(host, port, timeout=_ANSWER_S)) as connection:  # uses no proxy
         try:
             connection.request("GET", f"{base}api/status", headers={"Authorization": f"token {token}"} if token else {})

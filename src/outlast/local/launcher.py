@@ -1,11 +1,9 @@
-"""One job's launcher on this machine: starts workers, coordinates their rendezvous, counts failures, and writes the status.
+"""One job's launcher on this machine: it starts workers, coordinates their rendezvous, counts failures, and writes the status.
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock. The launcher may be killed at any moment: workers keep training and, if they cannot
-reach it, start a new launcher, which adopts them. The launcher writes its state to `launcher.json` before it does anything that
-depends on this state. The command line writes the user's request to `wanted.json`; the status is in `status.json`. The
-launcher coordinates workers on one machine; see `rendezvous.coordinator`.
+A job has one launcher, which holds a lock and may be killed at any moment: workers keep training and, if they cannot reach it,
+start a new launcher, which adopts them. A launcher records its state in `launcher.json` before it acts on this state.
 """
 
 from __future__ import annotations
@@ -45,15 +43,12 @@ if TYPE_CHECKING:
     from outlast.storage.runs import heartbeat
 
 TICK_S = 0.1
-"""Interval between iterations of the loop while nothing happens, in seconds."""
 WAIT_NOTICE_S = 2.0
-"""Seconds after which the status explains a wait."""
 EARLY_FAILURE_S = 60.0
-"""A script that fails within this many seconds, and before any step, counts as having failed at startup."""
+"""If a script fails within this many seconds and before any step, it counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
-"""Timeout for uploading what the workers could not upload, in seconds."""
 EXIT_TIMEOUT_S = 15.0
-"""How long workers may take to exit after the job ends, in seconds."""
+"""Seconds that workers may take to exit after the job has ended."""
 
 
 class Launcher:
@@ -74,16 +69,14 @@ class Launcher:
         self.state = coordinator.after(record.generation, self.clock())
         self.close_by = self.closed_at = 0.0
         self.displaced = False
-        """True if another machine has taken the run over."""
         self.submitted = self.clock() - max(0.0, time.time() - state_dir.started_at())
         """When the run was submitted or resumed, on this launcher's clock."""
         self.started: float | None = None
-        """When the run's first world formed, on this launcher's clock."""
         self.not_joined: dict[int, str] = {}
-        """Why workers failed to join the running world, by worker index."""
+        """Why workers could not join the running world, by index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Why workers that others could not reach were killed, by worker index."""
+        """Why unreachable workers were killed, by index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -106,7 +99,7 @@ class Launcher:
     # The loop
 
     async def run(self) -> int:
-        """Run the loop until the job is over."""
+        """Run the loop until the job is over, and return the exit code."""
         self._recover()
         await self.server.start(self.state_dir.socket)
         self.ledger.write("launcher", pid=os.getpid(), adopted=len(self.pool.present))
@@ -145,7 +138,7 @@ class Launcher:
     # Recovery
 
     def _recover(self) -> None:
-        """Restore the counts of a launcher that died, and adopt its workers that are still alive."""
+        """Restore a dead launcher's state, and adopt its workers that are still alive."""
         self.live.start()
         try:
             memory = json.loads(self.state_dir.recovery.read_text())
@@ -186,7 +179,7 @@ class Launcher:
             "time": time.time(),
             "generation": self.state.generation,
             "interruptions": self.status.interruptions,
-            "history": self.state.history,  # this and the next: `failures` and `counted`, for a launcher of the previous version
+            "history": self.state.history,  # for the previous version, which reads this and `judged`
             "judged": self.state.counted[0],
             "start": self.newest_start()[1],
             "gpus": self.pool.gpus,
@@ -213,7 +206,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill silent agents. Their peers do not hear from them either, and may already train without them."""
+        """Kill silent agents, since their peers may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -265,7 +258,7 @@ class Launcher:
             self._wake.set()
         lasting, last = ((each.world, each.counted, each.history, each.ending) for each in (self.state, before))
         if lasting != last:
-            self.remember()  # before anyone learns of it
+            self.remember()  # before any worker or user learns of it
         for effect in effects:
             match effect:
                 case coordinator.Record(kind, facts, state, reason, failure):
@@ -305,8 +298,7 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the cause of the pending failures. A failure that is only a consequence and has no step is
-        given the run's step."""
+        """Return what is known about the pending failures' cause. Secondary failures without a step are given the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)
@@ -329,7 +321,7 @@ class Launcher:
         return root_cause.Known(shown, None if cause.echo or silent else raised, committed)
 
     def _keep_deadlines(self) -> None:
-        """End a job that starts too late or runs too long. The clock does not advance while the machine sleeps."""
+        """End a job that starts too late or runs too long. The clock stops while the machine sleeps."""
         now, limits = self.clock(), self.job.spec
         startup, active = limits.startup_deadline_seconds, limits.active_deadline_seconds
         if startup and self.started is None and now - self.submitted > startup:
@@ -359,7 +351,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end. Also ask workers to leave if it is an interruption, or if they do not learn of it otherwise."""
+        """Announce the end, and ask workers to leave that would not hear of it; after an interruption, ask all of them."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason
@@ -415,7 +407,7 @@ class Launcher:
         return code
 
     def _upload_rest(self, state: State, reason: str, code: int) -> tuple[State, str, int]:
-        """Upload the last ledger events, and killed workers' files. If this fails, a successful job ends as interrupted."""
+        """Upload the last ledger events and killed workers' files. If that fails, a successful job ends as interrupted."""
         from outlast.local import store_takeover
 
         self.say(self.status.state, f"pushing what is left to {self.store}")
@@ -478,7 +470,7 @@ def _acquire(lock: int) -> bool:
 
 
 def main(argv: list[str]) -> int:
-    """Run one job's launcher; a second launcher for the same job exits at once."""
+    """Run a job's launcher; a second launcher for the same job exits at once."""
     state_dir = StateDir(Path(argv[0]))
     os_calls.entitle(f"launcher {state_dir.path}")
     with open(state_dir.lock, "a") as lock:

@@ -1,7 +1,4 @@
-"""A run's live status: step, rate, checkpoints, uploads, goodput, and each worker's state.
-
-This module fills in the `JobStatus` that the launcher writes to `status.json`. It makes no decisions.
-"""
+"""Maintains the `JobStatus` that the launcher writes to `status.json`: step, rate, checkpoints, uploads, goodput and workers."""
 
 from __future__ import annotations
 
@@ -33,9 +30,9 @@ from outlast.rendezvous.who_trains import World
 from outlast.storage import checkpoints
 
 SCAN_INTERVAL_S = 2.0
-"""Minimum interval in seconds between scans for a plain script's files, and between computations of the live goodput."""
+"""Minimum interval in seconds between scans for a plain script's files, and between goodput computations."""
 MAX_SHARE = 0.02
-"""Maximum share of the launcher's time spent on scans, and on computing goodput; slow ones are run less often."""
+"""Maximum share of the launcher's time for scans, and for goodput computations."""
 
 
 class LiveStatus:
@@ -46,25 +43,22 @@ class LiveStatus:
         self._state_dir, self._run, self._pool, self._clock = state_dir, run, pool, clock
         self._output = Path(run.output)
         self.has_session = False
-        """True if the current world reports its steps through a session, unlike a plain script."""
         self.warning = ""
-        """A problem that training reports, such as a full disk."""
         self.begun_anew = self.alone = ""
-        """Warnings that a plain script trains from the beginning after a restart, or without a process group."""
+        """Warnings that a plain script begins anew after a restart, and that it trains without a process group."""
         self._pid = 0
-        """A plain script's pid on rank 0."""
         self._previous: guessed_progress.Logged | None = None
-        """The last step of the process before `_pid`; None once it has been compared with `_pid`'s first step."""
+        """The previous process's last step; None once it has been compared with the first step of process `_pid`."""
         self._first_of_run: guessed_progress.Logged | None = None
         self._next_scan = 0.0
         self._recent: collections.deque[tuple[float, int]] = collections.deque(maxlen=64)
-        """Recent steps with their times, from which the rate is computed."""
+        """Recent times and steps, from which the rate is computed."""
         self._thread = ThreadPoolExecutor(1, "outlast-goodput")
         self._computing: Future[Goodput | None] | None = None
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint that earlier worlds committed, or the newest file that a plain script saved."""
+        """Fill in the newest checkpoint from earlier worlds, or the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -108,7 +102,7 @@ class LiveStatus:
     def _read_plain(self, record: progress_file.Progress, world: World) -> None:
         now = self.status
         if record.pid != self._pid:
-            restarted = now.step and (self._pid or record.started > progress_file.kernel(os.getpid())[1])  # otherwise adopted
+            restarted = now.step and (self._pid or record.started > progress_file.kernel(os.getpid())[1])  # else it was adopted
             self._previous = guessed_progress.Logged(now.step, None, now.epoch) if restarted else None
             self._pid = record.pid
         self._find_saves()
@@ -131,14 +125,14 @@ class LiveStatus:
             self._first_of_run = first
 
     def update_workers(self, world: World | None) -> None:
-        """Read the agents' reports on their workers and uploads."""
+        """Update the status of the workers and of the store from the agents' reports."""
         self.status.workers = [self._worker(worker, world) for _, worker in sorted(self._pool.present.items())]
         self.status.warnings += [sentence for worker in self.status.workers for sentence in worker.suspicions]
         if self.status.store is not None:
             self.status.store = self._store(self.status.store)
 
     def update_goodput(self) -> None:
-        """Compute the goodput periodically, in a thread: a long run's ledger takes a minute to read."""
+        """Compute the goodput periodically, in a thread, since a long run's ledger takes a minute to read."""
         now = self._clock()
         if self._computing is None and now >= self._next_goodput:
             self._next_goodput = now
@@ -161,7 +155,7 @@ class LiveStatus:
             self.status.lost = LostStatus(**dataclasses.asdict(total)) if total.failures else None
 
     def finish(self) -> None:
-        """Find the last files saved by a plain script."""
+        """Find the last files that a plain script saved, and clear the warning."""
         self._find_saves(now=True)
         self.warning = ""
 
@@ -188,14 +182,13 @@ class LiveStatus:
         self.status.rate = (step - first) / (now - then) if now - then > 0.5 else self.status.rate
 
     def _find_saves(self, *, now: bool = False) -> None:
-        """Scan for a plain script's saves every few seconds, or less often if scans are slow."""
         began = time.monotonic()
         if now or began >= self._next_scan:
             self.status.saved = guessed_progress.newest(self._output, self._run.submitted)
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the store's status from the newest uploader's report. The uploader may run on any worker."""
+        """Return the store's status from the newest report of an uploader, which may run on any worker."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

@@ -17,12 +17,11 @@ def logs(directory: Path) -> dict[int, Path]:
 
 
 class Tail:
-    """Reads a log, all of it or only its `last` lines, and then the lines appended later."""
+    """Reads a log, or only its `last` lines, and then the lines appended later."""
 
     def __init__(self, path: Path, last: int | None) -> None:
         self._file = open(path, "rb", buffering=0)  # noqa: SIM115 (closed by close)
         self._begun: list[bytes] = []
-        """The parts of an unfinished line."""
         if last is not None:
             self._file.seek(self._offset_of(last))
 

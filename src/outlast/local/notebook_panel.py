@@ -1,4 +1,4 @@
-"""Jobs in a notebook: follow a job while it trains, and show its report.
+"""Shows jobs in a notebook while they train, and their reports.
 
     from outlast import notebooks
 
@@ -7,7 +7,6 @@
     notebooks.report("gpt")     # its figures as a dict
 
 As in `outlast status`, only jobs in the notebook's directory are visible. In a terminal, the panel is a line of text.
-`local.jupyter` starts JupyterLab for `outlast notebook`.
 """
 
 # mypy: allow-untyped-calls
@@ -27,11 +26,9 @@ if TYPE_CHECKING:
 
 
 def follow(name: str, *, until: int | None = None, metric: str = "loss") -> None:
-    """Show a job in a panel that updates until the job has reached step `until`, or has ended.
-
-    `metric` is the metric to draw: a name that the training passes to `run.log`. The Stop button ends this call, not the job.
-    Raises OutlastError if the job has failed or was cancelled, so that later cells do not run without its result.
-    """
+    """Show a job in a panel that updates until the job has reached step `until`, or has ended. `metric` names the metric to plot.
+    The Stop button ends this call, not the job. Raises OutlastError if the job has ended without success, so that later cells do
+    not run without its result."""
     from IPython import display
 
     place = _here()
@@ -56,7 +53,7 @@ def report(name: str) -> dict[str, Any]:
 
 
 def draw(name: str) -> None:
-    """Show the page of `outlast report -o html`, or the text of `outlast report` if HTML cannot be shown. Needs bokeh."""
+    """Show the page of `outlast report -o html`, or plain text where HTML cannot be shown. Needs bokeh."""
     from IPython import display
 
     from outlast.job.report import page, printed

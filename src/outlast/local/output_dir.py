@@ -1,4 +1,4 @@
-"""A job's output directory on this machine: where it is, who owns it, and moving earlier files out of the way."""
+"""Finds a job's output directory on this machine and its owner, and moves earlier files out of the way."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""How long a lock on an output may outlive the launcher that acquired it, in seconds."""
+"""Seconds for which an output may stay locked after its launcher has exited."""
 
 
 def store_url(job: spec.Job) -> str:
@@ -29,7 +29,7 @@ def directory(job: spec.Job, state: Path) -> Path:
 
 
 def check_unused(output: Path) -> None:
-    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for a launcher to exit."""
+    """Raise AlreadyRunning if a launcher with another state directory uses this output. Waits a moment for it to exit."""
     deadline = time.monotonic() + _UNLOCK_TIMEOUT_S
     while not _free(output):
         if time.monotonic() > deadline:
@@ -41,13 +41,13 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: `store_takeover.owned` is true, and no other job has used the output since."""
+    """Return whether a run can be resumed: it owns its output (`store_takeover.owned`), and no other job has used that since."""
     return store_takeover.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """If another job used an output last, return that job's state directory; otherwise an empty string. A state directory that no
-    longer exists is ignored, since it may be this job's own, before it was moved."""
+    """Return the state directory of another job that used an output last, or an empty string. A directory that no longer exists
+    is ignored, since it may be this job's own, before it was moved."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:
@@ -65,8 +65,7 @@ def check_apart(output: Path, *sources: Path) -> None:
 
 
 def make_room(output: Path, run: str) -> Path | None:
-    """Create an output directory for `run`. Moves an earlier run's files, including its working directory, to `previous/`, and
-    returns their new directory, or None if there are none."""
+    """Create the output directory for `run`. Moves any earlier run's files below `previous/`, and returns their new directory."""
     archived = None
     try:
         output.mkdir(parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """Messages for the user about a resumed run: the step it continues from, and what changed in its job.
 
-A run is over once it has succeeded, unless its job then requests more steps or epochs (`spec.version_differences.longer`).
-Running a failed, cancelled or interrupted job again resumes the run from its newest checkpoint. See
-docs/decisions/0021-a-run-goes-on.md.
+Running a job again resumes its run from the newest checkpoint (decision 0021), unless the run has succeeded and the job does not
+request more steps or epochs (`spec.version_differences.longer`).
 """
 
 from __future__ import annotations
@@ -41,9 +40,8 @@ class Resumption:
     """A run to be resumed."""
 
     state: State
-    """The run's last state."""
     step: int
-    """Step of the run's newest checkpoint; 0 if it has none."""
+    """Step of the run's newest checkpoint; 0 if there is none."""
     ago_s: float | None = None
     """Seconds since the run ended; None if unknown."""
     where: str = ""
@@ -53,7 +51,7 @@ class Resumption:
 
     @property
     def short(self) -> str:
-        """The short message: `goes on from step 10`."""
+        """Short message, such as `goes on from step 10`."""
         return f"goes on from step {self.step}" if self.step else f"goes on; {self._saved}"
 
     @property
@@ -62,7 +60,7 @@ class Resumption:
 
     @property
     def sentence(self) -> str:
-        """The whole message: `goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
+        """Full message, such as `goes on from step 10 of the run that failed 3m00s ago; --fresh starts anew`."""
         ago = f" {units.human_seconds(self.ago_s)} ago" if self.ago_s is not None else ""
         where = f" in {self.where}" if self.where else ""
         run = f"the run{where} that {_LEFT.get(self.state, 'was stopped')}{ago}"
@@ -73,7 +71,7 @@ class Resumption:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
-    """Determine how a run ended, here (`status`) or `elsewhere`, and find its newest checkpoint, here or in the store."""
+    """Find out how a run ended, here (`status`) or `elsewhere`, and find its newest checkpoint, here or in the store."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     remote = register.read(place, run) if place else None
     step = max(here.step if here else 0, remote.step if remote else 0)
@@ -87,11 +85,8 @@ def find(output: Path, run: str, place: Store | None, status: JobStatus | None, 
 
 
 def since(old: Path, job: spec.Job, files: Sequence[str], current: str, output: str) -> Iterator[str]:
-    """Yield the changes to a job since its run was last submitted, with the job file `old`.
-
-    `files` are the code files that changed. The output stays in the directory `current`, even if the job's `output` is now
-    different. `current` is empty if the run was on another machine, with other directories.
-    """
+    """Yield the changes to a job since its run was last submitted with the job file `old`. `files` are the code files that have
+    changed. `current` is the output in which the run stays; empty if the run was on another machine, with other directories."""
     if current and files:
         yield f"changed since: {code_files.some(files)}"
     with contextlib.suppress(OSError, OutlastError):  # there is no file, or another version wrote it

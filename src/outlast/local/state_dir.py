@@ -1,8 +1,8 @@
 """One job's state directory on this machine: its paths, and the files that the command line and the launcher share.
 
-Files are replaced as a whole, so a killed process leaves the old file. The command line writes `job.yaml`, `run.json`,
-`wanted.json` and `package`; the launcher writes `launcher.json`, `rendezvous.key` and `status.json`; each worker's
-agent writes `workers/<index>/`. All files except `package` and `status.json` survive a power loss.
+The command line writes `job.yaml`, `run.json`, `wanted.json` and `package`; the launcher writes `launcher.json`, `status.json`
+and `rendezvous.key`; each worker's agent writes `workers/<index>/`. Files are replaced as a whole, and all but `package` and
+`status.json` survive a power loss.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from outlast.job.status import Ending, State
 
 _Kind = TypeVar("_Kind", "Run", "Request")
 VARIABLE = "OUTLAST_STATE_DIR"
-"""Environment variable with the parent directory of all state directories. Default: `.outlast` in the working directory."""
+"""Environment variable for the parent directory of all state directories. Default: `.outlast`."""
 
 
 def root() -> Path:
@@ -42,19 +42,16 @@ class StateDir:
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """File with a `Run`. Submission writes it last: the run exists once this file does."""
+        """File with a `Run`. Submission writes it last, since the run exists once this file does."""
         self.request = path / "wanted.json"
-        """File with a `Request`."""
         self.status = path / "status.json"
-        """File with a `status.JobStatus`."""
         self.recovery = path / "launcher.json"
-        """File with the launcher's state, for the next launcher in case this one dies."""
+        """File with the launcher's state, for its successor."""
         self.package = path / "package"
-        """File with the path of the run's copy of Outlast (see `worker.launch.package_copy`); empty if there is none."""
+        """File with the path of the run's copy of Outlast (`worker.launch.package_copy`); empty without a copy."""
         self.lock = path / "launcher.lock"
-        """Lock file of the launcher, locked while it runs."""
         self.key = path / "rendezvous.key"
-        """File with the key that the run's workers authenticate with, readable only by this user."""
+        """File with the workers' authentication key, readable only by this user."""
         self.socket = path / "launcher.sock"
         self.log = path / "launcher.log"
 
@@ -84,7 +81,7 @@ class StateDir:
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
-        """Return whether a process is a worker's agent or one of its training processes. Pids are reused."""
+        """Return whether a process is a worker's agent or training process, and not just another process that reuses its pid."""
         try:
             process = psutil.Process(pid)
             for _ in range(20):
@@ -99,7 +96,7 @@ class StateDir:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """The submitted run."""
+    """A run, as recorded when it was submitted or resumed."""
 
     run: str
     submitted: float
@@ -112,9 +109,7 @@ class Run:
     generation: int = 0
     """The run's newest generation when it was submitted or resumed."""
     owner: str = ""
-    """See `storage.runs.Run.owner`."""
     command: str = ""
-    """See `job.backend.Backend.submit`."""
 
     @classmethod
     def read(cls, state_dir: StateDir) -> Run:
@@ -122,7 +117,7 @@ class Run:
         return _read(cls, state_dir.run, "remove it and `outlast run` starts anew; what was saved is kept in `previous/`")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record that the run was submitted or resumed now. The run exists from now on."""
+        """Record that the run was submitted or resumed now. From then on, the run exists."""
         files.replace(state_dir.run, json.dumps(dataclasses.asdict(self)), durable=True)
 
 
@@ -140,7 +135,7 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request. The launcher polls for it several times a second."""
+        """Record the request, for which the launcher polls several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
@@ -161,11 +156,10 @@ ENDINGS = {
     "cancel": Ending(State.CANCELLED, "cancelled by the user", contract.Exit.FAILED),
     "kill": Ending(State.INTERRUPTED, "killed by the user", contract.Exit.FAILED),
 }
-"""Endings by `Request.end`."""
 
 
 _TAIL = 8192
-"""How many bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
+"""Bytes to read at the end of `metrics.jsonl`. Arbitrary, but longer than a line."""
 
 
 def newest_metrics(output: Path) -> dict[str, float]:

@@ -1,8 +1,5 @@
 """Takes over a run whose output is in a store: finds out which machine owns and trains it, claims it, and fetches its files.
-
-Called by `LocalBackend` before a run starts, and by the launcher at the end of a run. Every function in this module may raise
-`StoreError`.
-"""
+Accessing the store may raise StoreError. Called by `local.submission`, and by the launcher when a run ends."""
 
 from __future__ import annotations
 
@@ -45,11 +42,11 @@ def unfinished(
     take_over: bool = False,
     say: Callable[[str], None] = lambda _: None,
 ) -> runs.Run | None:
-    """Return the run that owns the place, unless it has succeeded. Returns None if there is no such run, or if it is `ended`, a
-    run that has ended on this machine.
+    """Return the run that owns this place in the store. Returns None if there is no such run, if it has succeeded and is not
+    `own`, or if it is `ended`, a run that has ended on this machine.
 
-    Raises OutlastError if `own`, this machine's unfinished run, no longer owns the place. Unless `take_over` is set, raises
-    AlreadyRunning if a machine other than `home` trains the run; while this is unclear, waits and calls `say`.
+    Raises OutlastError if `own`, this machine's unfinished run, no longer owns the place, and AlreadyRunning if a machine other
+    than `home` trains the run, unless `take_over` is set. While this is unclear, waits and calls `say`.
     """
     record = runs.read(place)
     if own and record and record.run != own.run:
@@ -59,7 +56,7 @@ def unfinished(
         )
     if record is None or (record.succeeded and not own):
         return None
-    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # the store does not know yet that it has ended
+    if ended and (record.run, record.owner) == (ended.run, ended.owner):  # the store does not know yet that the run has ended
         return None
     if not take_over and not (own and own.owner == record.owner):
         heartbeat.wait(place, record.run, home, advice=_ADVICE, say=say)
@@ -75,8 +72,8 @@ def owned(run: Run) -> bool:
 
 
 def home(state: Path) -> str:
-    """Return a name for this machine and state directory; see `runs.heartbeat`. Since machines may share a host name such as
-    `localhost`, the name includes a random id, which is stored next to the jobs."""
+    """Return a name for this machine and state directory (`runs.heartbeat`). Several machines may have the same host name, such
+    as `localhost`, so the name includes a random id."""
     id_file = state.parent / ".id"
     if not id_file.exists():
         state.parent.mkdir(parents=True, exist_ok=True)
@@ -90,7 +87,7 @@ def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | No
     """Claim a run, so that its earlier owners can no longer write to it, and download its missing files, except for checkpoints.
     Returns the fenced generation; this machine continues with the next one.
 
-    `last` is this machine's last record of the run. If the run has had another owner since then, this machine's older files are
+    `last` is this machine's last record of the run. If the run has had another owner since, this machine's older files are
     archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.
     """
     old = runs.claim(place, new, replace=replace)
@@ -126,7 +123,7 @@ def archive(output: Path, entries: Iterable[Path], name: str) -> Path:
 
 
 def end(run: Run, state: State, reason: str, code: int | None) -> str:
-    """Record in the store how a run ended. Returns the reason if recording failed; otherwise an empty string."""
+    """Record in the store how a run ended. Returns an error message, or an empty string on success."""
     try:
         runs.end(store.open_(run.store), run.run, state, reason, code, by=run.owner)
     except OutlastError as problem:

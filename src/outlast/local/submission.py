@@ -1,8 +1,5 @@
-"""Submits a job on this machine: prepares a new or resumed run, but does not start its launcher.
-
-A run exists once `run.json` is written. Since this happens last, a submission killed half-way leaves the old state in place. A
-submission waits only for a store, and for a lock that is about to be released.
-"""
+"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher. A run exists once `run.json`
+is written. Since this happens last, a submission that is killed half-way leaves the old state in place."""
 
 from __future__ import annotations
 
@@ -32,7 +29,7 @@ from outlast.worker.prepare import code_placement, phases, python_env
 
 @dataclasses.dataclass(frozen=True)
 class Submission:
-    """A job to submit, with its options (see `job.backend.Backend.submit`)."""
+    """A job to submit, with its options; see `job.backend.Backend.submit`."""
 
     job: spec.Job
     source: Path
@@ -50,10 +47,10 @@ class _Earlier:
     here: Run | None = None
     """The earlier run, if it was on this machine."""
     elsewhere: runs.Run | None = None
-    """The earlier run as recorded in the store, if another machine began it."""
+    """The earlier run's record in the store, if another machine began it."""
     place: Store | None = None
     replace: bool = False
-    """True if the new run may take the place in the store from another owner."""
+    """Whether the run may take its place in the store from another owner."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -61,10 +58,8 @@ class _Earlier:
 
 
 def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus | None) -> tuple[str, list[str]]:
-    """Prepare a run, but do not start its launcher. Returns the run's id, and messages for the user.
-
-    `root` is the directory that holds all jobs. `last` is the status of the job's last run, or None to ignore that run.
-    """
+    """Prepare a run in `root`, the directory of all jobs. `last` is the status of the job's last run, or None to ignore that run.
+    Returns the run's id, and messages for the user."""
     job = _with_output(request.job, root)
     earlier = _earlier(state_dir, job, request, last)
     new_id = time.strftime("%Y%m%d-%H%M%S-", time.gmtime()) + secrets.token_hex(3)
@@ -101,19 +96,18 @@ def submit(root: Path, state_dir: StateDir, request: Submission, last: JobStatus
 
 @dataclasses.dataclass(frozen=True)
 class _Copy:
-    """A copy of a run's code, so that editing the original does not change a run in progress."""
+    """A copy of a run's code, unaffected by edits of the original."""
 
     directory: Path
     changed: tuple[str, ...] = ()
     """Files added or changed since the last submission."""
     notices: tuple[str, ...] = ()
-    """Messages about files that were not copied."""
     digest: str = ""
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a job's code to its working directory. If `code` is unset, the job runs in its file's directory. Code in a store is
-    left to the first worker to fetch. `exclude` lists directories that are not code."""
+    """Copy a job's code to its working directory, but not the directories in `exclude`. Without `code`, the job runs in its
+    file's directory. The first worker fetches code from a store."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, checksum = spec.pinned(job.spec.code)
@@ -128,7 +122,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy those files in a code directory that pods would get."""
+    """Copy those files in a code directory that a pod would get, too."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -194,7 +188,7 @@ def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bo
 
 
 def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path, run: str) -> list[str]:
-    """Clear the output and state directories for a new run. Returns at most one message, about files from an unknown run."""
+    """Clear the directories for a new run. Returns at most one message, about files from an unknown run."""
     source = spec.local(spec.pinned(job.spec.code)[0]) if job.spec.code else None
     output_dir.check_apart(output, request.source, *([source] if source else []))
     moved = output_dir.make_room(output, run)
@@ -207,7 +201,6 @@ def _clear(state_dir: StateDir, job: spec.Job, request: Submission, output: Path
 
 
 def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, copy: _Copy, output: Path) -> list[str]:
-    """Return messages about changes to the job since the run was last submitted."""
     old = state_dir.job if earlier.here else output / contract.JOB_FILE
     current = (earlier.here.store or earlier.here.output) if earlier.here else ""
     new = output_dir.store_url(job) or str(output_dir.directory(job, root))
@@ -215,7 +208,7 @@ def _changes(root: Path, state_dir: StateDir, job: spec.Job, earlier: _Earlier, 
 
 
 def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> None:
-    """Record in the ledger that a run was submitted or, if its job `new` is None, resumed. `digest` is the code's digest."""
+    """Record in the ledger that the job `new` was submitted or, if `new` is None, that the run was resumed."""
     book = ledger.Ledger(output / contract.LEDGER, "cli")
     code = {"code_digest": digest} if digest else {}
     if new:
@@ -227,7 +220,7 @@ def _record(output: Path, new: spec.Job | None, run: str, digest: str = "") -> N
 
 
 def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
-    """Return a resumed run's newest generation. If the run had ended, discard its failures, its restarts and its end."""
+    """Return a resumed run's newest generation. If the run had ended, discard its failures, restarts and end."""
     generations = [run.generation, checkpoints.generation(Path(run.output) / contract.CHECKPOINTS, run.run)]
     if status.state.final:
         with contextlib.suppress(OSError, ValueError, KeyError):
@@ -237,14 +230,14 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the ended run's status. Deadlines start with the next world."""
+    """Replace the ended run's status with a pending one. Deadlines start with the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
 
 
 def _with_output(job: spec.Job, root: Path) -> spec.Job:
-    """Check the job, and fill in the default output. Raises OutlastError if something that the job requires is missing."""
+    """Check the job, and fill in the default output. Raises OutlastError if something required is missing."""
     phases.check(job, root / "jobs" / job.metadata.name / phases.PINS)
     fields = job.spec
     here = spec.local(fields.output) if fields.output else root / "runs"
@@ -253,6 +246,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Make git ignore the directory that holds all jobs, unless the directory has other entries."""
+    """Make git ignore the directory of all jobs, unless it has other entries."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

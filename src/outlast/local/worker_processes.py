@@ -1,8 +1,5 @@
-"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended.
-
-The launcher decides how many workers run; this module starts and identifies them. A worker has the same environment as in a pod,
-sees only its own GPUs, and outlives the launcher.
-"""
+"""Starts, adopts, stops and kills one job's worker processes on this machine, and detects when they have ended. A worker has the
+same environment as in a pod, sees only its own GPUs, and outlives the launcher, which decides how many workers run."""
 
 from __future__ import annotations
 
@@ -28,11 +25,11 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for a silent agent, in seconds. Agents touch their file every second, but pause while dumping the stacks of a hang."""
+"""Timeout for a silent agent, in seconds. Agents touch their file every second, but not while dumping the stacks of a hang."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Maximum time, in seconds, for which the other workers wait for the first one, which forks them. Arbitrary."""
+"""Seconds for which the other workers wait for the first one, which forks them. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -41,7 +38,7 @@ class Worker:
     pid: int
     attempt: int
     child: subprocess.Popen[bytes] | None = None
-    """The worker's process; None if the worker was started by an earlier launcher or forked by another worker."""
+    """None if the worker was started by an earlier launcher or forked by another worker."""
     leaving: bool = False
 
 
@@ -50,7 +47,6 @@ class Ended:
     worker: Worker
     code: int
     message: str
-    """The last reason reported by the worker's agent."""
     displaced: bool = False
     """True if the run continues on another machine."""
 
@@ -68,7 +64,7 @@ class Ended:
 
 
 class WorkerPool:
-    """One job's workers."""
+    """One job's workers on this machine."""
 
     def __init__(self, state_dir: StateDir, job: spec.Job, run: Run, clock: Callable[[], float]) -> None:
         """`clock` measures silence and backoff; see `clock.Awake`."""
@@ -80,10 +76,9 @@ class WorkerPool:
         self.present: dict[int, Worker] = {}
         self._attempts: collections.Counter[int] = collections.Counter()
         self._failed_starts: collections.Counter[int] = collections.Counter()
-        """Number of times that each worker was started since its last world."""
+        """Number of starts of each worker since it was last in a world."""
         self._not_before: dict[int, float] = {}
         self._first_by = 0.0
-        """When the other workers stop waiting for the first one."""
         self._clock = clock
         self._seen = Seen(clock)
 
@@ -92,7 +87,7 @@ class WorkerPool:
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
-        """Take over an earlier launcher's workers. Those that have died since are detected by `ended`."""
+        """Adopt an earlier launcher's workers. `ended` detects those that have died since."""
         for record in records:
             worker = Worker(record["index"], record["pid"], record["attempt"])
             self._attempts[worker.index] = worker.attempt
@@ -103,12 +98,9 @@ class WorkerPool:
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int, reported: Container[int]) -> list[int]:
-        """Return the indices of the workers to start now, for a total of `desired`: the lowest free indices whose backoff is
-        over.
-
-        On a machine with fewer cores than workers, the first worker starts alone. Once it has `reported` to the launcher, it
-        forks the others, which then need not import torch.
-        """
+        """Return the indices of the workers to start now, for a total of `desired`: the lowest free ones whose backoff is over.
+        If there are fewer cores than workers, the first worker starts alone. Once it has `reported` to the launcher, it forks the
+        others, which then need not import torch."""
         count = desired - len(self.staying())
         free = (index for index in range(desired + len(self.present)) if index not in self.present)
         now = self._clock()
@@ -121,8 +113,7 @@ class WorkerPool:
         return indices if now > self._first_by or any(index in reported for index in self.present) else []
 
     def start(self, index: int, reported: Container[int]) -> Worker:
-        """Start a worker, preferably by forking one that has `reported`. Raises OutlastError if there are too few GPUs, and
-        OSError."""
+        """Start a worker, if possible by forking one that has `reported`. Raises OutlastError and OSError."""
         state, failed_starts = self._state_dir.worker(index), self._failed_starts[index]
         self._failed_starts[index] += 1
         if not self._code.is_dir():
@@ -167,7 +158,7 @@ class WorkerPool:
         return next((pid for pid in pids if pid is not None), None)
 
     def joined(self, index: int) -> None:
-        """Record that this worker is in a world; if it dies, it is restarted at once."""
+        """Record that this worker is in a world, so that it is restarted at once if it dies."""
         self._failed_starts[index] = 0
 
     def trained(self, index: int) -> bool:
@@ -197,7 +188,7 @@ class WorkerPool:
         return report if report.get("pid") == worker.pid else {}
 
     def silent(self) -> list[Worker]:
-        """Return the workers whose agents send no heartbeats because they are stopped or stuck."""
+        """Return the workers whose agents have sent no heartbeat for `AGENT_SILENCE_S`."""
         silent = []
         for worker in self.present.values():
             with contextlib.suppress(OSError):
@@ -293,12 +284,8 @@ def _shown(row: accelerators.Accelerator) -> list[str]:
 
 
 def devices(shown: list[str], count: int, index: int) -> list[str]:
-    """Return the `count` GPUs for worker `index`, out of those `shown` to this process; empty if there are none, or if the job
-    requests none.
-
-    As in a pod, a worker sees only its own GPUs, so its first process uses device 0. Raises OutlastError if the machine has too
-    few GPUs.
-    """
+    """Return the `count` GPUs for worker `index`, out of those `shown` to this process; empty if none are shown or requested. As
+    in a pod, a worker sees only its own GPUs. Raises OutlastError if there are too few."""
     if not shown or not count:
         return []
     own = shown[count * index : count * (index + 1)]

@@ -1,9 +1,8 @@
 """A worker's agent: its first process on this machine, or the second in a pod (`agent.pid1`).
 
-The agent does not import torch, and outlives all processes that it starts. The environment (`contract.Env`) configures it, and
-`agent.start` starts it. It carries out the decisions of `agent.lifecycle`: it prepares code and data, trains in successive worlds
-(`agent.world_loop`, in a thread), asks training to leave, kills hung processes, answers probes, and exits with a code from
-`contract.Exit`. Its state on disk (`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
+The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`, trains
+in successive worlds (`agent.world_loop`, in a thread), and exits with a code from `contract.Exit`. Its state on disk
+(`worker.json`) is replaced atomically, so the agent may be killed between any two lines.
 """
 
 from __future__ import annotations
@@ -54,9 +53,8 @@ if TYPE_CHECKING:
     from outlast.worker.agent import join_run
 
 LOOK_INTERVAL_S = 0.1
-"""Interval in seconds at which the agent observes the training processes."""
 LEAST_S = 1.0
-"""Minimum time to leave, in seconds, even after the deadline, since the sender's clock may be ahead."""
+"""Minimum seconds to leave, even after the deadline, since the sender's clock may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 
@@ -104,7 +102,7 @@ class Agent:
         self._launcher = LauncherWatch(environ)
         self._signalled = threading.Event()
         self._printed_end: tuple[int | None, str] = (None, "")
-        """Exit code and reason in the log's last line, once that line is printed."""
+        """Exit code and reason in the log's last line, once printed."""
         self._ranks = ranks.Ranks(self.state, self.processes, self.clock)
         labels = {"job": job.metadata.name, "worker": str(self.index)}
         port = int(environ.get(contract.Env.PROBE_PORT, "0"))
@@ -145,7 +143,7 @@ class Agent:
             self._status_server.end(done=end.code == contract.Exit.DONE)
         self._warm.wait()
         if self._preparing:
-            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # it ends its child processes
+            self._preparing.join(PREPARATION_STOP_TIMEOUT_S)  # the thread ends its child processes
         if self._snapshots:
             self._snapshots.close()
         self.coordination.close()
@@ -160,7 +158,7 @@ class Agent:
 
     @functools.cached_property
     def ledger(self) -> Ledger:
-        """This agent's ledger, opened at its first event, after its earlier lines have been fetched from the store."""
+        """This agent's ledger, opened only after its earlier lines have been fetched from the store."""
         return Ledger(self.output / contract.LEDGER, f"agent-{self.index}")
 
     # Effects
@@ -202,7 +200,7 @@ class Agent:
         self._printed_end = self.worker.code, self.worker.reason
         print_end(self.index, *self._printed_end)  # first, so that the last line of the log is uploaded, too
         self.coordination.record_end_from_operator()
-        if not self._store or contract.Env.OWNER not in self.environ:  # in its final place; or the run was never claimed
+        if not self._store or contract.Env.OWNER not in self.environ:  # nothing to upload, or the run was never claimed
             self._events.put(lifecycle.Flushed())
             return
         threading.Thread(target=self._flush, args=(self._flush_timeout_s(),), daemon=True).start()
@@ -214,7 +212,7 @@ class Agent:
         return timeout_s
 
     def _flush(self, timeout_s: float) -> None:
-        """Upload all output that is not yet in the store, including the last line of this worker's log."""
+        """Upload the remaining output, including the last line of this worker's log."""
         self._log.drain()
         try:
             code, problem = self._upload.flush(timeout_s, run_ended=self.coordination.run_end is not None)
@@ -247,7 +245,7 @@ class Agent:
             self._put(lifecycle.Prepared(phase))
 
     def _do(self, phase: Phase) -> join_run.Ended | None:
-        """Carry out a preparation phase. Returns the end of the run if it has already ended."""
+        """Carry out a preparation phase. Returns the run's end if the run has already ended."""
         match phase:
             case Phase.RUN:
                 return self.coordination.claim(self._log)
@@ -266,7 +264,7 @@ class Agent:
                 if self._snapshots is None:  # otherwise this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
                     self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
-                if self._snapshots is None:  # otherwise the ranks request it, if no worker has a newer snapshot
+                if self._snapshots is None:  # otherwise the ranks request the checkpoint, if no worker has a newer snapshot
                     self._restore()
                 if self._store and not self.launched_here:  # on one machine the submission has fetched the files
                     from outlast.storage import store
@@ -277,7 +275,7 @@ class Agent:
         return None
 
     def _restore(self) -> None:
-        """Fetch the newest checkpoint in the store, if any. Also called by one of `snapshots`' threads."""
+        """Fetch the newest checkpoint in the store, if any. A thread of `snapshots` also calls this method."""
         if self._store:
             from outlast.storage import store
             from outlast.storage.checkpoints import fetch_newest
@@ -286,7 +284,7 @@ class Agent:
             fetch_newest.restore(self.output, place, run, self._preparation.say)
 
     def _newest(self) -> tuple[int, int] | None:
-        """Return the generation and step of the newest checkpoint in the store, if any. Called by a thread of `snapshots`."""
+        """Return the generation and step of the newest checkpoint in the store, if any. A thread of `snapshots` calls this."""
         if not self._store:
             return None
         from outlast.storage import store
@@ -305,7 +303,6 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _train(self) -> None:
-        """Train in successive worlds. Runs in its own thread."""
         from outlast.worker.prepare import phases
 
         spec = self.job.spec
@@ -351,7 +348,7 @@ class Agent:
         return answer.status, answer.text
 
     def _leave_until(self, deadline: float | None, reason: str) -> None:
-        """Leave before `deadline` in seconds since the epoch; if None, within the job's grace period."""
+        """Leave before `deadline` (seconds since the epoch); if it is None, within the job's grace period."""
         grace_s, now = self.job.spec.interruption.grace.total_seconds(), self._looked_at
         if deadline is None:
             self._put(lifecycle.Interrupted(reason, now, grace_s))
@@ -394,7 +391,6 @@ class Agent:
             os._exit(contract.Exit.FAILED)
 
     def _end_hang(self, victims: Sequence[tuple[hang_limit.Process, str]], processes: Sequence[hang_limit.Process]) -> None:
-        """Dump the stacks of all `processes`, then kill the `victims`."""
         file = self.output / contract.LOGS / f"stacks-worker-{self.index}-{time.strftime('%Y%m%d-%H%M%S')}.txt"
         stacks.dump([process.progress.pid for process in processes], file)
         for process, reason in victims:

@@ -1,7 +1,5 @@
-"""An agent's tasks for the whole run if there is no launcher: claim the run, coordinate its rendezvous, and record its end.
-
-Every worker claims and records, since any other worker may have ended. `rendezvous.transport.Mode` determines the coordinator.
-"""
+"""An agent's tasks for the whole run if there is no launcher: it claims the run, coordinates its rendezvous, and records its end.
+Every agent claims and records, since any other worker may have ended. `rendezvous.transport.Mode` says who coordinates."""
 
 from __future__ import annotations
 
@@ -31,14 +29,11 @@ if TYPE_CHECKING:
     from outlast.worker.agent import join_run
 
 RECORD_TIMEOUT_S = 10.0
-"""Seconds that an ending worker waits for the run's end to be recorded."""
 
 
 class Coordination:
-    """One agent's tasks for the whole run. `environ` is the worker's environment, which `claim` completes.
-
-    `lost(reason)` is called if another machine takes the run, and `broken(reason)` if coordination fails permanently.
-    """
+    """One agent's tasks for the whole run. `claim` completes `environ`, the worker's environment. `lost(reason)` is called if
+    another machine takes the run, and `broken(reason)` if coordination fails permanently."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, lost: Callable[[str], None], broken: Callable[[str], None]
@@ -52,14 +47,13 @@ class Coordination:
         self._owner = environ.get(Env.RUN, "")
         """The run's owner; see `join_run`."""
         self.run_end: Closed | None = None
-        """The run's end, as published by the operator."""
         self._coordinator: Host | etcd.Running | None = None
         self._heartbeat: heartbeat.Heartbeats | None = None
         self._recording: threading.Thread | None = None
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> join_run.Ended | None:
-        """Determine this worker's run, and continue that run's `log`. Returns the end of the run if it has ended."""
+        """Determine this worker's run, and continue that run's `log`. Returns the run's end if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -139,7 +133,7 @@ class Coordination:
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record the end of the run in the background, so that it is not trained again, and report it to the trackers."""
+        """Record the run's end in the background, so that it is not trained again, and report it to the trackers."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]
@@ -160,17 +154,16 @@ class Coordination:
         self._recording.start()
 
     def operator_ended_run(self, end: Closed) -> None:
-        """Store the end of the run. Called by the thread that watches the operator."""
+        """Remember how the operator ended the run. Called by the thread that watches the operator."""
         self.run_end = end
 
     def record_end_from_operator(self) -> None:
-        """Record the end of the run on behalf of the operator, which has no access to stores."""
+        """Record the run's end for the operator, which has no access to stores."""
         if end := self.run_end:
             self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
-        """Report the whole run's goodput and losses to the operator, if the run has ended and this worker's upload process has
-        computed them (`upload.Report`)."""
+        """Report an ended run's goodput and losses to the operator, if this worker's upload process has computed them."""
         if report.get("goodput") is None or self.run_end is None:
             return
         from outlast.base.errors import ClusterError
@@ -190,7 +183,7 @@ class Coordination:
         return join_run.Ended(self._owner, reason, code).dumps()
 
     def close(self) -> None:
-        """Wait until the end of the run is recorded and the other workers are notified."""
+        """Wait until the run's end is recorded and the other workers are notified."""
         if self._coordinator:
             self._coordinator.wait()
         for thread in filter(None, (self._recording, self._reporting)):
@@ -202,7 +195,6 @@ class Coordination:
 
     @functools.cached_property
     def _ledger(self) -> Ledger:
-        """The coordinator's ledger, opened only if a coordinator runs here."""
         return Ledger(self.output / contract.LEDGER, "decider" if self.mode is Mode.WORKER_0 else f"decider-{self.index}")
 
     def say(self, text: str) -> None:

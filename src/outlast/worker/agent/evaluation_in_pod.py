@@ -1,8 +1,8 @@
-"""Evaluates a job's model in a separate pod: the cluster side of `outlast evaluate`.
+"""Evaluates a job's model in a separate pod, for `outlast evaluate` in a cluster.
 
-The pod has a worker's environment. If there is a store, it fetches the newest committed checkpoint, the requested checkpoint and
-training's files from it. It prepares code and data like a worker, and runs the job's module with `--evaluate`. The module's
-standard output becomes the pod's log; new files, such as evaluation.json, are uploaded.
+With a worker's environment, the pod fetches the newest committed checkpoint, the requested one and training's results from the
+store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
+module's standard output becomes the pod's log.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ def _results(output: Path) -> dict[str, Stat]:
 
 
 def _fetch_results(place: store.Store, output: Path) -> None:
-    """Fetch training's results, such as the final weights, but no checkpoints. Raises StoreError."""
+    """Fetch the files that training wrote, such as the final weights, but no checkpoints. Raises StoreError."""
     with tempfile.TemporaryDirectory() as state:
         report = push_and_pull.pull(place, output, Path(state, "known"), push_and_pull.Options(skip=_skipped))
     if report.failed:
@@ -64,8 +64,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
 
 
 def _upload(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
-    """Upload the evaluation's files, except unchanged `fetched` files, since the store may have newer versions. Raises
-    StoreError."""
+    """Upload the evaluation's files, but not unchanged `fetched` files, which may be outdated. Raises StoreError."""
     new = {path for path, stat in _results(output).items() if fetched.get(path) != stat}
     if not new:
         return

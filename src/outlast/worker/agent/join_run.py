@@ -1,17 +1,16 @@
 """Decides which run a worker's pod belongs to, and records that run in `run.json` in the job's output.
 
-All pods of a job share a name: the digest of their job file, or the name of a submission. That name is recorded as the run's
-owner, and is the id of a new run. Every pod decides on its own, and all make the same decision:
+All pods of a job share a name: the digest of their job file, or the name of a submission. It is recorded as the run's owner, and
+is the id of a new run. Each pod decides on its own, and all make the same decision:
 
-    no record, or another owner's run that has succeeded            begin a run
-    a run that has not succeeded                                    continue it: a changed file is still the same training
-    the same, and another namespace or cluster is training it       end with an error
-    the same, and we were submitted with --fresh                    begin a run; files of the old run move to `previous/`
-    a run that has not ended, and a later file has taken it from us end as a zombie
-    our run, and it has ended                                       end in the same way
+    no record, or another owner's run that has succeeded         begin a run
+    a run that has not succeeded                                 continue it: a changed file is still the same training
+    such a run, while another namespace or cluster trains it     end with an error
+    such a run of another owner, after a submission with --fresh begin a run; files of the old run move to `previous/`
+    an unfinished run that a later file has taken over           end as a zombie
+    this owner's run, which has ended                            end in the same way
 
-If the output is lost with a pod, so is the record. A new worker then queries the workers that stay up after the end
-(`query_end`).
+If the output is lost with a pod, so is the record. A new worker then asks the workers that stay up after the end (`query_end`).
 """
 
 from __future__ import annotations
@@ -45,32 +44,30 @@ _ADVICE = (
 _AUTHORITIES = Path("/var/run/secrets/kubernetes.io/serviceaccount/ca.crt")
 _ANSWER_S = 3.0
 _MOST_QUERIED = 8
-"""Maximum number of workers to query; one answer is enough."""
 _CODES = {"Succeeded": contract.Exit.DONE, "Failed": contract.Exit.GIVEN_UP, "Cancelled": contract.Exit.GIVEN_UP}
 
 
 @dataclass(frozen=True)
 class Ended:
-    """The end of a run. A worker that starts later ends in the same way."""
+    """A run's end. A worker that starts later ends in the same way."""
 
     run: str
     reason: str
     code: int
 
     def dumps(self) -> str:
-        """Return the answer to a query by `query_end`."""
+        """Return the response to `query_end`."""
         return json.dumps(dataclasses.asdict(self))
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Ask the workers at these `host:port` addresses, which stay up after the end, how the run ended. Returns None if none
-    answers."""
+    """Ask workers that stay up after the end, by `host:port`, how the run ended. Returns None if none of them answers."""
 
     def query(address: str) -> Ended | None:
         try:
             with urllib.request.urlopen(f"http://{address}/end", timeout=_ANSWER_S) as answer:
                 end = Ended(**json.load(answer))
-        except (OSError, ValueError, TypeError):  # it has ended, still trains, or runs another version
+        except (OSError, ValueError, TypeError):  # the worker has ended, still trains, or runs another version
             return None
         return end if end.run == run else None
 
@@ -79,8 +76,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of each other worker's probes. Host names are derived from pod 0 at `endpoint`
-    (`c10d://NAME-0.SERVICE...`), or from `me`, this pod's full name: `NAME-2.SERVICE...` is worker 2."""
+    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our full name (`me`)."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")
@@ -91,11 +87,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job; see `runs.heartbeat`. All pods of the job share it.
-
-    An operator's job is identified by its run, any other job by the cluster's certificate authorities, if readable. If the
-    authorities change, old and new pods count as two owners.
-    """
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share. An
+    operator's job is identified by its run, any other job by the cluster's certificate authorities; if these change, new pods
+    count as another owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -107,8 +101,8 @@ def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
 def take(
     where: store.Store, new: runs.Run, *, home: str = "", fresh: bool = False, say: Callable[[str], None] = lambda _: None
 ) -> str | Ended:
-    """Continue the run in this place, or begin `new`. Returns the run's id. Waits while another `home` may be training it.
-    Raises AlreadyRunning if another `home` trains it, Superseded if a later owner has taken it from us, and StoreError."""
+    """Continue the run in `where`, or begin the run `new`, and return the run's id. Waits while another `home` may be training
+    it. Raises AlreadyRunning if another `home` trains it, Superseded if a later owner has taken it from us, and StoreError."""
     current = runs.read(where)
     if current and current.ended and current.owner == new.owner:
         reason = f"run {current.run} has ended before ({current.state}: {current.reason}); nothing is left to do"
@@ -130,8 +124,7 @@ def take(
 
 
 def set_aside(output: Path, run: str, say: Callable[[str], None] = lambda _: None) -> None:
-    """Move another run's files in this directory to `previous/`, as in the store. They may be on a volume that outlives pods and
-    that workers share."""
+    """Move another run's files, left on a volume that outlives pods, to `previous/`. Several workers may share the volume."""
     directory = output / contract.CHECKPOINTS
     if checkpoints.owner(directory) in ("", run):
         return
@@ -157,14 +150,14 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """Return the run's newest generation in the output; 0 if there is none. It may still commit."""
+    """Return the newest generation in the output, which may still commit; 0 if there is none."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record for a run that starts now; the owner's name is the run's id."""
+    """Create the record of a run that starts now. Its id is the owner's name."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 

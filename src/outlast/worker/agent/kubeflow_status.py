@@ -1,8 +1,7 @@
 """Reports progress to Kubeflow Trainer's status server, which a TrainJob's pods find through environment variables.
 
-Rank 0's agent reports the percentage, the remaining seconds, the step and what the script logged last. A thread sends the
-reports, at most one every five seconds. Server failures are ignored, since every report is complete.
-https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
+Rank 0's agent sends at most one report every five seconds, in a thread. Server failures are ignored, since every report is
+complete. https://github.com/kubeflow/trainer/tree/v2.3.0/docs/proposals/2779-trainjob-progress
 """
 
 from __future__ import annotations
@@ -23,11 +22,11 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Environment variables for the URL, the server's certificate authority file, and our token file, which is renewed."""
+"""Environment variables for the URL, the file of the server's certificate authority, and our token file, which is renewed."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64
-"""Maximum number of metrics that the server accepts, and of characters in a metric's name or value."""
+"""Maximum number of metrics per report, and of characters in a metric's name or value."""
 _TAIL = 1 << 16
 
 
@@ -39,18 +38,18 @@ class StatusServer:
         self._sender: threading.Thread | None = None
         self._sent = float("-inf")
         self._first = (0, 0.0)
-        """The first report's step and time, from which the remaining time is estimated."""
+        """First reported step and its time, from which the remaining time is estimated."""
         self._last: tuple[int, int | None] | None = None
-        """The newest step, and the total if known; None while rank 0 is on another worker."""
+        """Newest step, and the total if known; None while rank 0 is on another worker."""
 
     def look(self, step: float, steps: float | None, *, rank: int) -> None:
-        """Report the progress of this worker's first process if that is rank 0 and a report is due."""
+        """Report the first process's progress if that process is rank 0 and a report is due."""
         self._last, now = (int(step), int(steps) if steps else None) if rank == 0 else None, time.monotonic()
         if URL in self._environ and now - self._sent >= INTERVAL_S and not (self._sender and self._sender.is_alive()):
             self._report(now)
 
     def end(self, *, done: bool) -> None:
-        """Report the end of the run, if this worker has reported its progress. Takes at most twice `TIMEOUT_S`."""
+        """Report the run's end, if this worker has reported progress. Takes at most twice `TIMEOUT_S`."""
         if self._sender:
             self._sender.join(TIMEOUT_S)
             self._report(time.monotonic(), done=done)
@@ -77,7 +76,6 @@ class StatusServer:
         self._sender.start()
 
     def _logged(self) -> dict[str, float]:
-        """Return the newest value of each metric that the script has logged recently."""
         try:
             with self._metrics.open("rb") as file:
                 file.seek(max(0, file.seek(0, 2) - _TAIL))

@@ -1,4 +1,4 @@
-"""Restarts this machine's launcher if it is unreachable, since a job must not depend on the process that started it."""
+"""Restarts this machine's launcher if it is unreachable, so that a job does not depend on the process that started it."""
 
 from __future__ import annotations
 
@@ -16,15 +16,14 @@ from outlast.worker.launch import os_calls
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
-"""Seconds after which an unreachable launcher is restarted. The time doubles with each restart, since imports take long on a
-busy machine."""
+"""Seconds after which an unreachable launcher is restarted. The time doubles with each restart, since imports may be slow."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
-"""Additional delay, in seconds per worker index, since one new launcher is enough. Its lock stops any other launcher."""
+"""Additional delay in seconds per worker index, since one new launcher is enough."""
 
 
 class LauncherWatch:
-    """Watches this machine's launcher for a worker, whose environment configures it. Does nothing if there is no launcher."""
+    """Watches this machine's launcher, if there is one. `environ` is the worker's environment."""
 
     def __init__(self, environ: Mapping[str, str]) -> None:
         self._command = environ.get(Env.REVIVE, "")

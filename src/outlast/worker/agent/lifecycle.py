@@ -1,11 +1,10 @@
-"""A worker's life as a pure state machine: events in, effects out.
+"""A worker's lifecycle as a pure state machine, which maps events to effects.
 
     starting -> run, code, environment, data, checkpoint -> training -> flushing -> ended
-                          (an interruption at any time: save if possible, finish early, exit 75)
+         (an interruption at any time: save if possible, finish early, exit 75)
 
-This file decides what a worker does next, `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport`
-decides who coordinates the run. `agent.agent` carries out the effects and reports the events. This file uses no clocks, files or
-processes: events carry times from the agent's clock.
+It decides what a worker does next; `hangs.hang_limit` decides when its processes hang, and `rendezvous.transport` who coordinates
+the run. `agent.agent` carries out the effects and reports the events, with times from its clock.
 """
 
 from __future__ import annotations
@@ -41,22 +40,21 @@ class Worker:
 
     phase: Phase = Phase.STARTING
     leaving: str = ""
-    """Why the worker was interrupted; empty if it was not."""
+    """Reason for the interruption; empty if the worker was not interrupted."""
     leave_by: float | None = None
-    """Deadline after which an interrupted worker's training is killed; with several interruptions, the earliest."""
+    """Deadline after which an interrupted worker's training is killed: the earliest one if there are several interruptions."""
     gone_by: float | None = None
     """Time at which the worker's machine disappears; None if unknown."""
     code: int | None = None
     reason: str = ""
     stay: bool = False
-    """True if the worker's pod stays up after a final end, so that other pods can query how the run ended."""
+    """Whether the pod stays up after a final end, so that other pods can ask how the run ended."""
 
 
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
 """Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout, in seconds, for the last upload once training is done. It is long, since nothing repeats that upload, whereas a
-failed worker is restarted and uploads again."""
+"""Timeout in seconds for the last upload after training. It is long, since nothing repeats that upload."""
 LAST_FLUSH_S = 10.0
 """Minimum timeout in seconds for an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
@@ -96,8 +94,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """Event: a SIGTERM, spot notice or drain. Training must leave within `grace_s` from `now`; with several interruptions, the
-    earliest deadline counts."""
+    """Event: this worker must leave within `grace_s` from `now` (SIGTERM, spot notice, drain). The earliest deadline counts."""
 
     reason: str
     now: float
@@ -113,7 +110,7 @@ class GraceOver:
 
 @dataclasses.dataclass(frozen=True)
 class Flushed:
-    """Event: output and logs have been uploaded, or `problem` has prevented that."""
+    """Event: the last upload has ended. `problem` is the reason why output is missing in the store; it is empty on success."""
 
     problem: str = ""
 
@@ -171,8 +168,7 @@ class Flush:
 
 @dataclasses.dataclass(frozen=True)
 class Exit:
-    """Effect: end the agent. If `stay` is set, it ends only once its pod is deleted, with code 0, since the real end is
-    recorded."""
+    """Effect: end the agent. If `stay` is set, the agent first waits until its pod is deleted, and then exits with code 0."""
 
     code: int
     reason: str
@@ -241,8 +237,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Return the timeout for the last upload of a worker that ends with this code. It expires before the worker's machine
-    disappears, if that time is known."""
+    """Return the timeout for the last upload of a worker that ends with `code`. It ends before the machine disappears."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

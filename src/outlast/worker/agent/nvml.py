@@ -1,6 +1,5 @@
-"""Memory and utilization of this machine's GPUs, read from NVML, which ships with NVIDIA's driver. Called through ctypes, since
-the agent has only the standard library in other images. https://docs.nvidia.com/deploy/nvml-api/
-"""
+"""Reads the memory and utilization of this machine's GPUs from NVML, a library of NVIDIA's driver. Uses ctypes, since the agent
+has only the standard library in some images. https://docs.nvidia.com/deploy/nvml-api/"""
 
 from __future__ import annotations
 
@@ -20,13 +19,13 @@ class _Memory(ctypes.Structure):
 
 
 class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: percentage of time during which a kernel ran, and during which memory was read or written."""
+    """`nvmlUtilization_t`: percentages of time in which a kernel ran, and in which memory was accessed."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
 
 class Gpus:
-    """The GPUs that are visible to this process through NVML."""
+    """The GPUs that NVML shows to this process."""
 
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = library
@@ -34,8 +33,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization and memory, if NVML reports them; it reports no utilization for MIG slices. Empty if
-        there is no NVML, or while an earlier call is pending: a broken GPU can hang NVML."""
+        """Return each GPU's utilization (except for MIG slices) and memory. Empty if there is no NVML, or while an earlier call
+        is pending, since a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

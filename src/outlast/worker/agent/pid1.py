@@ -1,9 +1,9 @@
-"""Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans.
+"""Process 1 in a pod, which runs the agent as its child, forwards signals, and reaps orphans, e.g. data loaders of a killed rank.
 
-Orphans, e.g. the data loaders of a killed rank, become children of process 1. If nobody waits for them, they remain zombies until
-the pod reaches its pid limit and cannot fork. The agent cannot reap them itself: waiting for *any* child would consume the exit
-codes of its own children. So process 1 only reaps, and forks before the agent has threads, files or children. If another program
-is process 1 (a shared process namespace, `docker run --init`, a laptop), this module does nothing."""
+Unless process 1 reaps orphans, they remain zombies until the pod reaches its pid limit. The agent cannot reap them, since waiting
+for *any* child would consume the exit codes of its own children. So process 1 forks before the agent has threads, files or
+children. If another program is process 1 (a shared process namespace, `docker run --init`), this module does nothing.
+"""
 
 from __future__ import annotations
 
@@ -37,7 +37,6 @@ def split() -> None:
 
 
 def _attend(child: int, signals: set[signal.Signals]) -> int:
-    """Reap processes until `child` has ended. Returns the child's exit code."""
     while True:
         number = signal.sigwait(signals)
         if number != signal.SIGCHLD:

@@ -1,8 +1,8 @@
 """Observes a worker's training processes for its agent: which of them are alive, and how long each has been silent.
 
-A process records its pid and start time, which together identify it: before a hung process is killed, another may have reused its
-pid. Silence starts at the last observed change in the process's progress or heartbeat (`workerfiles.progress_file`). The clock
-stops while the agent does (`clock.Awake`), so a jump of the wall clock or a suspended machine does not make a process silent.
+A process is identified by pid and start time, since pids are reused. It is silent from the last observed change in its progress
+or heartbeat (`workerfiles.progress_file`). The clock (`clock.Awake`) stops while the agent does, so neither a jump of the wall
+clock nor a suspended machine makes a process silent.
 """
 
 from __future__ import annotations
@@ -19,19 +19,17 @@ from outlast.job.workerfiles import progress_file
 from outlast.worker.hangs.hang_limit import Process
 
 FROZEN_S = 10.0
-"""Seconds without a heartbeat after which native code probably holds a process's GIL. If such a process uses CPU time, it
-is not silent."""
+"""Seconds without a heartbeat after which native code probably holds the GIL. Using CPU time then counts as activity."""
 
 
 class Ranks:
-    """A worker's `count` training processes, observed through their records in the directory `state`. The agent calls `look` ten
-    times a second."""
+    """Observes `count` training processes through their records in the directory `state`. The agent calls `look` every 0.1 s."""
 
     def __init__(self, state: Path, count: int, clock: Callable[[], float]) -> None:
         self._state, self._count = state, count
         self._seen = Seen(clock)
         self._condemned: set[tuple[int, int]] = set()
-        """Pid and start time of each process that was killed, which may take a while to die."""
+        """Pid and start time of each killed process, which may take a while to die."""
 
     def forget(self) -> None:
         """Remove the records of an earlier agent's processes, whose pids a new container may reuse."""

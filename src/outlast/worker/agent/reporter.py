@@ -22,12 +22,11 @@ from outlast.worker.agent.upload_supervisor import UploadProcess
 from outlast.worker.hangs import hang_limit
 
 HEARTBEAT_INTERVAL_S = 1.0
-"""Interval in seconds at which an unchanged `worker.json` is touched, as the agent's heartbeat."""
+"""Interval in seconds for touching an unchanged `worker.json`, as the agent's heartbeat."""
 ALONE_LOOKS = 30
-"""Number of observations, ten a second, after which the agent warns that ranks train without a process group. Arbitrary: a script
-may print progress before it creates the group."""
+"""Observations, ten a second, before the agent warns of a missing process group, which a script may create late. Arbitrary."""
 STANDSTILL_S = 30.0
-"""Seconds without progress after which the status shows where the processes wait; shorter than the hang limit."""
+"""Seconds without progress after which the status shows where the processes wait."""
 
 
 class Reporter:
@@ -36,11 +35,8 @@ class Reporter:
     def __init__(self, state: Path, log: Output, limit_s: float, *, pod: bool = False) -> None:
         self.health = probes.Health()
         self.metrics: Mapping[str, float] = {}
-        """The worker's metrics by name, without the prefix."""
         self.probes = ""
-        """The address at which probes are answered."""
         self.displaced = False
-        """True if another machine has taken the run."""
         self._state, self._log, self._limit_s = state, log, limit_s
         self._logged = LoggedStep(pod=pod)
         self._written: dict[str, Any] = {}
@@ -79,7 +75,7 @@ class Reporter:
         self.metrics = {"done": float(done), "failed": float(not done)}
 
     def exposition(self, labels: Mapping[str, str]) -> str:
-        """Return all metrics in Prometheus' text format, with the worker's `labels`. Called by threads of the probe server."""
+        """Return all metrics in Prometheus' text format, with the worker's `labels`. The probe server's threads call this."""
         samples: list[Sample] = [(name, {}, value) for name, value in self.metrics.items()]
         return prometheus_metrics.exposition([*samples, *self._samples, *self._gpus.samples()], labels)
 
@@ -131,7 +127,6 @@ class Reporter:
 
 
 def _of_rank(progress: Progress) -> Iterator[Sample]:
-    """Yield one training process's metrics."""
     rank = {"rank": progress.rank}
     if progress.stepped:
         yield "step_seconds", rank, (progress.stepped_s, progress.stepped)
@@ -149,26 +144,22 @@ def _of_rank(progress: Progress) -> Iterator[Sample]:
 
 
 class LoggedStep:
-    """The step that a plain script prints to its log, if rank 0 runs on this worker without a session. In a pod, this class also
-    warns if the script restarts from the beginning; on one machine the launcher warns."""
+    """The step that a plain script prints to its log, if rank 0 runs here without a session. In a pod, this class also warns if
+    the script restarts from the beginning; on one machine the launcher does."""
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod
         self._first_of_run: guessed_progress.Logged | None = None
         self._previous: guessed_progress.Logged | None = None
-        """The last step that the previous process printed."""
         self._process: tuple[int, int] | None = None
-        """Generation and pid of the current process."""
         self._first: guessed_progress.Logged | None = None
         self.last: guessed_progress.Logged | None = None
-        """The last step that the current process printed."""
         self.warning = ""
         self._alone = 0
-        """Number of consecutive observations in which the process had no process group."""
         self._written = 0
 
     def look(self, processes: Sequence[hang_limit.Process], log: Output) -> None:
-        """Read the lines that are new in the log."""
+        """Read the log's new lines."""
         process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:
             return
@@ -193,8 +184,7 @@ class LoggedStep:
             print(f"outlast | {self.warning}", flush=True)
 
     def record(self) -> dict[str, Any]:
-        """Return the fields of `worker.json`: step, total and generation of the process that printed them, then its pid, epoch
-        and first step."""
+        """Return the fields of `worker.json` about the last logged step, and about the process that logged it."""
         if not self.last or not self._process:
             return {"logged": None}
         (generation, pid), (step, steps, epoch) = self._process, self.last
@@ -203,6 +193,6 @@ class LoggedStep:
 
 
 def write_state(directory: Path, record: dict[str, Any]) -> None:
-    """Replace `worker.json` (see `contract.WORKER`). On a full disk the old file remains, so that training continues."""
+    """Replace `worker.json` (`contract.WORKER`). On a full disk the old file remains, and training continues."""
     with contextlib.suppress(OSError):
         files.replace(directory / contract.WORKER, json.dumps(record))

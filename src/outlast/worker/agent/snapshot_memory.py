@@ -1,4 +1,4 @@
-"""The agent's memory for snapshots: a size limit, and a server for ranks."""
+"""Starts the agent's server that keeps ranks' snapshots in memory, up to a size limit."""
 
 from __future__ import annotations
 
@@ -16,9 +16,9 @@ if TYPE_CHECKING:
 def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
     """Serve memory to a worker's ranks; this machine has `workers` workers. Returns None if snapshots are off or impossible.
 
-    Even with a budget of 0 bytes, ranks can read other workers' snapshots. `restore` fetches the newest checkpoint from the job's
-    store at a rank's request; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a
-    running job, so that the worker is restarted: other workers may have newer snapshots.
+    Even with a budget of 0 bytes, ranks can read other workers' snapshots. `restore` fetches the newest checkpoint from the store
+    at a rank's request; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a running job:
+    the worker must be restarted, since other workers may have newer snapshots.
     """
     Path(environ[Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # left by a killed agent
     setting = environ.get(Env.MEMORY, "off")  # absent if an earlier version created this worker and its memory limit

@@ -1,4 +1,4 @@
-"""Starts a worker (`outlast agent` in pods): first the warm process, whose imports take longest, then the agent."""
+"""Starts a worker (`outlast agent` in pods): first its warm process, whose imports take longest, then its agent."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from outlast.worker.prepare import image_python
 
 
 def main(_: list[str]) -> None:
-    """Start the warm process and the agent, and exit with the agent's code. For a job with its own Python environment, the warm
-    process starts later, in that environment. If the image has its own Outlast, that one runs instead of the injected copy."""
+    """Start the warm process and the agent, and exit with the agent's code. If the job has its own Python environment, the agent
+    starts the warm process later. If the image has its own Outlast, that one runs instead of the injected copy."""
     if relocatable.home() and (installed := shutil.which("outlast")):
         os.execv(installed, [installed, "agent"])
     pid1.stand_by()

@@ -4,13 +4,11 @@
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
                                           --ended means that the operator has ended the run
 
-The worker agent's environment (`contract.Env`) configures the process. Only one process uploads a directory: others wait for its
-lock and take over when it dies. Workers that share no disk all have the same checkpoints and metrics. The process for rank 0's
-directory uploads them (`checkpoints.first`), and each process uploads the files that only its directory has, such as logs.
-
-Progress is recorded in `.push/` once an upload is complete, so a kill costs at most one repeated upload. Committed checkpoints
-are uploaded at once, newest first, the ledger with each event, and everything else at the job's interval (`sync.every`). While
-the store is unreachable, the backlog is kept and retried. Each line on standard output is a `Report` as JSON.
+One process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process for
+rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads its own directory's other
+files. Committed checkpoints are uploaded at once, newest first, the ledger with each event, and everything else at the job's
+interval. `.push/` records completed uploads, so a kill costs at most one repetition. Each line on standard output is a `Report`
+as JSON.
 """
 
 from __future__ import annotations
@@ -40,24 +38,20 @@ from outlast.worker.launch import os_calls, script_files
 from outlast.worker.prepare import compile_cache, workdir
 
 POLL_INTERVAL_S = 1.0
-"""Polling interval for new checkpoints and events, in seconds."""
 EVENTS_S, STEPS_S = 3.0, 120.0
-"""Minimum intervals in seconds between ledger uploads: if there is a new event, and if there are only new steps. An upload takes
-two requests, so steps alone cost one request a minute on average. A lost worker's last steps are known from the state that the
-other workers resume."""
+"""Minimum intervals in seconds between ledger uploads (two requests each): with new events, and with new steps alone."""
 LOCK_TIMEOUT_S = 3.0
-"""Seconds that a flush waits for another process that uploads the same directory, which then uploads the remaining files, too."""
+"""Seconds that a flush waits for another process that uploads the same directory, and will upload the rest."""
 MAX_PASSES = 3
 """Maximum number of passes in a flush while individual files fail, which only the user can fix."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval in seconds between goodput computations, and the maximum share of the time that they may take."""
+"""Minimum interval in seconds between goodput computations, and their maximum share of the time."""
 RETRY_S = (2.0, 60.0)
-"""First and longest backoff in seconds after the store has failed."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """An upload process's state."""
+    """An upload process's report to the agent."""
 
     pushed: float | None = None
     """Time of the last complete upload, in seconds since the epoch; None before the first."""
@@ -70,19 +64,19 @@ class Report:
     """Total size in bytes of the committed checkpoints that the store lacks."""
     doing: str = ""
     seconds: float | None = None
-    """Duration of the last checkpoint upload in seconds; None before the first."""
+    """Duration in seconds of the last checkpoint upload; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded, and the seconds that the uploads took."""
+    """Number of checkpoints that this process has uploaded, in `uploads_s` seconds."""
     uploads_s: float = 0.0
     goodput: float | None = None
-    """The run's goodput so far, computed by the process beside rank 0; None in other processes and before the first step."""
+    """The run's goodput so far; None before the first step, and in processes that do not run beside rank 0."""
     lost: Mapping[str, float] | None = None
-    """Training seconds lost by cause (`incidents.CAUSES`), and the number of steps whose result was lost; set with `goodput`."""
+    """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost."""
     lost_steps: int = 0
 
 
 class SomeFailed(store.StoreError):
-    """Raised if some files could not be uploaded, although everything else is in the store."""
+    """Raised if some files could not be uploaded, although all others were."""
 
 
 class Uploader:
@@ -104,31 +98,29 @@ class Uploader:
         self._checkpoints = in_store.Checkpoints(place, run)
         self._run, self._retention, self._publish = run, retention, publish
         self._acquired = 0
-        """The newest generation for which this process may write checkpoints to the store."""
+        """Newest generation for which this process may write checkpoints to the store."""
         self._left_behind = 0
-        """The newest generation on this disk when rank 0 moved to another disk; 0 if it has not moved."""
+        """Newest generation on this disk when rank 0 moved to another disk; otherwise 0."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that needs no upload, because it is in the store or damaged."""
+        """Step and generation of each checkpoint that is in the store or damaged, and needs no upload."""
         self._ways_back: list[tuple[int, int]] = []
-        """The result of `checkpoints.ways_back` after which checkpoints were last withdrawn from the store."""
+        """The result of `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
         self._checked = False
         self._growing = growing_files.Sender(place, output)
         self._results = workdir.Results(output)
         self._index = output / OWN / "manifest"
-        """The index of uploaded files, written by `sync`."""
         self._environ = environ or {}
         self.compiled: compile_cache.Cache | None = None
         self._read: dict[str, int] = {}
-        """Number of bytes read from each ledger."""
         self._unsent, self._sent_at = "", 0.0
-        """The kind of pending ledger lines ("event", "steps" or ""), and the time at which ledgers were last uploaded."""
+        """The kind of pending ledger lines ("event", "steps" or ""), and the time of the last ledger upload."""
         self._have_ledgers, self._count_at = False, 0.0
-        """True if all workers' earlier ledgers are on this disk, and the time at which the goodput is computed next."""
+        """Whether all earlier ledgers are on this disk, and when the goodput is computed next."""
         self.ended: float | None = None
-        """Time at which training ended, in seconds since the epoch; None during training."""
+        """When training ended, in seconds since the epoch; None during training."""
         self.run_ended = False
-        """True if the run itself has ended; False if this worker has only left it."""
+        """True if the run itself has ended, False if this worker has only left it."""
         self.report = Report()
 
     def update(self, **changes: object) -> None:
@@ -147,15 +139,14 @@ class Uploader:
         ]
 
     def _first(self) -> bool:
-        """Return whether rank 0 appears to write to this directory, in which case we upload its checkpoints and metrics."""
+        """Return whether rank 0 appears to write here, so that we upload its checkpoints and metrics."""
         directory = self.output / contract.CHECKPOINTS
         return checkpoints.first(directory, self._run) and (
             self._left_behind == 0 or checkpoints.generation(directory, self._run) > self._left_behind
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything. Files that may be unfinished wait for a later pass, except in the `last` pass. Raises StoreError,
-        Stopped, Superseded, OSError; completed uploads remain."""
+        """Upload everything; unfinished files only if `last` is set. Raises StoreError, Stopped, Superseded and OSError."""
         runs.check(self._place, self._run, self._owner)
         if not self._index.exists():  # the first pass uploads the job file and logs before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
@@ -210,8 +201,7 @@ class Uploader:
             raise SomeFailed(f"{path} could not be pushed: {reason}{more}")
 
     def upload_ledger(self, stop: threading.Event, now: float) -> None:
-        """Upload the new lines of this worker's ledgers if an upload is due. Call `upload` first. Raises the same exceptions as
-        `upload`."""
+        """Upload this worker's new ledger lines if an upload is due. Call `upload` first; both raise the same exceptions."""
         ledgers = [path for path in self._grown() if path.startswith(f"{contract.LEDGER}/")]
         for path in ledgers:
             with contextlib.suppress(OSError), (self.output / path).open("rb") as file:
@@ -226,8 +216,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the goodput for the operator from the whole run's ledgers, periodically and after the end. Failures are
-        ignored, since no upload depends on the goodput."""
+        """Compute the whole run's goodput for the operator if that is due. Failures are ignored, since no upload needs it."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
@@ -255,7 +244,7 @@ class Uploader:
                 self.update(goodput=round(account.goodput, 6), lost=lost, lost_steps=account.steps_replayed)
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload compiled code, after the output. Failures are only logged, since another machine can compile again."""
+        """Upload compiled code, after the output. Failures are only logged, since others can compile again."""
         if not self.compiled:
             return
         before = time.time() - compile_cache.SETTLED_S if self.ended is None else self.ended - compile_cache.KILLED_S
@@ -319,7 +308,7 @@ class Uploader:
 
 @contextlib.contextmanager
 def locked(output: Path, give_up: Callable[[], bool]) -> Iterator[bool]:
-    """Hold an output directory's lock; yields False if `give_up()` becomes true first."""
+    """Hold an output directory's lock and yield True, or yield False if `give_up()` returns true first."""
     (output / OWN).mkdir(parents=True, exist_ok=True)
     with open(output / OWN / "lock", "a") as file:
         while not file_locks.acquire(file.fileno()):
@@ -361,8 +350,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains, retrying until `deadline` (monotonic). Returns the reason why uploads are missing; empty if the
-    upload is complete."""
+    """Upload all that remains until `deadline` (monotonic). Returns an error message; empty even if a few files keep failing."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)

@@ -1,4 +1,4 @@
-"""The agent's supervisor of the upload process (`agent.upload`): starts it, reads its reports, and flushes at the end."""
+"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and flushes at the end."""
 
 from __future__ import annotations
 
@@ -19,19 +19,15 @@ from outlast.worker.launch import relocatable, script_files
 
 RESTART_DELAY_S = 5.0
 AHEAD_S = 2.0
-"""Minimum age, in seconds, of a training process before the first upload process starts: an upload process's imports keep a
-core busy for half a second."""
+"""Minimum age in seconds of a training process before the first upload process starts and imports its modules."""
 WAIT_S = 30.0
-"""Delay in seconds before the first upload process starts if there is no training process, so that logs are still uploaded."""
+"""Delay in seconds before the first upload process if there is no training process, so that logs are uploaded."""
 NICENESS = 10
-"""Added to the upload process's niceness, since training has priority."""
 BEFORE_STEPS = ("started", "open", "restore", "first step")
-"""Phases of a training process before its first step has ended."""
 STOP_TIMEOUT_S = 10.0
 SUPERSEDED = 3
 """The upload process's exit code if the store has a newer generation."""
 _TIMES = ("pushed", "since")
-"""Fields of a report that hold wall-clock times."""
 
 
 class UploadProcess:
@@ -42,14 +38,14 @@ class UploadProcess:
         self._child: subprocess.Popen[bytes] | None = None
         self._reader = threading.Thread()
         self._start_at: float | None = None
-        """Earliest time for the next start; None before the first upload is due."""
+        """When the next process may start; None before the first upload is due."""
         self._waits = Seen(clock)
         self.report: dict[str, Any] = {}
-        """The upload process's last report (`upload.Report`); empty while another worker on this machine uploads."""
+        """The last report (`upload.Report`); empty while another worker on this machine uploads."""
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process if it is not running; the first start waits until the training `processes` could have written
+        """Start the upload process unless it is running; the first start waits until the training `processes` could have written
         output. Returns True if the last upload process found that this worker had been superseded."""
         if self._child is not None:
             code = self._child.poll()
@@ -96,8 +92,7 @@ class UploadProcess:
         self._child = None
 
     def flush(self, timeout_s: float, *, run_ended: bool = False) -> tuple[int, str]:
-        """Upload all remaining output, retrying until the timeout. `run_ended` is True if the operator has ended the run. Returns
-        the exit code, and the reason if it is not 0."""
+        """Upload all remaining output, retrying until the timeout. Returns the exit code, and the reason if it is not 0."""
         self.stop()
         child = self._start("--rest", str(timeout_s), *(["--ended"] if run_ended else []))
         try:
@@ -124,7 +119,7 @@ class UploadProcess:
                 os.write(2, line)
 
     def received(self, report: dict[str, Any]) -> None:
-        """Store a report. The ages in `metrics` are counted from the report's arrival."""
+        """Store a report from the upload process, and the time at which it arrived."""
         for key in _TIMES:
             self._seen.age(key, report.get(key))
         self.report = report

@@ -1,8 +1,5 @@
-"""The loop that trains in successive worlds, in a thread of the worker's agent. It is the worker's member in the rendezvous.
-
-The loop does what torchrun's agent does, but a failure does not end it: it joins a world, has the warm process fork the training
-processes, reports how they ended (the first failed process and its error), and waits for the next world.
-"""
+"""Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous. Unlike in
+torchrun's agent, a failure does not end the loop: it reports how the training processes ended, and waits for the next world."""
 
 from __future__ import annotations
 
@@ -35,11 +32,11 @@ from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
-"""Interval, in seconds, between checks for processes that wait for a world not yet known to this worker; arbitrary."""
+"""Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
 EXIT_TIMEOUT_S = 5.0
-"""Maximum time, in seconds, from when a process records its error to when it ends."""
+"""Maximum seconds from when a process records its error to when it ends."""
 MAX_BACKOFF_S = 30.0
-"""Longest delay, in seconds, before restarting a script that exits as if it had been interrupted, but was not."""
+"""Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
 
 @dataclass(frozen=True)
@@ -48,25 +45,21 @@ class Settings:
 
     environ: Mapping[str, str]
     python: str
-    """The interpreter for training."""
     processes: int
     command: Sequence[str]
     """The script or module and its arguments, as for `launch.training_process`."""
     grace_s: float
-    """Seconds that training has to save and leave on request."""
     restarts: int
     """The job's limit on restarts, which also limits a world's attempts."""
     needed: bool
-    """True if no world can do without this worker."""
+    """True if every world needs this worker."""
     must_leave: Callable[[float, str], None]
     run_ended: Callable[[Closed], None]
-    """See `transport.Member`."""
     record: Callable[..., None]
-    """Writes an event to the ledger."""
 
 
 class WorldLoop:
-    """A worker's training. `run` has its own thread, which ends once the agent has killed the warm process."""
+    """A worker's training. The thread of `run` ends once the agent has killed the warm process."""
 
     def __init__(self, settings: Settings, warm: WarmProcess) -> None:
         """Raises OutlastError if the rendezvous endpoint is unusable."""
@@ -97,7 +90,6 @@ class WorldLoop:
         self._seen = Seen(time.monotonic)
         self._looked = 0.0
         self._verdicts: dict[int, rank_failures.Verdict] = {}
-        """Verdicts on the processes of the current attempt, by local rank."""
 
     def condemn(self, process: Process, reason: str) -> None:
         """Record why a process is about to be killed. Called by the agent's main thread."""
@@ -212,7 +204,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Their records are read rarely until one is announced."""
+        """Return whether all processes wait for the next world. Checks rarely until one is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
@@ -223,8 +215,7 @@ class WorldLoop:
         return self._start.failure(ended, self._verdicts.get(ended.local_rank), oom=oom)
 
     def _leave(self) -> int:
-        """Leave once the other workers can load the state that was saved here. Returns the exit code. The agent kills training if
-        that takes too long."""
+        """Leave once the other workers can load the state saved here, and return the exit code. The agent limits the time."""
         member = self._member
         member.left(reached=False)
         if member.rank == 0:
@@ -238,7 +229,6 @@ class WorldLoop:
     # Called by the membership
 
     def _joining(self) -> None:
-        """Forget the previous world's error records and verdicts."""
         for local_rank in range(self._settings.processes):
             (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
         self._verdicts.clear()
@@ -249,7 +239,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members are restarting this world's processes; the worker with rank 0 also records it in the ledger."""
+        """Log that the members are restarting this world's processes; rank 0's worker also records it in the ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:

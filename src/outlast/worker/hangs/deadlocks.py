@@ -1,17 +1,11 @@
-"""Detects deadlocks between ranks within seconds, and writes each rank's heartbeat.
+"""Detects deadlocks between ranks within seconds, and writes each rank's heartbeat (`progress_file.Pulse`).
 
-In every training process, a thread samples the main thread about once a second (`hangs.motion`), and writes a heartbeat for the
-agent to a small file (`progress_file.Pulse`). If the main thread has not moved for a while, the sampling thread publishes the
-rank's state in the process group's store: the session's current call, the place in the script, and the number of collectives
-begun in each group.
-
-While another rank moves, the ranks that wait for it count as moving. If no rank moves, each rank compares the states of all. If
-rank A waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue. In that
-case the script has a bug, and ends with an error message. If a rank, the network or a disk is merely slow, all ranks have begun
-the same operation; that is a hang after `hang.limit` (`hangs.hang_limit`).
-
-Detection works with sessions and with plain scripts, and sends nothing while all ranks move. `training.collective_calls`
-detects ranks in different calls to a session, without this thread.
+In every training process, a thread samples the main thread about once a second (`hangs.motion`). If the main thread has not moved
+for a while, the sampling thread publishes the rank's state in the process group's store: the current call to the session, the
+place in the script, and the number of collectives begun in each group. If no rank moves, each rank compares all states. If rank A
+waits in a call that rank B has not begun, and B in a collective that A has not begun, neither can ever continue: the script has a
+bug, and ends with an error message. If all ranks have begun the same operation, some are merely slow, or hang
+(`hangs.hang_limit`). `training.collective_calls` detects ranks in different calls to a session, without this thread.
 """
 
 from __future__ import annotations
@@ -40,16 +34,14 @@ from outlast.worker.hangs import motion
 
 LOOK_S = 1.0
 STILL_S = 3.0
-"""Seconds that the main thread must be still before the rank publishes its state."""
+"""Seconds without motion of the main thread after which the rank publishes its state."""
 _STDLIB = os.path.dirname(os.__file__) + os.sep
 _STILL = "outlast/still"
 """Key for the number of still ranks, and prefix for the keys with their states."""
 PATIENCE = 3.0
-"""Maximum interval in seconds between comparisons with the other ranks, reached during long waits."""
+"""Maximum interval in seconds between comparisons with the other ranks, reached in long waits."""
 _ANSWER_S = 10.0
-"""Timeout for requests to the store, in seconds."""
 _WHERE_LIMIT = 600
-"""Maximum number of characters for listing all ranks' places."""
 _COUNTED = frozenset(
     [
         *("all_gather", "all_gather_into_tensor", "all_reduce", "all_to_all", "all_to_all_single", "barrier", "broadcast"),
@@ -64,23 +56,22 @@ class RankState:
     """The state of a rank whose main thread is not moving."""
 
     calls: int = 0
-    """Number of calls to the session that have begun."""
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
-    """The current collective outside calls, such as `all_reduce`; empty if the rank waits in none."""
+    """The collective that the rank waits in outside calls, such as `all_reduce`; empty if there is none."""
     at: str = ""
     """The script's current line, such as `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    """Number of collectives begun in each of the script's groups; empty if they are not counted."""
+    """Number of collectives begun in each of the script's groups; empty if they cannot be counted."""
     looks: int = 0
-    """Number of this rank's reports so far, which shows whether a state was reported again."""
+    """Number of this rank's reports so far, which tells repeated reports apart."""
     blocks: bool = True
-    """True if the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
+    """Whether the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return the error message if these still ranks are certainly waiting for each other by mistake; otherwise empty."""
+    """Return an error message if these still ranks certainly wait for each other by mistake, or an empty string."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -123,8 +114,8 @@ def _named(ranks: Sequence[int]) -> str:
 
 
 def _frame(thread: int) -> FrameType | None:
-    """Return a thread's current frame. Garbage collection is disabled during the call: in older Pythons, a finalizer could wait
-    forever for a lock that the call holds (https://github.com/python/cpython/issues/106883)."""
+    """Return a thread's current frame, with garbage collection disabled: in older Pythons, a finalizer could wait forever for a
+    lock that this call holds (https://github.com/python/cpython/issues/106883)."""
     collects = gc.isenabled()
     gc.disable()
     try:
@@ -135,22 +126,19 @@ def _frame(thread: int) -> FrameType | None:
 
 
 class Watch:
-    """A watch over this process's main thread, one per process (`watch`)."""
+    """Watches this process's main thread. There is one instance per process (`watch`)."""
 
     def __init__(self) -> None:
         self.call = ""
-        """The main thread's current call to the session, with its place in the script."""
         self.calls = 0
-        """Number of calls to the session that have begun."""
         self.signs = 0
         self.held = 0
-        """Number of open `alive` contexts, in which the process counts as moving."""
         self.broken = False
         """True if a collective, and perhaps the store, has failed."""
         self.code = contract.Exit.MISCONFIGURED
-        """Exit code of a process whose script has made a mistake."""
+        """Exit code for a script that has made a mistake."""
         self.record: Callable[[str], object] = lambda _: None
-        """Callback that receives the error message before a deadlocked process ends."""
+        """Callback for the error message, called before a deadlocked process ends."""
         self.last: Callable[[], object] = lambda: None
         """Callback that waits for the save in progress, called after `record`."""
         self._own_groups: set[str] = set()
@@ -158,12 +146,12 @@ class Watch:
         self._rank, self._ranks, self._group = 0, 1, 0
         """Our rank in the store's process group, and the group's size and identity."""
         self._published = False
-        """True if this rank's state is published, so that the other ranks count it as still."""
+        """True while this rank's state is published, which makes the other ranks count it as still."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
         self._suspected: list[tuple[RankState, int]] = []
-        """The states of all ranks in a suspected deadlock, each with the rank's number of reports."""
+        """All ranks' states in a suspected deadlock, each with the rank's number of reports."""
 
     def own(self, group: Any) -> Any:
         """Mark a group as Outlast's own, so that its collectives are not counted. Returns the group."""
@@ -230,10 +218,8 @@ class Watch:
             time.sleep(pause)
 
     def _on_standstill(self, main: int, frame: FrameType, sample: motion.Sample) -> tuple[bool, str]:
-        """Publish that the main thread is still. Ends this process if the ranks wait for each other.
-
-        Returns whether the main thread waits for a moving rank, and the place of this rank or of all ranks.
-        """
+        """Publish that the main thread is still, and end this process if the ranks wait for each other. Returns whether the main
+        thread waits for a moving rank, and the place of this rank or of all ranks."""
         state = self._state(frame)
         at = listed([state.call or state.at], "in", first=self._rank)
         if _joins(frame):
@@ -255,11 +241,10 @@ class Watch:
         return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has been still since the sample, so that all observations are consistent."""
+        """Return whether the main thread has been still since the sample, which makes all observations consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
-        """Open a separate connection to the process group's store once the store exists."""
         dist: Any = sys.modules.get("torch.distributed")
         with contextlib.suppress(Exception):  # the group is being created or destroyed right now
             if dist is None or not dist.is_initialized() or dist.get_world_size() == 1:
@@ -270,7 +255,6 @@ class Watch:
                 self._store.set_timeout(datetime.timedelta(seconds=_ANSWER_S))
 
     def _withdraw(self) -> None:
-        """Withdraw this rank's report, since the rank is moving again."""
         if self._published:
             with contextlib.suppress(Exception):  # the store has ended
                 self._store.add(_STILL, -1)
@@ -296,11 +280,8 @@ class Watch:
         return RankState(self.calls, self.call, waits, at, self.begun(), self._looks, blocks)
 
     def _compare(self, own: RankState) -> list[RankState] | None:
-        """Publish our state. Returns the states of all ranks if all are still, None if any rank moves, and an empty list if there
-        is no store.
-
-        A state remains in the store while the kernel has its rank stopped, and for up to PATIENCE after the rank has moved.
-        """
+        """Publish our state. Returns all ranks' states if all are still, None if any rank moves, and an empty list without a
+        store. A state remains in the store while its rank is stopped, and for up to PATIENCE after the rank has moved."""
         if self._store is None:
             return []
         self._publish(own)
@@ -341,7 +322,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None if there is none."""
+    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()
@@ -350,7 +331,7 @@ def store() -> Any:
 
 
 def where(frame: FrameType | None) -> tuple[str, str]:
-    """Return the collective that a thread is waiting in (empty if none), and the script line that it is on."""
+    """Return the collective that a thread waits in (empty if none), and the script line that it is on."""
     waits = ""
     if frame is not None:
         module, function = frame.f_globals.get("__name__", ""), frame.f_code.co_name
@@ -375,7 +356,7 @@ def _line(frame: FrameType) -> int:
 
 
 def _call(frame: FrameType) -> str:
-    """Return a frame's current call, if its line starts with `if`; otherwise empty."""
+    """Return the source of a frame's current call if its line starts with `if`, or an empty string."""
     first, last, start, end = next(itertools.islice(frame.f_code.co_positions(), frame.f_lasti // 2, None), (None,) * 4)
     text = linecache.getline(frame.f_code.co_filename, _line(frame))
     if first is None or first != last or start is None or not text.lstrip().startswith("if "):

@@ -1,12 +1,12 @@
-"""The rule that decides when training hangs. Pure. Every limit is a multiple of the job's `hang.limit`.
+"""Decides when training hangs. Every limit is a multiple of the job's `hang.limit`.
 
     stopped by the kernel                limit
     unable to run Python                 limit, but before the first step at least 600 s
     all of a worker's processes silent   1.25 x limit, but before the first step at least 1.25 x 600 s
     the worker's /healthz fails          1.25 x limit, from the first step on
 
-`agent.ranks` observes, this module decides, `agent.agent` kills, and `agent.world_loop` reports the failure. `hangs.deadlocks`
-detects deadlocks caused by the script sooner, within seconds.
+`agent.ranks` observes the processes, `agent.agent` kills them, and `agent.world_loop` reports the failure. `hangs.deadlocks`
+detects deadlocks caused by the script within seconds.
 """
 
 from __future__ import annotations
@@ -25,17 +25,16 @@ class Process:
     local_rank: int
     progress: Progress
     stopped: bool
-    """True if the kernel has stopped the process (SIGSTOP, a debugger)."""
     silent_s: float
-    """Seconds without progress (a step, motion of the main thread, a plain script's output), excluding the agent's pauses."""
+    """Seconds without a step, motion of the main thread, or a plain script's output, excluding the agent's pauses."""
     frozen: bool = False
     """True if the process cannot run Python because native code holds the GIL."""
     age_s: float = math.inf
     """Seconds since the agent first observed the process."""
     watched: bool = True
-    """True if the process reports the activity of its main thread; false after execv."""
+    """False after execv, when the process does not report the activity of its main thread."""
     where: str = ""
-    """The process's place in the script, or the places of all ranks if all are still."""
+    """The process's place in the script, or all ranks' places if all are still."""
     alone: int = 0
     """See `progress_file.Pulse.alone`."""
 
@@ -46,7 +45,7 @@ class Process:
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may be waiting for a culprit on another worker, so that that worker acts first."""
+"""Factor on the limit for processes that may wait for a culprit on another worker, which should act first."""
 START_LIMIT_S = 600.0
 """Minimum limit in seconds before the first step, since imports, compilation and restores may be slow."""
 
@@ -54,9 +53,8 @@ START_LIMIT_S = 600.0
 def hung(processes: Sequence[Process], limit_s: float) -> list[tuple[Process, str]]:
     """Return this worker's hung processes, which must be killed, each with a reason. `limit_s` is the job's `hang.limit`.
 
-    If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python.
-    If no culprit is on this worker, it may be on another, so the ranks here count as stuck only after a longer time. Ranks that
-    wait for a moving rank count as moving (`hangs.deadlocks`).
+    If one rank hangs, all ranks in its world stop. The culprit is a rank that the kernel has stopped or that cannot run Python;
+    it may be on another worker, so other ranks count as stuck only after a longer time.
     """
     counted = [p for p in processes if p.progress.phase != "done" and (p.watched or p.progress.phase != "started")]
     stopped = [p for p in processes if p.stopped and p.silent_s > limit_s]
@@ -83,5 +81,5 @@ def _at(process: Process) -> str:
 
 
 def unhealthy(process: Process, silent_s: float, limit_s: float) -> bool:
-    """Return whether `/healthz` fails: training has begun, but is silent beyond the limit at which its agent kills it."""
+    """Return whether `/healthz` must fail: training has begun, but has been silent for so long that its agent kills it."""
     return process.progress.phase in ("train", "save") and silent_s > OTHERS_FIRST * limit_s

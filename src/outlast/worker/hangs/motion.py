@@ -1,11 +1,9 @@
-"""Detects a training process's progress by comparing samples of its main thread.
+"""Detects a training process's progress by comparing samples of its main thread, which `deadlocks.Watch` takes.
 
 A process moves if its main thread is at another place in the code or has begun another call or collective, or if the process or
-its child processes use CPU time. Some waits spin: waiting for a GPU, or inside a collective with some backends, uses a whole core
-but does no work. In such waits, CPU time counts only if the main thread is at a new place; allocations on the GPU count as well.
-A polling loop repeats the same few places with hardly any CPU time, and counts as still.
-
-`deadlocks.Watch` takes the samples, and `hangs.hang_limit` decides. See docs/decisions/0022-what-is-a-hang.md.
+its child processes use CPU time. Some waits spin, e.g. for a GPU: then CPU time counts only if the main thread is at another
+place, and allocations on the GPU count, too. A polling loop, which repeats the same few places with hardly any CPU time, counts
+as still. See docs/decisions/0022-what-is-a-hang.md.
 """
 
 from __future__ import annotations
@@ -25,10 +23,9 @@ from outlast.job import accelerators
 from outlast.job.workerfiles import progress_file
 
 BUSY = 0.01
-"""Share of a core above which this process counts as working: less than a training loop uses, more than ten polls a second."""
+"""Share of a core above which this process counts as working: a training loop uses more, ten polls a second use less."""
 CHILDREN_BUSY = 0.2
-"""Share of a core above which child processes count as working; more than BUSY, since processes that record metrics are always
-running."""
+"""Share of a core above which child processes count as working. It allows for processes that record metrics all the time."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -38,19 +35,17 @@ class Sample:
     place: Hashable
     """The main thread's stack, as the code and instruction of each frame."""
     counts: Hashable = 0
-    """Number of calls and collectives begun, which changes only if the process moves."""
     cpu_s: float = 0.0
-    """CPU seconds used by all threads except the sampling thread."""
+    """CPU seconds of all threads except the sampling thread."""
     spins: bool = False
     """True if this process uses CPU time while it waits."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work done for this process by child processes and GPUs, which is more expensive to measure than a `Sample`."""
+    """Work by child processes and GPUs, which costs more to measure than a `Sample`."""
 
     children_s: float = 0.0
-    """CPU seconds used by child processes."""
     allocated: tuple[int, ...] = ()
     """Number of allocations on each GPU, which grows with operations on tensors, but not in waits."""
 
@@ -61,7 +56,6 @@ class Motion:
     def __init__(self) -> None:
         self._last = Sample(None)
         self._work: Work | None = None
-        """The work at the last sample; None if it was not measured."""
         self._places: set[Hashable] = set()
         """The main thread's places since the last other sign of motion."""
 

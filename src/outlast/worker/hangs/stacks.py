@@ -10,11 +10,11 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 DUMP_TIMEOUT_S = 10.0
-"""Timeout for py-spy in seconds. The agent writes no heartbeat while it waits, and counts as stuck after 20 s without one."""
+"""Timeout for py-spy in seconds. The agent writes no heartbeat meanwhile, and counts as stuck after 20 s."""
 
 
 def dump(pids: list[int], path: Path) -> None:
-    """Write the Python stacks of processes to `path`, dumped in parallel. If py-spy fails, its error is written instead."""
+    """Write the processes' Python stacks to `path`, or py-spy's error if it fails."""
     py_spy = Path(sys.executable).with_name("py-spy")
     end = time.monotonic() + DUMP_TIMEOUT_S
     with ThreadPoolExecutor(max(1, len(pids))) as pool:

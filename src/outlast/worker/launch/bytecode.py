@@ -8,7 +8,7 @@ import sys
 
 
 def warning(*, image: bool) -> str:
-    """Return a warning with a remedy if training processes start slowly in this Python; otherwise empty."""
+    """Return a warning with a remedy if training processes start slowly in this Python, or an empty string."""
     slow = missing("torch", "outlast")
     if not slow:
         return ""

@@ -1,9 +1,4 @@
-"""Calls to the operating system: daemons, children that die with their parent, process titles, and glibc's settings.
-
-A daemon, such as the launcher, outlives the process that starts it (the command line or a worker). `ps` and `top` show process
-titles (`outlast: rank 3 train.py`); otherwise all forks would look the same. The environment remains readable in /proc, since it
-identifies a process's worker.
-"""
+"""Calls to the operating system for daemons, process titles, glibc's settings, and children that die with their parent."""
 
 from __future__ import annotations
 
@@ -20,7 +15,7 @@ from outlast.job import contract
 
 
 def daemon(argv: Sequence[str], log: Path, *, env: Mapping[str, str] | None = None) -> None:
-    """Start a command in a new session, and append its output to `log`. It is not our child, so we need not reap it."""
+    """Start a daemon, which outlives this process and need not be reaped. Its output is appended to `log`."""
     with open(log, "ab") as file:
         subprocess.run(
             ["sh", "-c", '"$@" &', "sh", *argv],
@@ -56,12 +51,11 @@ def _prctl(option: int, value: int) -> None:
 
 
 _NO_ENV = "SPT_NOENV"
-"""Variable that prevents setproctitle from overwriting the environment, and thereby limits titles to the length of the
-arguments."""
+"""Variable that keeps setproctitle from overwriting the environment, which limits titles to the length of the arguments."""
 
 
 def entitle(title: str) -> None:
-    """Set this process's title. If setproctitle (extra `train`) is missing, only `top` shows it, cut to 15 characters."""
+    """Set this process's title, such as `outlast: rank 3 train.py`. Only `top` shows it without setproctitle (extra `train`)."""
     os.environ[_NO_ENV] = "1"
     try:
         import setproctitle
@@ -79,16 +73,15 @@ VARIABLE = "GLIBC_TUNABLES"
 https://sourceware.org/glibc/manual/latest/html_node/Tunables.html"""
 _NAME = "glibc.cpu.x86_non_temporal_threshold"
 LARGE = 1 << 20
-"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core, and half of a
-large core's L2."""
+"""Minimum size in bytes of a copy that bypasses the caches: glibc's value for 1.5 MB of shared cache per core."""
 
 
 def streaming(environ: Mapping[str, str]) -> dict[str, str]:
     """Return the variables that make copies of `LARGE` bytes bypass the caches, unless `environ` sets another limit.
 
-    A normal write to memory first reads that memory into the cache. `memcpy` avoids this for copies larger than a limit, which it
-    derives from the reported cache size. A virtual machine often reports its whole host's cache size, e.g. 480 MB for 2 cores, so
-    no copy is large enough. With this setting, copying the training state takes 0.6 of the time (decision 0043).
+    A normal write first reads the memory into the cache. `memcpy` avoids this for copies above a limit, which it derives from the
+    reported cache size. A virtual machine often reports its whole host's cache, e.g. 480 MB for 2 cores, so no copy is large
+    enough. With this setting, copying the training state takes 0.6 of the time (decision 0043).
     """
     tunables = [each for each in environ.get(VARIABLE, "").split(":") if each]
     if any(each.partition("=")[0] == _NAME for each in tunables):

@@ -21,7 +21,7 @@ from outlast.base import file_locks, files
 
 LOCK = "outlast.lock"
 UNUSED_S = 3600.0
-"""Seconds that a copy is kept after its last use. Arbitrary, but longer than a launcher takes to start and take the lock."""
+"""Seconds for which an unused copy is kept. Arbitrary, but longer than a launcher takes to start and lock its copy."""
 _VARIABLE = "PYTHONPATH"
 
 
@@ -32,7 +32,7 @@ def current() -> Path | None:
 
 
 def make(cache: Path) -> Path:
-    """Return a directory with a copy of our package, making the copy if it does not exist. Raises OSError."""
+    """Return a directory with a copy of our package, making it if it does not exist. Raises OSError."""
     if copy := current():  # one job's script starts another job
         return copy
     source, packages = Path(outlast.__file__).parent, cache / "packages"
@@ -49,7 +49,7 @@ def make(cache: Path) -> Path:
 
 
 def hold() -> None:
-    """Keep the copy from which this process runs, if any, until the process ends."""
+    """Protect this process's copy of Outlast, if any, from removal until the process ends."""
     if copy := current():
         file_locks.shared(copy / LOCK)
 

@@ -1,9 +1,8 @@
 """Preloads a script's imports in the warm process, so that a restart need not repeat them: `import transformers` takes seconds.
 
-After its first step, or some seconds after its last import, a rank reports its modules to the warm process. In a trial, a fork of
-the warm process imports those that belong to installed packages, and checks for side effects. Workers on one machine share the
-result. Environment variables that a package reads must be equal in both processes. A package that starts threads or processes,
-opens devices or connections, writes files, draws random numbers or crashes is left to the script. The warm process imports all
+Once it trains, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
+packages, once for all workers on a machine. A package is left to the script if it starts threads or processes, opens devices or
+connections, writes files, draws random numbers, reads environment variables that differ, or crashes. The warm process imports all
 other packages while it is idle. See docs/decisions/0042-starting.md.
 """
 
@@ -32,13 +31,12 @@ from outlast.base import file_locks, files
 from outlast.job import accelerators, contract
 
 SETTLED_S = 5.0
-"""A rank counts as training once it has imported nothing for this many seconds; arbitrary."""
+"""A rank that has imported nothing for this many seconds counts as training. Arbitrary."""
 stepped = threading.Event()
 """Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
-"""Minimum number of modules for a trial; arbitrary."""
 TRIALS = 5
-"""Maximum number of trials, each of which omits the package that failed the previous one."""
+"""Maximum number of trials, each without the package that failed the previous one."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
@@ -49,7 +47,7 @@ _SIDE_EFFECTS = {
     *("os.fork", "os.forkpty", "os.exec", "os.posix_spawn", "os.system", "subprocess.Popen", "pty.spawn"),
     *("socket.connect", "os.putenv", "os.unsetenv", "os.chdir", "tempfile.mkdtemp", "tempfile.mkstemp"),
 }
-"""Audit events that count as side effects of an import. https://docs.python.org/3/library/audit_events.html"""
+"""Audit events that count as side effects. https://docs.python.org/3/library/audit_events.html"""
 _PER_RANK = re.compile(r"(LOCAL_|GROUP_|ROLE_|MASTER_|TORCHELASTIC_|OUTLAST_)\w*|RANK|WORLD_SIZE")
 """Environment variables that differ between ranks or worlds."""
 _SEARCHES = {"fsspec.config"}
@@ -57,15 +55,14 @@ _SEARCHES = {"fsspec.config"}
 _SET_BY_TORCH = "TORCHINDUCTOR_CACHE_DIR"
 """Variable that torch itself sets on first use, always to the same value."""
 _SAFE_THREAD = "jemalloc_bg_thd"
-"""Name of a thread that pyarrow, a dependency of datasets, starts when imported. jemalloc stops it around a fork."""
+"""Name of a thread that pyarrow (for datasets) starts when imported. jemalloc stops it around a fork."""
 _SINGLE_THREAD = ("OPENBLAS_NUM_THREADS", "1")
-"""Variable set in trials to keep OpenBLAS, a dependency of scipy, from starting threads (although it stops them around a
-fork)."""
+"""Variable that keeps scipy's OpenBLAS from starting threads in trials."""
 
 
 @dataclass(frozen=True)
 class Imported:
-    """A rank's report: its environment, and the files of the modules that it imported itself, by name, in order."""
+    """A rank's report: its environment, and the files of the modules that it imported itself, in order."""
 
     modules: Mapping[str, str]
     environ: Mapping[str, str]
@@ -106,13 +103,13 @@ def report(pipe: int, preloaded: Collection[str], settled_s: float = SETTLED_S) 
 
 
 def places() -> list[str]:
-    """Return the directories of the standard library and of installed packages, including those below a virtual environment."""
+    """Return the directories of the standard library and of installed packages."""
     installed = [path for path in sys.path if os.path.basename(path.rstrip(os.sep)) in ("site-packages", "dist-packages")]
     return [os.path.realpath(path) + os.sep for path in (*installed, sysconfig.get_path("stdlib"))]
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try. They exclude the script's own code, which may change before the next restart."""
+    """Return the modules to try, without the script's own code, which may change before the next restart."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -125,7 +122,7 @@ def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str
 
 
 def trial(names: Sequence[str], imported: Imported) -> Iterator[str]:
-    """Import modules in a disposable process. Yields packages that may be preloaded, and stops at the first one that may not."""
+    """Import modules in a disposable process. Yields packages that may be preloaded, up to the first one that may not."""
     sys.dont_write_bytecode = True
     tempfile.gettempdir()  # writes a file the first time
     watch = _Watch(imported.environ)
@@ -151,7 +148,6 @@ class _Watch:
 
     def __init__(self, rank_environ: Mapping[str, str]) -> None:
         self.side_effect = ""
-        """The first side effect; empty if there was none."""
         own = dict(os.environ)
         os.environ[_SINGLE_THREAD[0]] = _SINGLE_THREAD[1]
         read, all_ = os._Environ.__getitem__, os._Environ.__iter__
@@ -202,7 +198,7 @@ def _state() -> tuple[object, ...]:
 
 
 def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> Iterator[str]:
-    """Like `trial`, but run only once for all workers on a machine, which share the results in `directory`."""
+    """Yield what `trial` yields, but run the trial only once for all workers, which share the results in `directory`."""
     environ = {name: value for name, value in imported.environ.items() if not _PER_RANK.fullmatch(name)}
     tried = json.dumps([[(name, imported.modules[name]) for name in names], environ], sort_keys=True)
     result = directory / f"imports-{hashlib.sha256(tried.encode()).hexdigest()[:16]}.json"
@@ -218,7 +214,7 @@ def shared_trial(names: Sequence[str], imported: Imported, directory: Path) -> I
 
 
 def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
-    """Run a trial in this fork: write a line to `pipe` for each package that may be preloaded, and end the process."""
+    """Run a trial in this fork, write a line to `pipe` for each package that may be preloaded, and end the process."""
     shared = os.environ.get(contract.Env.SHARED)
     with contextlib.suppress(OSError):
         os.nice(19)
@@ -235,21 +231,16 @@ def attempt(names: Sequence[str], imported: Imported, pipe: int) -> None:
 
 
 class Preloader:
-    """The warm process's side of preloading, which reads ranks' reports, starts trials, and imports modules. `detach` separates a
-    fork from the warm process."""
+    """Reads ranks' reports for the warm process, starts trials, and imports modules. `detach` is called in each fork."""
 
     def __init__(self, selector: selectors.BaseSelector, detach: Callable[[int], None]) -> None:
         self._selector, self._detach = selector, detach
         self._reading: dict[int, bytearray] = {}
-        """Received bytes, by descriptor."""
         self._trial: tuple[int, list[str], Imported] | None = None
-        """The running trial's descriptor, modules and original report."""
         self._trials_left = 0
         self._tried: set[str] = set()
         self._environ: dict[str, str] = {}
-        """Environment variables common to all ranks, which packages may read."""
         self.modules: list[str] = []
-        """Modules to import when the warm process is idle."""
 
     def pipe(self, environ: Mapping[str, str]) -> int:
         """Open a pipe for the `report` from a rank that starts with this environment. Returns the rank's descriptor."""

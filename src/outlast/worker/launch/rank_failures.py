@@ -1,5 +1,4 @@
-"""Finds out why training processes failed, from how they ended, their records and the agent's verdicts, and which failure is
-the root."""
+"""Determines why training processes have failed, from their exit codes, records and verdicts, and finds the root failure."""
 
 from __future__ import annotations
 
@@ -20,26 +19,25 @@ from outlast.job.workerfiles import progress_file
 from outlast.rendezvous.root_cause import left_early
 
 EARLY_S = 30.0
-"""Seconds during which a script that reports no steps counts as before its first step; arbitrary."""
+"""Seconds during which a script without steps counts as before its first step. Arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
 )
-"""Errors raised if a script has a bug, does not match the installed packages, or rejects its arguments."""
+"""Errors of a script that has a bug, does not match the installed packages, or rejects its arguments."""
 _MEMORY = ("OutOfMemoryError", "MemoryError")
-"""Out-of-memory errors from torch, for any accelerator, and from Python."""
 _LOADER = "killed by signal: Killed"
 """torch's message after the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang is attributed to the step. In other phases (opening, restoring, saving) a process waits for a store or a
-disk. A plain script that reports no steps counts as at step 0 if it was silent for longer than it was active."""
+"""Phases in which a hang is attributed to the step; in other phases a process waits for a store or a disk. A plain script without
+steps counts as at step 0 if it was silent for longer than it was active."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
     r"no route to host|unreachable|" + "|".join(accelerators.LIBRARIES),
     re.IGNORECASE,
 )
-"""Messages from collectives after another process has died, which are secondary failures."""
+"""Messages from collectives after another process has died."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -52,11 +50,9 @@ class Ended:
     code: int
     """Exit code, or the negative number of the signal that ended the process."""
     time: float
-    """Seconds since the epoch."""
     why: str = ""
     """Why the process could not be started or was lost."""
     asked: bool = False
-    """True if we had sent the process a request to end."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +68,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of a worker's training processes. `state` is the worker's directory, which has its processes' records."""
+    """One start of a worker's training processes. The worker's directory `state` holds their records."""
 
     worker: int
     state: Path
@@ -87,8 +83,7 @@ class Start:
         return all(each and each.phase == "waiting" and (each.generation, each.attempt) == start for each in records)
 
     def failure(self, ended: Ended, verdict: Verdict | None = None, *, oom: bool = False) -> dict[str, Any]:
-        """Return one process's failure for the rendezvous. `oom` is True if the kernel's OOM killer has killed one of this
-        worker's processes."""
+        """Return a process's failure for the rendezvous. `oom` is True if the OOM killer has killed a process of this worker."""
         record = files.mapping(self.state / contract.ERROR.format(local_rank=ended.local_rank))
         # The error record wins: torch's threads may end the process with SIGABRT while it exits.
         code = record.get("code") or contract.exit_code(ended.code)
@@ -107,7 +102,7 @@ class Start:
         echo = is_secondary(record)
         young = (verdict is not None and verdict.early) or (echo and record.get("age_s", math.inf) < EARLY_S)
         plain = reached is None and bool(reported or young)
-        # A record means that it was exiting already.
+        # With a record, the process was exiting already.
         stopped_by_us = ended.asked and ended.code in (-signal.SIGTERM, -signal.SIGKILL) and not record
         stuck = verdict is not None and verdict.stuck
         return {
@@ -125,8 +120,7 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all failures are secondary, the `rank` of this worker that exited with code 0 is the
-        cause, if there is one."""
+        """Return the root failure. If all failures are secondary, the cause is `rank`, which exited here with code 0, if any."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}
@@ -159,8 +153,7 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return a failure's cause if the rank had wrong bits, or the script ran out of memory or disk space. A driver's
-    out-of-memory error is a RuntimeError with CUDA's message."""
+    """Return a failure's cause: wrong bits, a full disk, no memory (a driver's error is a RuntimeError), or unknown."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS

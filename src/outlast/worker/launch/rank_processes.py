@@ -1,9 +1,5 @@
 """A worker's training processes in one world, and the process that hosts the world's store. They are forks of the warm process,
-each with a connection that announces its end.
-
-If a worker has several training processes, each writes to a pipe, and its lines are copied to our stdout with the rank as a
-prefix.
-"""
+each with a connection that reports its end. With several training processes, output lines have the rank as a prefix."""
 
 from __future__ import annotations
 
@@ -27,21 +23,20 @@ from outlast.worker.launch import warm_request
 from outlast.worker.launch.rank_failures import Ended
 
 PIECE = 65536
-"""Maximum number of bytes in one read (a pipe's capacity) and in a line; longer lines are split."""
+"""Maximum number of bytes in one read (a pipe's capacity) and in a line."""
 PREFIX = "[rank {}] "
-"""Prefix for each output line if there are several processes."""
 KILL_DELAY_S = 5.0
-"""Seconds from SIGTERM to SIGKILL for training that has no grace period."""
+"""Seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
-"""Maximum delay, in seconds, by which the process that failed first may end after those whose failures it caused."""
+"""Maximum seconds by which the first failed process may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason given for a process whose warm process was killed. The kernel then kills it, too, but nothing can report its end."""
+"""The reason given for a process whose warm process was killed: the kernel kills it, too, and nothing reports its end."""
 END_S = 60.0
-"""Longest wait in seconds for a killed process to end, which a driver or a disk may delay."""
+"""Longest wait in seconds for a killed process, which a driver or a disk may delay."""
 
 
 class Lines:
-    """Copies a process's output from the pipe `write` to our stdout, with the rank as a prefix on each line."""
+    """Copies a process's output from the pipe `write` to our stdout, each line with the rank as a prefix."""
 
     def __init__(self, rank: int) -> None:
         self.read, self.write = os.pipe()
@@ -50,7 +45,7 @@ class Lines:
         self._rest = b""
 
     def copy(self, *, last: bool = False) -> bool:
-        """Copy the lines in the next piece; for the `last` piece, also an unfinished line. Returns whether more may follow."""
+        """Copy the lines in the next piece and, if `last` is set, also an unfinished line. Returns whether more may follow."""
         more, data = True, b""
         with contextlib.suppress(BlockingIOError):
             data = os.read(self.read, PIECE)
@@ -86,7 +81,7 @@ class Fork(threading.Thread):
         self._changed = changed
         self.ended: Ended | None = None
         self._asked_at = math.inf
-        """Time at which we first sent the process a request to end, in seconds since the epoch."""
+        """When we first asked the process to end, in seconds since the epoch."""
         self._lines: Lines | None = None
         try:
             with contextlib.ExitStack() as unless_started:
@@ -124,7 +119,6 @@ class Fork(threading.Thread):
         self._end(status, when or time.time(), why)
 
     def _copy(self, lines: Lines) -> None:
-        """Copy lines until the process ends or closes its output."""
         ready, sock = select.poll(), self._sock.fileno()
         for fd in (sock, lines.read):
             ready.register(fd, select.POLLIN)
@@ -177,7 +171,7 @@ class RankProcesses:
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a training process for each of `environs`. If all processes that were kept can continue, they do so instead."""
+        """Start a training process for each of `environs`, or continue the processes that were kept if all of them can."""
         if self._ranks and not self.over():
             with contextlib.suppress(OSError):  # a full disk
                 for rank, environ in zip(self._ranks, environs, strict=True):
@@ -187,7 +181,7 @@ class RankProcesses:
         self._ranks = [Fork(self._path, "rank", command, environ, self._cwd, self._changed) for environ in environs]
 
     def keep(self) -> None:
-        """End the process that hosts the world's store, but not those that wait for the next world."""
+        """End the process of the world's store, but not the processes that wait for the next world."""
         if self._store and not self._store.ended:
             self._store.signal(signal.SIGKILL)
 
@@ -219,12 +213,12 @@ class RankProcesses:
                 rank.give_up()
 
     def failures(self) -> list[Ended]:
-        """Return the `Ended` of each training process that did not exit with 0, and of the store's process unless we ended it."""
+        """Return the `Ended` of each training process that failed, and that of the store's process unless we ended it."""
         failed = [rank.ended for rank in self._ranks if rank.ended and rank.ended.code]
         return [*failed, *([self._store.ended] if self._store and self._store.ended and not self._store.ended.asked else [])]
 
     def left(self) -> Ended | None:
-        """Return the `Ended` of the first process that exited with 0 although we had not asked it to end."""
+        """Return the `Ended` of the first process that exited with 0 without being asked to end."""
         return next((rank.ended for rank in self._ranks if rank.ended and not rank.ended.code and not rank.ended.asked), None)
 
 

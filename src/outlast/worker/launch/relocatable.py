@@ -1,4 +1,4 @@
-"""The agent for images without Outlast: our Python in a directory that runs in any Linux image of the same architecture.
+"""Makes a copy of our Python that runs the agent in any Linux image of the same architecture, even without Outlast.
 
     <directory>/python/              bin/python, its library with an agent's packages, its loader and shared libraries
     <directory>/package/outlast/     our package, first on training's PYTHONPATH; see `package_copy`
@@ -42,34 +42,32 @@ _UNUSED = (
     *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "*-packages"),
     *("config-*", "*.opt-?.pyc", "*.a", "_tkinter.*", "_test*", "_ctypes_test.*", "xxlimited*"),
 )
-"""Files in the standard library that an agent does not use."""
 _UNNEEDED = re.compile(
     r"botocore/data/(?!(s3|sts|sso|sso-oidc)/)[^/]+/|pygments/lexers/(?!python|text|special)[a-z]|.*\.pyc$|\.\./"
 )
-"""Files in packages that an agent does not use: most descriptions of AWS services and of programming languages."""
+"""Files in packages that an agent does not use, such as descriptions of most AWS services."""
 
 
 def command(directory: str) -> list[str]:
-    """Return the command that runs a copy's Python. The copy's own loader starts it, and `-I` makes it ignore variables such as
-    PYTHONPATH, which belong to the image."""
+    """Return the command that runs a copy's Python with its own loader. `-I` ignores the image's variables, e.g. PYTHONPATH."""
     library = f"{directory}/python/lib"
     return [f"{library}/ld.so", "--library-path", library, f"{directory}/python/bin/python", "-I", "-u"]
 
 
 def home() -> Path | None:
-    """Return the directory of the copy from which this process imports Outlast; None if it uses the installed package."""
+    """Return the directory of the copy from which this process imports Outlast, if any."""
     copy = package_copy.current()
     return copy.parent if copy and (copy.parent / "python").is_dir() else None
 
 
 def python() -> list[str]:
-    """Return the command for a Python with the agent's packages: the injected copy if in use, otherwise this one."""
+    """Return the command for a Python with the agent's packages: the injected copy's if in use, otherwise this one."""
     directory = home()
     return command(str(directory)) if directory else [sys.executable]
 
 
 def offer() -> None:
-    """Let this process import those modules in `packages` that its Python lacks."""
+    """Let this process import the modules in `packages` that its Python lacks."""
     if directory := home():
         sys.path.append(str(directory / "packages"))
 
@@ -109,7 +107,7 @@ def make(directory: Path) -> None:
 
 
 def _distributions() -> list[Distribution]:
-    """Return the installed distributions that an agent needs, with all their dependencies."""
+    """Return the installed distributions that an agent needs, with their dependencies."""
     import importlib.metadata
 
     found: dict[str, Distribution] = {}
@@ -131,7 +129,6 @@ def _required(distribution: Distribution, extra: str = "") -> Iterator[str]:
 
 
 def _copy(distribution: Distribution, packages: Path) -> None:
-    """Copy a distribution's importable files, with their bytecode."""
     directories = set()
     for file in map(str, distribution.files or ()):
         if _UNNEEDED.match(file):
@@ -147,8 +144,8 @@ def _copy(distribution: Distribution, packages: Path) -> None:
 
 
 def _libraries(directory: Path) -> dict[str, list[str]]:
-    """Return the shared libraries used by Python and the extension modules in `directory`, with the names by which they are
-    looked up. To find them, load the extension modules into this process without initializing them."""
+    """Return the shared libraries that Python and the extension modules in `directory` use, with all their names. To find them,
+    load the modules into this process without initializing them."""
     for module in directory.rglob("*.so"):
         with contextlib.suppress(OSError):  # it needs a library that the image lacks: it cannot be imported here, either
             ctypes.CDLL(str(module))

@@ -1,12 +1,9 @@
 """Distributes rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
 
-Pods share no directory. A surviving pod has its own ranks' files, while a replacement pod has the store's files. A script that
-saves on rank 0 and loads on all ranks would resume at a different step on each.
-
-So before the script starts in a world, rank 0's process asks its pod's upload process to upload the script's files, and announces
-the upload in the world's TCPStore. On each of the other pods, the first process then fetches the files (`prepare.workdir`) while
-the others wait for it. If rank 0's worker leaves, it requests the same upload before it ends its membership (`leave`). Scripts
-with a session do not need this. See docs/decisions/0023-the-working-directory.md.
+Pods share no directory, so a script that saves on rank 0 and loads on all ranks would resume at different steps. Before it starts
+in a world, rank 0's process asks its upload process to upload the script's files, and announces that in the world's TCPStore; on
+each other pod, the first process then fetches the files (`prepare.workdir`) while the rest wait for it. Scripts with a session do
+not need this. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -29,19 +26,15 @@ from outlast.worker.launch import relocatable
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""Two files in the output, which hold the generation (and attempt) of a requested upload and of a finished one."""
+"""Two files in the output, with the generation (and attempt) of a requested upload and of a finished one."""
 _TIMEOUT_S = 300.0
-"""Maximum time, in seconds, that a world's start waits for the files; arbitrary."""
+"""Maximum seconds that a world's start waits for the files. Arbitrary."""
 _POLL_INTERVAL_S = 0.05
 
 
 def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Send rank 0's files to the other workers if this worker has rank 0; otherwise fetch them. Called by each training process
-    before its script.
-
-    `connect` connects to the TCPStore at an address. After a failure, which is printed, the world begins with each pod's own
-    files.
-    """
+    """Send rank 0's files to the other workers if this worker has rank 0; otherwise fetch them. Each training process calls this
+    before its script. `connect` connects to the TCPStore at an address. If this fails, each pod keeps its own files."""
     if not _shared(environ):
         return
     worker, until = environ["GROUP_RANK"], time.monotonic() + _TIMEOUT_S
@@ -72,25 +65,23 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Announce, from a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
+    """Announce, for a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
 
 
 def _has_begun(environ: Mapping[str, str]) -> bool:
-    """Return whether this worker's first process has begun its script, perhaps without the files: its connection has failed."""
+    """Return whether this worker's first process has begun its script, possibly without the files, after a connection error."""
     record = progress_file.read(Path(environ[Env.STATE]), 0)
     start = int(environ[Env.GENERATION]), int(environ.get(Env.ATTEMPT, "0"))
     return record is not None and (record.generation, record.attempt) == start
 
 
 def _shared(environ: Mapping[str, str]) -> bool:
-    """Return whether rank 0's files are shared in this world."""
     return _stored(environ) and environ["GROUP_WORLD_SIZE"] != "1"
 
 
 def _address(environ: Mapping[str, str]) -> str:
-    """Return the address of the world's TCPStore."""
     return f"{environ['MASTER_ADDR']}:{environ['MASTER_PORT']}"
 
 
@@ -114,8 +105,8 @@ def _send(environ: Mapping[str, str], over: Callable[[], bool]) -> bytes:
 
 
 def leave(environ: Mapping[str, str], generation: int, over: Callable[[], bool]) -> None:
-    """Wait until the files of rank 0's worker, which is leaving, are in the store up to this `generation`, or until `over()`. The
-    worker remains a member until then, so that the other workers do not resume from an older step."""
+    """Wait until the files of a leaving worker with rank 0 are in the store, or until `over()`. The worker remains a member until
+    then, so that the other workers do not resume from an older step."""
     if not _stored(environ):
         return
     for number in itertools.takewhile(lambda _: not over(), itertools.count(1)):
@@ -131,8 +122,7 @@ def _stored(environ: Mapping[str, str]) -> bool:
 
 
 def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
-    """Request an upload and wait for it. Returns the reason for a failure, an empty string on success, or None if `over()` came
-    first."""
+    """Request an upload and wait for it. Returns the error, an empty string on success, or None if `over()` came first."""
     files.replace(output / _REQUEST, generation)
     while not over():
         number, _, problem = files.text(output / _REPORT).partition(" ")
@@ -155,7 +145,7 @@ def report(output: Path, generation: str, problem: str = "") -> None:
 
 
 def _fetch(announced: bytes, environ: Mapping[str, str], over: Callable[[], bool]) -> None:
-    """Fetch rank 0's files in a separate process, since this process is a fork without the store client's threads."""
+    """Fetch rank 0's files in a separate process, since this fork lacks the store client's threads."""
     command = [*relocatable.python(), "-m", "outlast", "workdir", str(os.getpid()), *(["--newer"] if announced == _SENT else [])]
     child = subprocess.Popen(command, env=dict(environ))
     while child.poll() is None:

@@ -1,13 +1,11 @@
-"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its
-memory.
+"""Starts a new worker on this machine as a fork of another worker's warm process, which has imported torch and shares its memory.
 
     launcher      requests a fork from a training worker's warm process (`ask`), or starts the worker in the usual way
     warm process  forks a process that is not its child (`orphan`), which becomes the new worker's agent
     agent         forks its own warm process before it has threads, and continues as `python -m outlast agent`
 
-No process of a worker then depends on another worker. A process's environment in /proc identifies its worker. A fork inherits
-that environment and overwrites it in place (`show`), so only values of equal length may differ. Linux only. See
-docs/decisions/0042-starting.md.
+The environment in /proc identifies a process's worker. A fork inherits it and overwrites it in place (`show`), so only values of
+equal length may differ. Linux only. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -31,10 +29,10 @@ from outlast.worker.launch import os_calls, warm_request
 KIND = "agent"
 """The request's kind, and the forked process's role (`outlast.__main__`)."""
 ANSWER_S = 1.0
-"""Timeout for the response, in seconds. Arbitrary: a response takes 10 ms, or longer while the warm process imports a module."""
+"""Timeout for the response, in seconds, which may take longer while the warm process imports a module. Arbitrary."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
-"""A placeholder in the warm process's environment, as long as `LOCAL_RANK` and its value, which overwrite it."""
+"""A placeholder in the warm process's environment, which `LOCAL_RANK` and its value overwrite."""
 _ROOM_VALUE = "0000"
 
 
@@ -70,7 +68,7 @@ warm: Forked | None = None
 
 
 def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] | Forked:
-    """Start the warm process in the Python interpreter for training, unless it was forked along with this agent."""
+    """Start the warm process in the interpreter for training, unless it was forked along with this agent."""
     if warm and warm.poll() is None:
         return warm
     command = [python, "-m", "outlast", "warm", os.path.join(environ[contract.Env.STATE], warm_request.SOCKET), str(os.getpid())]
@@ -78,8 +76,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Request an agent with this environment, directory and log from the warm process at `path`. Returns the agent's process id,
-    or None if no agent will start."""
+    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid, if any."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
@@ -94,8 +91,8 @@ def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None
 
 
 def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] | None:
-    """Return the variables in the `new` worker's environment that differ from our `own`, or None if that environment does not
-    fit: libraries have already read other variables, and values must have equal lengths."""
+    """Return the variables in the `new` worker's environment that differ from our `own`. Returns None if that environment does
+    not fit: libraries have already read other variables, and values must have equal lengths."""
     devices = {row.visible for row in accelerators.TABLE}
     changed = {name: value for name, value in new.items() if own.get(name) != value}
     if own.keys() != new.keys() or not all(name.startswith("OUTLAST_") or name in devices for name in changed):
@@ -105,8 +102,7 @@ def differing(own: Mapping[str, str], new: Mapping[str, str]) -> dict[str, str] 
 
 
 def orphan(connection: socket.socket, changed: Mapping[str, str]) -> bool:
-    """Fork again, so that the new process is not the warm process's child. Returns only in the new process, with True if the
-    caller is still waiting for it."""
+    """Fork again, so that the new process is not our child. Returns only in the new process: True if the caller still waits."""
     if os.fork():
         os._exit(0)
     os.setsid()
@@ -130,7 +126,7 @@ def show_local_rank(local_rank: str) -> None:
 
 
 def _overwrite(entries: Mapping[str, str]) -> None:
-    """Write these texts over entries that begin with the keys; none may be longer than the entry."""
+    """Write these texts over the entries that begin with the keys; no text may be longer than its entry."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

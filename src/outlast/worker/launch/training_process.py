@@ -1,11 +1,10 @@
-"""A training process, which runs the user's script or module as `__main__` and records its error.
+"""A training process, which runs the user's script or module as `__main__`.
 
     python -m outlast rank SCRIPT.py [ARG ...]
     python -m outlast rank -m MODULE [ARG ...]
 
-The environment is the same as under torchrun. We add only a first progress record, which identifies the process to the agent, a
-thread that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback, from
-which `outlast status` shows the first failing rank's first error.
+The environment is the same as under torchrun. We add a first progress record, which identifies the process to the agent, a thread
+that detects deadlocks between ranks (`hangs.deadlocks`), and after an exception a small file with its traceback.
 """
 
 from __future__ import annotations
@@ -32,13 +31,12 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 is_rank = False
-"""True if an agent started this process itself, so it is not a rank's child process."""
+"""True if an agent started this process itself, unlike a rank's child process."""
 kept = False
-"""True if the process was started in an earlier world, so its errors may differ from those of a new process."""
+"""True if the process is from an earlier world, so its errors may differ from those of a new process."""
 command: Sequence[str] = ("",)
-"""The `argv` that this process runs."""
 _USAGE = 2
-"""The exit code with which argparse and most commands reject wrong arguments."""
+"""Exit code with which argparse and most commands reject wrong arguments."""
 
 
 def title(argv: Sequence[str], environ: Mapping[str, str]) -> str:
@@ -123,7 +121,7 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a remedy if a file is missing only because the job runs in a copy of its code; otherwise empty."""
+    """Return a remedy if a file is missing only because the job runs in a copy of its code."""
     code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
     names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
     if not names or not isinstance(names[0], str) or not code or not file:
@@ -138,8 +136,7 @@ def _hint(error: BaseException) -> str:
 
 
 def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a missing file. `code` is the copy, and `origin` the directory that was copied, or None if it is not
-    on this machine."""
+    """Return the hint for a file that is missing in `code`, the copy of the directory `origin` (None if not on this machine)."""
     if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
         return ""
     below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)

@@ -1,18 +1,17 @@
-"""The warm process, which imports torch once, then forks training processes that start in milliseconds.
-
-Importing torch would take 1-3 s of CPU time for every restart of every rank. So each worker has one process that has imported
-torch and has no other state: no threads, no CUDA context, no process group. On request it forks a child, which adopts the
-caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or hosts a world's store
-(`rendezvous.world_store`).
+"""The warm process, which imports torch once, then forks training processes that start in milliseconds, instead of 1-3 s.
 
     python -m outlast warm SOCKET PARENT
 
-Protocol, per connection: the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. The
-response, one JSON line, comes when the child has ended: `{"status": exit code or -signal, "time": seconds since the epoch}`, with
-`why` if the fork failed. If the caller disconnects, its child is killed.
+Each worker has one such process, without threads, CUDA context or process group. On request it forks a child, which adopts the
+caller's streams, environment and directory, and becomes a training process (`launch.training_process`) or hosts a world's store
+(`rendezvous.world_store`).
 
-The socket exists once the warm process can fork. Children die with the warm process, and the warm process dies with its agent.
-Another worker's agent is not a child (`launch.sibling`).
+On each connection, the caller sends a request (`warm_request.request`), then lines with signal numbers for the child. Once the
+child has ended, the response is one JSON line: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if
+the fork failed. If the caller disconnects, its child is killed.
+
+The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent; another worker's
+agent is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -52,7 +51,7 @@ class Request:
     cwd: str
     fds: list[int]
     imports_fd: int | None = None
-    """The descriptor for a rank's report of its imports; see `preloaded_imports.report`."""
+    """Descriptor for a rank's report of its imports (`preloaded_imports.report`)."""
 
 
 @dataclasses.dataclass
@@ -61,7 +60,6 @@ class _Child:
     pid: int
     connection: socket.socket
     killed: bool = False
-    """True once its caller has disconnected."""
 
 
 def _receive(connection: socket.socket) -> Request:
@@ -84,7 +82,7 @@ def _receive(connection: socket.socket) -> Request:
 
 
 class Server:
-    """The warm process's server, which forks on request until this process is killed."""
+    """The warm process's server, which forks on request until it is killed."""
 
     def __init__(self, listener: socket.socket, environ: Mapping[str, str]) -> None:
         """`environ` is this process's environment in /proc."""
@@ -98,7 +96,6 @@ class Server:
         self._selector.register(listener, selectors.EVENT_READ)
         self._selector.register(self._wake_r, selectors.EVENT_READ)
         self._children: dict[int, _Child] = {}
-        """Children, by the descriptor of their caller's connection."""
         self._preloader = preloaded_imports.Preloader(self._selector, self._detach)
 
     def run(self) -> Request:
@@ -110,7 +107,7 @@ class Server:
                 self._preloader.import_next()
 
     def _turn(self, timeout_s: float | None) -> Request | None:
-        """Handle all pending events. Returns a request only in the child forked for it."""
+        """Handle all pending events. Returns a request only in a child forked for it."""
         for key, _ in self._selector.select(timeout_s):
             if self._selector.get_map().get(key.fd) is not key:
                 continue  # closed by an earlier event of this turn; another connection may have the descriptor by now
@@ -131,7 +128,7 @@ class Server:
         return None
 
     def _accept(self) -> Request | None:
-        """Fork a child for a caller. Returns the caller's request in the child, and None in this process."""
+        """Fork a child for a caller. Returns the request in the child, None in this process."""
         try:
             connection, _address = self._listener.accept()
         except OSError:  # the limit on descriptors: the caller waits
@@ -166,7 +163,7 @@ class Server:
         return None
 
     def _fork_sibling(self, request: Request, connection: socket.socket) -> Request | None:
-        """Fork another worker's agent, if that worker's environment fits. Returns the request in the forked process."""
+        """Fork another worker's agent, if its environment fits. Returns the request in the forked process."""
         changed, pid = sibling.differing(self._environ, request.env), -1
         if changed is not None:
             gc.freeze()
@@ -183,12 +180,11 @@ class Server:
         return None
 
     def _detach(self, parent: int) -> None:
-        """Close the warm process's descriptors in this fork, and make the fork die with its `parent`."""
+        """Close the warm process's descriptors in this fork, which will die with its `parent`."""
         self._close()
         os_calls.die_with(parent)
 
     def _close(self) -> None:
-        """Close all descriptors; called in a fork."""
         signal.set_wakeup_fd(-1)
         signal.signal(signal.SIGCHLD, signal.SIG_DFL)
         self._selector.close()
@@ -199,8 +195,7 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers. Continue a stopped store at once: all ranks may wait for it, and nobody else
-        notices."""
+        """Report ended children to their callers, and continue a stopped store at once, since all ranks may wait for it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if os.WIFSTOPPED(ended[1]):
@@ -224,7 +219,7 @@ def _close(*fds: int | None) -> None:
 
 
 def _signal(child: _Child) -> bool:
-    """Forward a caller's signals to its child. If the caller has disconnected, kill the child, and return False."""
+    """Forward a caller's signals to its child. If the caller has disconnected, kill the child and return False."""
     try:
         lines = child.connection.recv(4096)
     except OSError:
@@ -281,8 +276,8 @@ def title(request: Request) -> str:
 
 
 def leave(code: int) -> NoReturn:
-    """End an interrupted training process as Python would, but without finalizing the interpreter: during finalization, torch's
-    threads could end the process with SIGABRT. multiprocessing ends its forks in the same way."""
+    """End an interrupted training process without finalizing the interpreter, since torch's threads could then end it with
+    SIGABRT. multiprocessing ends its forks in the same way."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for each in gc.get_objects():
@@ -325,11 +320,8 @@ def begin(child: sibling.Forked) -> NoReturn:
 
 
 def main(argv: list[str]) -> None:
-    """Import the modules, listen for requests, and fork.
-
-    The garbage collector is off: imports then take a quarter less time, they produce hardly any garbage, and forks do not copy
-    shared pages.
-    """
+    """Import the modules, listen for requests, and fork. The garbage collector is off: imports then take a quarter less time and
+    produce hardly any garbage, and forks do not copy shared pages."""
     os_calls.die_with(int(argv[1]))
     gc.disable()
     os.environ.pop(sibling.ROOM, None)

@@ -3,8 +3,7 @@
     copy(directory, entries, into, ...)              at submission, for code on this machine
     place("s3://bucket/code.tar.gz", into, ...)      by the first worker on a machine, for all of its workers
 
-The directory belongs to the run, so the job may write there. Newer code replaces the run's files, except those that the job has
-changed since; files that are not code remain.
+The job may write to the run's directory. Newer code does not replace files that the job has written or changed there.
 """
 
 from __future__ import annotations
@@ -35,19 +34,14 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
-"""Directory for code that is being fetched, below the run's directory."""
 
 
 # From a directory
 
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
-    """Copy the code in a directory (`shipping.code_files`) to the run's directory; returns the files that were missing or
-    different.
-
-    `submitted` is when the run started. Files that the job has written since then remain: they differ from their recorded copies
-    or, if no copy is recorded, are newer.
-    """
+    """Copy the code in a directory (`shipping.code_files`) to the run's directory, and return the files that were missing or
+    different. Files that the job has written since `submitted` remain: they differ from their recorded copies, or are newer."""
     replaced = []
     try:
         into.mkdir(exist_ok=True)
@@ -92,7 +86,7 @@ def _partial(old: Path) -> Path:
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
-    """Replace the run's file `old` with `new` from the code. Returns whether it was replaced. Never writes through a link."""
+    """Replace the run's file `old` with `new` from the code, but never write through a link. Returns whether it was replaced."""
     mode = new.lstat().st_mode
     if old.is_dir() and not old.is_symlink() and not stat.S_ISDIR(mode):
         raise IsADirectoryError(f"{old} is a directory, {new} is not")
@@ -117,13 +111,11 @@ class _Note:
     """A record of which version of the code is in the run's directory."""
 
     code: str
-    """The job file's `code`."""
     version: str
     """The code's version; empty during the first fetch."""
     time: float
-    """Time of the fetch, in seconds since the epoch."""
     current: bool
-    """True if the code was fetched for the newest submission; otherwise the source is checked for changes."""
+    """Whether the code was fetched for the newest submission; otherwise its source is checked for changes."""
 
     @classmethod
     def read(cls, path: Path) -> _Note | None:
@@ -137,7 +129,7 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Make the next worker check whether the code has changed. Without this call, a run keeps its first code."""
+    """Make the next worker check whether the code has changed; otherwise a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
@@ -146,8 +138,8 @@ def submitted_again(shared: Path) -> None:
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
     """Fetch code from an archive or a store into the job's run directory, unless the code there is current.
 
-    `shared` is the run's directory for records. `runs`, a script's path or a module's top-level package, locates the code in an
-    archive: if the archive's single directory contains `runs`, that directory is the code. Raises OutlastError and OSError.
+    `shared` is the run's directory for records. `runs` is a script's path or a module's top-level package: if an archive's single
+    directory contains it, that directory is the code. Raises OutlastError and OSError.
     """
     path, incoming = shared / "code.json", into / _INCOMING
     with file_locks.exclusive(
@@ -178,7 +170,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetches code. Takes an empty directory, `runs`, `say` and `stop`; returns the code's path in it, and the code's version."""
+"""Fetches code into an empty directory, given `runs`, `say` and `stop`; returns the code's path there, and its version."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:
@@ -221,7 +213,6 @@ def _fetch(listing: fetch_from_store.Listing, directory: Path, say: Say, stop: t
 
 
 def _unpack(archive: Path, name: str, checksum: str, directory: Path, runs: str) -> Path:
-    """Verify and unpack an archive. Returns the directory of the code in it."""
     if checksum:
         archives.check_checksum(archive, name, checksum)
     tree = directory / "tree"

@@ -5,10 +5,9 @@
     environ |= cache.variables(environ)
     cache.push(stop, before=...)        # during training, by the upload process
 
-Compilers name an entry after all its dependencies, so equal names mean equal contents. Nothing is ever overwritten or deleted on
-either side, any number of jobs may use the cache, and a kill costs at most one repetition. An entry may have several files, and
-the compiler writes a marker last, so each directory's newest file is sent and fetched after all others. Recently changed files,
-and incomplete libraries left by a killed linker, are not sent. See decision 0031.
+Compilers name an entry after all its dependencies, so equal names mean equal contents, and any number of jobs may use the cache.
+The compiler writes an entry's marker last, so each directory's newest file is sent and fetched after all others. Recently changed
+files, and incomplete libraries left by a killed linker, are not sent. See decision 0031.
 """
 
 from __future__ import annotations
@@ -40,23 +39,21 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch_from_store import Say
 
 NAME = ".compiled"
-"""Name of the cache's directory in an output, beside the jobs' own directories."""
+"""Name of the cache's directory, beside the jobs' own directories in an output."""
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
     "TORCH_NEURONX_NEFF_CACHE_DIR": "neff",  # TorchNeuron
     "NEURON_COMPILE_CACHE_URL": "neuron",  # neuronx-cc, on XLA
 }
-"""The compilers' directories, by their environment variables."""
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""Like SETTLED_S, but at the end of training or the warm-up, when only a compiler that was just killed leaves a newer file.
-Arbitrary."""
+"""Like SETTLED_S, but after training or the warm-up, when only a compiler that was just killed leaves a newer file. Arbitrary."""
 _SHARE = 0.5
-"""Share of the free disk space that the cache may fill, which leaves room for data and checkpoints. Arbitrary."""
+"""Share of the free disk space that a fetch may fill, which leaves room for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
-"""Outlast's environment variables that are passed on to the warm-up."""
+"""Outlast's variables that are passed on to the warm-up."""
 
 
 @dataclass(frozen=True)
@@ -104,8 +101,7 @@ class Cache:
         return len(missing)
 
     def push(self, stop: threading.Event, *, before: float = math.inf) -> int:
-        """Upload files that the store lacks and that last changed before `before`, in seconds since the epoch. Returns their
-        number. Raises StoreError, Stopped and OSError."""
+        """Upload the files that the store lacks, if unchanged since `before`, and return their number. Raises as `fetch` does."""
         if self.place is None or not self.directory.is_dir():
             return 0
         from outlast.storage.sync import transfer
@@ -139,7 +135,7 @@ class Cache:
 
 
 def _linked(path: Path) -> bool:
-    """Return False for an incomplete library. GNU's linker, which inductor uses, writes the first bytes last."""
+    """Return False for an incomplete library: GNU's linker, which inductor uses, writes the first bytes last."""
     if path.suffix != ".so":
         return True
     with path.open("rb") as file:
@@ -147,18 +143,15 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the second has each directory's newest file, and the first has all others."""
+    """Split keys into two waves: the second has each directory's newest file, the first all others."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)
 
 
 def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event) -> None:
-    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run.
-
-    If the store fails, training starts without the cache. `$(NAME)` in the command is replaced. Raises OutlastError if the
-    command fails or the directory is not writable, and Stopped soon after `stop` is set.
-    """
+    """Fetch the cache, add its variables to `environ`, and run the `warm_up` command once per run. If the store fails, training
+    starts without the cache. Raises Stopped, and OutlastError if the command fails or the directory is not writable."""
     try:
         cache.directory.mkdir(parents=True, exist_ok=True)
         cache.mend()
@@ -185,7 +178,7 @@ def prepare(cache: Cache, warm_up: Sequence[str], environ: dict[str, str], pytho
 def _run_once(
     cache: Cache, command: Sequence[str], environ: dict[str, str], python: str, say: Say, stop: threading.Event
 ) -> None:
-    """Run the warm-up unless its marker exists. The first worker on a machine runs it, and the others wait."""
+    """Run the warm-up unless its marker exists. The first worker on a machine runs it while the others wait."""
     digest = hashlib.sha256(json.dumps([environ[Env.RUN], *command]).encode()).hexdigest()[:16]
     marker = cache.directory / "warm-up" / digest
     waiting = partial(say, "waiting for another worker on this machine, which runs compile.warmUp")
@@ -209,7 +202,6 @@ def _run_once(
 
 
 def _run(command: Sequence[str], environ: Mapping[str, str], python: str, lock: int, say: Say, stop: threading.Event) -> None:
-    """Run the command in the code's directory, with a temporary output directory."""
     state = Path(environ[Env.STATE])
     output = state / "warm-up"
     shutil.rmtree(output, ignore_errors=True)

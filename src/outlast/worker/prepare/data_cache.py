@@ -8,9 +8,9 @@
         <version>/lock                           held, shared, by the workers that are using this version
         <version>/runs/                          paths of the pins for runs that use this version
 
-A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*) in
-its own directory, so a restarted worker gets the same data even if the store has changed. An unused version without a pin is
-removed once a newer version has been fetched, or if the cache needs the space (`data_cache_eviction`).
+A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*), so a
+restarted worker gets the same data even if the store has changed. A version without a pin or users is removed once a newer one
+has been fetched, or if the cache needs the space (`data_cache_eviction`).
 """
 
 from __future__ import annotations
@@ -65,7 +65,6 @@ class Version:
     """A version of a place in a store, protected from removal until it is closed."""
 
     tree: Path
-    """The directory with the files, which is read-only and shared by all jobs on this machine."""
     version: str
     _lock: int
 
@@ -94,10 +93,8 @@ class Source:
         self._say, self._stop = say, stop or threading.Event()
 
     def acquire(self) -> Version:
-        """Return this run's version, fetching it if it is missing. The version is protected from removal until it is closed.
-
-        Raises OutlastError if the store fails or no longer has the run's version, and OSError.
-        """
+        """Return this run's version, fetching it if it is missing, and protect it from removal until it is closed. Raises
+        OSError, and OutlastError if the store fails or no longer has the version."""
         if version := self._lock_version(_pinned(self._pin)):  # without a request to the store
             return version
         name = f"{self._field} ({self._url})"
@@ -116,7 +113,7 @@ class Source:
             return version
 
     def _fetch(self, pinned: str) -> str:
-        """Fetch the store's current version, unless another version is pinned. Returns the version's name."""
+        """Fetch the store's current version, unless another one is pinned. Returns the version's name."""
         listing = fetch_from_store.look(self._url, self._field)
         if pinned in ("", listing.version):
             listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
@@ -129,14 +126,14 @@ class Source:
         return listing.version
 
     def _lock_version(self, version: str) -> Version | None:
-        """Lock a complete version and register our pin in its `runs/`. Returns None if the version is missing."""
+        """Lock a complete version and register our pin in its `runs/`. Returns None if it is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
-        with contextlib.suppress(FileNotFoundError):  # it is being removed
+        with contextlib.suppress(FileNotFoundError):  # the version is being removed
             lock = file_locks.shared(directory / "lock")
             if lock is not None and (directory / _LISTING).is_file():
-                with contextlib.suppress(PermissionError):  # it belongs to another user
+                with contextlib.suppress(PermissionError):  # the lock file belongs to another user
                     os.utime(lock)
                 note = directory / "runs" / hashlib.sha256(str(self._pin).encode()).hexdigest()[:16]
                 if not note.is_file():
@@ -179,7 +176,6 @@ class Source:
         return tree
 
     def _make_room(self, needed: int) -> None:
-        """Evict unused entries, oldest first, to keep the cache below its limit."""
         if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
@@ -207,7 +203,7 @@ class Source:
         (directory / _PARTIAL).unlink(missing_ok=True)
 
     def _sweep(self) -> None:
-        """Remove versions that are neither locked nor pinned by a run, and the leftovers of abandoned fetches."""
+        """Remove the versions that no run has locked or pinned, and leftovers of abandoned fetches."""
         pinned = _pinned(self._pin)
         for directory in self._home.iterdir():
             if directory.is_dir() and directory.name != pinned:
@@ -234,13 +230,12 @@ def _size(listing: Path, _mtime_ns: int) -> int:
 
 
 def _remove(directory: Path) -> bool:
-    """Remove a version unless it is in use."""
     with file_locks.attempted(directory.parent / "lock") as acquired:  # otherwise a fetch is running there
         return acquired and _remove_locked(directory)
 
 
 def _remove_locked(directory: Path) -> bool:
-    """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller must hold the place's lock."""
+    """Remove a version unless it is in use or pinned. Returns whether it was removed. The caller holds the place's lock."""
     with file_locks.attempted(directory / "lock") as acquired:  # held until the end, so that no worker starts using it
         notes = (directory / "runs").glob("*")
         if not acquired or any(_pinned(Path(files.text(note))) == directory.name for note in notes):
@@ -252,7 +247,7 @@ def _remove_locked(directory: Path) -> bool:
 
 
 class Web(Source):
-    """The cache for one file on a web server; archives are unpacked. It has a single version, named after the file's checksum."""
+    """The cache for one file on a web server, with a single version named after its checksum. Archives are unpacked."""
 
     def _fetch(self, pinned: str) -> str:
         from outlast.data import named_datasets, obtain

@@ -1,11 +1,10 @@
-"""The directory and size limit of this machine's cache, and the eviction of its entries.
+"""Manages this machine's cache directory: its size limit, and the eviction of its entries.
 
     <cache>/shards/<sha256>             a complete, verified shard, on which its readers hold a shared lock
     <cache>/coming/<sha256>.<bytes>/    the directory for a shard during its fetch, locked by the fetching process
 
-The least recently used entries are evicted first. Shards that are being read, and versions of data and models (`data_cache`) that
-are in use or pinned, are never evicted. OUTLAST_CACHE_SIZE limits the total size of shards and versions; Python environments do
-not count. Call `make` before writing, or `claimed` for a shard.
+The least recently used entries are evicted first, but never those that are in use or pinned. OUTLAST_CACHE_SIZE limits the total
+size, without Python environments. Call `make` before writing, or `claimed` for a shard.
 """
 
 from __future__ import annotations
@@ -29,11 +28,11 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Seconds without a write after which another process fetches the same shard; longer than a store's retries."""
+"""Seconds without a write after which another process fetches the shard, too; longer than a store's retries."""
 _SHARE = 0.5
-"""Share of the disk that the cache may use if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""Share of the disk that the cache may use without OUTLAST_CACHE_SIZE. Arbitrary."""
 _SPARE = 0.05
-"""Share of the disk that the cache leaves free if OUTLAST_CACHE_SIZE is not set; arbitrary."""
+"""Share of the disk that the cache leaves free without OUTLAST_CACHE_SIZE. Arbitrary."""
 _LEAST_SPARE = 1 << 20
 """Bytes that the cache always leaves free, since files take whole blocks."""
 
@@ -45,9 +44,8 @@ class Thing:
     path: Path
     size: int
     used: float
-    """Time of the last use, in seconds since the epoch."""
     remove: Callable[[], bool]
-    """Function that removes the entry unless it is in use; returns whether it was removed."""
+    """Removes the entry unless it is in use, and returns whether it was removed."""
 
 
 def cache(environ: Mapping[str, str]) -> Path:
@@ -59,7 +57,7 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Return the size limit in bytes: OUTLAST_CACHE_SIZE or half of the disk, but less on a full disk. Raises OutlastError."""
+    """Return the size limit in bytes: OUTLAST_CACHE_SIZE or half of the disk, less on a full disk. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -76,19 +74,16 @@ Things = Callable[[Path], Sequence[Thing]]
 
 
 def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -> int:
-    """Evict entries until `needed` more bytes fit below the limit. Returns the number of bytes that still do not fit."""
+    """Evict entries until `needed` more bytes fit. Returns the number of bytes that still do not fit."""
     with file_locks.attempted(cache / ".room", wait=True):
         return _evict(cache, needed, things, environ)
 
 
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
-    """Make room for a shard, and prevent other processes from fetching it in the meantime. Yields the path for the shard, and the
-    number of bytes that still do not fit.
-
-    The path is None if another process is fetching the shard or has just fetched it. A process that has not written for
-    `_STILL_S` does not count.
-    """
+    """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path for the shard (None if another
+    process fetches it, or just has), and the number of bytes that do not fit. A process that has not written for `_STILL_S` is
+    ignored."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"
@@ -105,7 +100,7 @@ def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mappin
 
 
 def _still(home: Path) -> bool:
-    """Return whether the process that is fetching a shard has stopped writing, e.g. because of SIGSTOP."""
+    """Return whether the process that fetches a shard has stopped writing, e.g. because of SIGSTOP."""
     newest = home.stat().st_mtime
     for path in home.iterdir():
         with contextlib.suppress(FileNotFoundError):
@@ -129,7 +124,7 @@ def _evict(cache: Path, needed: int, things: Things, environ: Mapping[str, str])
 
 
 def _coming(cache: Path) -> int:
-    """Return the total size in bytes of fetches in progress. Removes what killed processes have left behind."""
+    """Return the total size in bytes of fetches in progress, and remove what killed processes have left behind."""
     size = 0
     for home in cache.glob("coming/*"):
         if not (match := re.fullmatch(r"[0-9a-f]+\.(\d+)", home.name)):
@@ -149,7 +144,6 @@ def shards(cache: Path) -> Iterator[Thing]:
 
 
 def _remove(path: Path) -> bool:
-    """Remove a shard unless a process is reading it."""
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
         if not file_locks.acquire(file.fileno()):
             return False

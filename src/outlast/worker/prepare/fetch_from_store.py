@@ -1,11 +1,10 @@
-"""Fetches a tree of files from a store, all of the same version.
+"""Fetches a tree of files from a store, all of the same version, for `data_cache` and `code_placement`.
 
     listing = look(url, "data[0].from")         list the objects in the store now
     missing(listing, tree, ...)                 fetch the objects that are missing on this machine
     consistent(listing, into, ...)              the same, but repeated if the store changes in the meantime
 
-`data_cache` uses this module for data and models, and `code_placement` uses it for code. Files get their final names once they
-are complete.
+Files get their final names once they are complete.
 """
 
 from __future__ import annotations
@@ -31,7 +30,6 @@ from outlast.storage.sync import push_and_pull, thread_pool
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
-"""Maximum number of attempts to fetch a place that keeps changing."""
 
 Say = Callable[[str], None]
 
@@ -64,8 +62,8 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the place at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the place is empty or
-    incomplete, or if its names cannot form a directory tree."""
+    """List the objects at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the list is empty or
+    incomplete, or if the names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # Web consoles create a directory as an object with the prefix as its name.
     entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]))
@@ -91,7 +89,7 @@ def look(url: str, field: str) -> Listing:
 
 
 def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Yield all entries except directory markers: empty `directory/` objects from web consoles, listed without the slash."""
+    """Yield all entries except directory markers, which are empty `directory/` objects from web consoles."""
     empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
     absent = set()
     with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
@@ -104,7 +102,7 @@ def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
 
 
 def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch a listing's files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
+    """Fetch the files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
     entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
     if not entries:
         return
@@ -122,10 +120,8 @@ def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) ->
 
 
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
-    """Fetch a listing to the directory that `into(listing)` returns. Returns the listing that was fetched.
-
-    If files change in the meantime, the place is listed and fetched again, so that all files have the same version.
-    """
+    """Fetch a listing to the directory that `into(listing)` returns, and return the listing that was fetched. If files change in
+    the meantime, list and fetch the place again, so that all files have the same version."""
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
         tree, problem = into(listing), None
@@ -155,7 +151,7 @@ class Pace:
         self._reported = clock()
 
     def reached(self, done: int, total: int) -> None:
-        """Record that `done` of `total` bytes were received; `total` is 0 if unknown. Called often, from several threads."""
+        """Record that `done` of `total` bytes (0 if unknown) were received. Called often, from several threads."""
         if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
             of = f" of {units.human_bytes(total)}" if total else ""

@@ -1,7 +1,5 @@
-"""The Python in an image without Outlast (`launch.relocatable`), in which training runs.
-
-`find` tries the image's `python`, then `python3`. Uses only the standard library, since every such worker waits for it to start.
-"""
+"""Finds the Python in an image without Outlast (`launch.relocatable`), in which training runs. This module imports only the
+standard library, since every such worker waits for it."""
 
 from __future__ import annotations
 
@@ -31,7 +29,7 @@ if sys.version_info >= (3, 11):
     found["torch"], found["numpy"], found["pip"] = version("torch"), version("numpy"), bool(importlib.util.find_spec("pip"))
 print(json.dumps(found))
 """
-"""A program that must work in any Python, including unsupported versions."""
+"""This program must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)
@@ -41,16 +39,14 @@ class Base:
     executable: str
     version: tuple[int, ...]
     identity: tuple[str, ...] = ()
-    """Version, prefix and platform."""
     below: tuple[Path, ...] = ()
-    """Directories with installed packages."""
     torch: str = ""
-    """PyTorch's version; `unknown` if it is not from a distribution, empty if it is not installed."""
+    """PyTorch's version; `unknown` if it is not from a distribution, empty if it is missing."""
     numpy: str = ""
     pip: bool = False
 
     def problem(self, *, packages: bool = True) -> str:
-        """Return why training cannot run here, or an empty string. If `packages` is False, checks only Python's version."""
+        """Return why training cannot run here, or an empty string. Without `packages`, only Python's version is checked."""
         if self.version < OLDEST_PYTHON:
             return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
         if not packages:
@@ -83,7 +79,7 @@ def own(environ: Mapping[str, str]) -> Base:
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the image's first Python in which training can run; see `Base.problem`. Raises OutlastError if there is none."""
+    """Return the image's first Python in which training can run (`Base.problem`). Raises OutlastError if there is none."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []

@@ -29,11 +29,10 @@ _NETWORK = re.compile(
 """Transient errors from pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
-"""Number of output lines to show if an installer fails."""
 
 
 class Unavailable(OutlastError):
-    """Raised if the packages cannot be installed now, but a later attempt may succeed."""
+    """Raised if the packages cannot be installed now, but perhaps later."""
 
     retry = True
 
@@ -44,16 +43,16 @@ class Shell:
 
     environ: Mapping[str, str]
     lock: int
-    """The lock's descriptor. The installer inherits it, and so holds the lock even if it outlives us."""
+    """The lock's descriptor, which the installer inherits, so that it holds the lock even if it outlives us."""
     say: Say
     stop: threading.Event
     log: Path
-    """File for all output. `say` receives a line every few seconds and, after a failure, the last lines."""
+    """File for all output. `say` gets a line every few seconds and, after a failure, the last lines."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 
     def run(self, argv: Sequence[str], name: str) -> None:
-        """Run a program. Raises OutlastError with the program's error message if it fails."""
+        """Run a program. If it fails, raises OutlastError with its error message."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
         lines: list[str] = []
         reported_at = time.monotonic()

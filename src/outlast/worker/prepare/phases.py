@@ -1,8 +1,5 @@
-"""Prepares a worker for training: code, environment, data, and models. Files on this machine are linked; `code_placement`,
-`data_cache` and `python_env` fetch from stores and archives, each file only once.
-
-Each method of a `Preparation` carries out one preparation phase from `agent.lifecycle`, and raises OutlastError on failure.
-"""
+"""Prepares a worker for training: code, environment, data, and models. Each method of a `Preparation` carries out one preparation
+phase from `agent.lifecycle`, and raises OutlastError on failure."""
 
 from __future__ import annotations
 
@@ -32,14 +29,11 @@ if TYPE_CHECKING:
 PINS = "pins"
 """Directory for pins (`data_cache.Source`), below the directory that a run's workers share."""
 REACH_S = 10.0
-"""Seconds that a submission waits for stores to respond."""
 
 
 def check(job: spec.Job, pins: Path) -> None:
-    """Find mistakes at submission, such as missing files (here or in a store) or a missing conda. Raises OutlastError.
-
-    An unreachable store is not a mistake, since workers retry. Data that a run has pinned in `pins` needs no store.
-    """
+    """Find mistakes at submission, such as missing files (here or in a store). Raises OutlastError. An unreachable store is not a
+    mistake, since workers retry, and data that a run has pinned in `pins` needs no store."""
     from outlast.worker.prepare import python_env as environment
 
     for sentence in spec.absent(job.spec):
@@ -64,7 +58,7 @@ def check(job: spec.Job, pins: Path) -> None:
 
 
 def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: Path) -> None:
-    """Raise OutlastError if a place is empty, missing or unreadable, after one or two requests per place."""
+    """Raise OutlastError if a place is empty, missing or unreadable. Sends one or two requests per place."""
     from outlast.storage import store
     from outlast.worker.prepare import data_cache
 
@@ -119,10 +113,7 @@ def place_code(job: spec.Job, into: Path, shared: Path, *, say: Say, stop: threa
 
 
 class Preparation:
-    """One worker's preparation, which adds the environment variables for training to `environ`.
-
-    The worker's data stays in the cache until `close` or until this process ends.
-    """
+    """Prepares one worker, and adds variables for training to `environ`. Its data stays in the cache until `close`."""
 
     def __init__(
         self, job: spec.Job, environ: dict[str, str], *, say: Say | None = None, stop: threading.Event | None = None
@@ -192,11 +183,9 @@ class Preparation:
             raise OutlastError(f"module: Python finds no {package!r} in {code} or in {where}; {remedy}")
 
     def data(self) -> None:
-        """Make data and models available. Local files are used in place; files in a store are fetched first.
-
-        A single data entry is used in place. Several entries are linked into one directory, laid out like their `to` in pods;
-        models are linked by name. In pods, where the `to` directories exist, all entries are linked there.
-        """
+        """Make data and models available. Local files are used in place; files in a store are fetched. Several data entries are
+        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all are linked at their
+        `to`."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
@@ -251,13 +240,12 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied on this machine at submission: true unless it comes from a store or a ConfigMap."""
+    """Return whether code was copied here at submission: true unless it is from a store or a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 
 
 def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
-    """Link these paths by name into a directory. Returns the directory."""
     for name, source in sources.items():
         link = directory / name
         if link == source:  # a mounted volume
@@ -269,7 +257,7 @@ def _link(directory: Path, sources: Mapping[str, Path]) -> Path:
 
 
 def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say: Say | None = None) -> int:
-    """Prepare a job's code and data, and run its module with `--evaluate`, in a worker's `environ`. Returns its exit code."""
+    """Prepare a job's code and data, and run its module with `--evaluate` in a worker's `environ`. Returns the exit code."""
     environ |= package_copy.ahead(environ)
     preparation = Preparation(job, environ, say=say)
     try:
@@ -282,7 +270,7 @@ def evaluate(job: spec.Job, environ: dict[str, str], args: Sequence[str], *, say
 
 
 def command(job: spec.Job, environ: Mapping[str, str]) -> list[str]:
-    """Return the command for `launch.training_process`. Replaces `$(NAME)` from the environment, as Kubernetes does."""
+    """Return the command for `launch.training_process`, with `$(NAME)` replaced from the environment, as in Kubernetes."""
     args = [substitution.replaced(arg, environ) for arg in job.spec.args]
     if job.spec.module:
         return ["-m", job.spec.module, *args]

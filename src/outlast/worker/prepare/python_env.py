@@ -5,10 +5,9 @@
     <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output from pip, uv or conda
 
-`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's).
-That Python's packages can still be imported, after the new ones. The digest covers the requirements, that Python and its
-packages. `conda` files become separate environments, to which only our own package is added. Training processes run in the
-environment; the agent does not.
+`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's),
+whose packages can still be imported, after the new ones. `<digest>` covers the requirements, that Python and its packages.
+`conda` files become separate environments, to which only our own package is added. The agent does not run in the environment.
 """
 
 from __future__ import annotations
@@ -41,7 +40,7 @@ if TYPE_CHECKING:
 
 MARKER = "outlast.json"
 _STUB = "outlast\n"
-"""Content for the INSTALLER file in the stubs that represent the base Python's packages to uv."""
+"""Content of the INSTALLER file in the stubs that represent the base Python's packages to uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -54,7 +53,7 @@ except BaseException as problem:
     found["problem"] = "%s: %s" % (type(problem).__name__, problem)
 print(json.dumps(found))
 """
-"""A program run in the new environment; it must work in any Python, including unsupported versions."""
+"""This program runs in the new environment; it must work in any Python, including unsupported versions."""
 
 
 @dataclass(frozen=True)
@@ -63,14 +62,11 @@ class Made:
 
     python: str
     variables: Mapping[str, str]
-    """Environment variables for processes in the environment."""
 
 
 def check(environment: spec.Environment, code: Path | None = None) -> None:
-    """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError.
-
-    A relative path is below `code`, and is not checked if `code` is None.
-    """
+    """Check the environment's file, and that conda is installed if needed, without the network. Raises OutlastError. A relative
+    path is below `code`, and is not checked if `code` is None."""
     if environment.conda:
         _conda_tool(os.environ)
     if path := _file(environment, code):
@@ -78,7 +74,7 @@ def check(environment: spec.Environment, code: Path | None = None) -> None:
 
 
 def frozen(environment: spec.Environment, directory: Path) -> spec.Environment:
-    """Return the environment with a copy of its file in `directory`, so that changes to the original do not affect the run."""
+    """Return the environment with a copy of its file in `directory`, so that edits of the original do not affect the run."""
     path = _file(environment, None)
     if path is None:
         return environment
@@ -99,12 +95,8 @@ def make(
     stop: threading.Event,
     base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first. `base` is the Python below `requirements`; the
-    default is our own.
-
-    `say` receives progress, and the last lines of a failed installer. Raises OutlastError with the installer's error, or
-    `installers.Unavailable` if a later attempt may succeed.
-    """
+    """Make the environment unless it exists. Concurrent calls wait for the first. `base` (by default our own Python) is the
+    Python below `requirements`. Raises OutlastError, or `installers.Unavailable` if a later attempt may succeed."""
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda
@@ -156,7 +148,7 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
 
 
 def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
-    """Return the versions of Python and torch in a new environment. Raises OutlastError if training cannot run there."""
+    """Return a new environment's versions of Python and torch. Raises OutlastError if training cannot run there."""
     argv, env = [made.python, "-c", _PROBE], {**environ, **made.variables}
     done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
@@ -210,8 +202,7 @@ class _Venv:
             shell.run([*self._pip(python, shell), "install", "--no-input", "--progress-bar=off", *options], self.name)
 
     def _pip(self, python: str, shell: Shell) -> list[str]:
-        """Return the command that runs pip for the interpreter `python`: the base Python's pip, if it has one; otherwise the pip
-        that this call installs with ensurepip."""
+        """Return the command that runs pip for `python`. If the base Python has no pip, install pip with ensurepip first."""
         if self.base.pip:
             return [self.base.executable, "-m", "pip", "--python", python]
         shell.run([python, "-m", "ensurepip"], self.name)
@@ -225,10 +216,8 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
-    """Represent the base Python's packages to uv with stubs that contain their metadata.
-
-    If uv replaces such a package, it removes only the files in the stub's list, so the base Python remains intact.
-    """
+    """Represent the base Python's packages to uv with stubs that contain their metadata. If uv replaces such a package, it
+    removes only the stub's files, so the base Python remains intact."""
     for directory in below:
         for info in directory.glob("*.dist-info"):
             stub = packages / info.name
@@ -313,7 +302,7 @@ def _conda_file(path: Path) -> dict[str, Any]:
 
 
 def _package(cache: Path) -> Path:
-    """Return a directory that contains only a link to our package, for the PYTHONPATH of other Pythons."""
+    """Return a directory with only a link to our package, for the PYTHONPATH of other Pythons."""
     package = Path(outlast.__file__).resolve().parent
     directory = cache / "outlast" / hashlib.sha256(str(package).encode()).hexdigest()[:16]
     link = directory / "outlast"

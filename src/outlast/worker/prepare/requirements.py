@@ -1,9 +1,5 @@
-"""Flattens a pip requirements file: includes are inlined, paths become absolute, and comments are removed, so that the
-result can be stored anywhere.
-
-A run stores its requirements at submission, and their fingerprint identifies the environment. Format:
-https://pip.pypa.io/en/stable/reference/requirements-file-format/
-"""
+"""Flattens a pip requirements file, so that the result can be stored anywhere: includes are inlined, and paths become absolute.
+The fingerprint identifies the environment. https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
 
 from __future__ import annotations
 
@@ -127,7 +123,7 @@ def _logical(lines: Iterable[str]) -> Iterator[str]:
 
 
 def _absolute(requirement: str, directory: Path) -> str:
-    """Return a requirement as an absolute path if it is a path, such as `./lib[extra]` or `wheels/a.whl`; otherwise empty."""
+    """Return a requirement as an absolute path if it is a path, such as `./lib[extra]`, or an empty string otherwise."""
     if "://" in requirement or re.search(r"\s@\s|[;<>=~!]", requirement):
         return ""
     if not (requirement.startswith((".", "/")) or os.sep in requirement or requirement.lower().endswith(_WHEELS)):

@@ -6,8 +6,7 @@ files beside themselves, and files written to relative paths are part of the out
     work/.outlast-run           in pods, the run that owns these files
 
 On one machine, all workers share the directory. In pods, each worker has its own, unless the output is a shared volume. Only rank
-0's results count: an uploader pushes a directory only while rank 0 works there. Called by `code_placement`, `agent.upload` and
-the agent. See docs/decisions/0023-the-working-directory.md.
+0's results count: an uploader pushes a directory only while rank 0 works there. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -37,16 +36,16 @@ _RUN = ".outlast-run"
 _IN_STORE = ".outlast-work"
 """Key of the object that holds the generation of the files in the store."""
 _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
-"""Paths in the output for a lock, and for a directory with the indices of fetches."""
+"""Paths in the output for a lock, and for the indices of fetches."""
 _MOST = (64 << 20, 10_000)
-"""Maximum size in bytes and number of files of code to copy; larger code runs in place."""
+"""Maximum size in bytes and number of files of code to copy. Larger code runs in place."""
 _QUIET_S = 2.0
-"""Debounce, in seconds, for a file written in place, which may be incomplete."""
+"""Debounce in seconds for a file written in place, which may be incomplete."""
 _SMALL = 1 << 20
-"""Size in bytes up to which writing a file takes only milliseconds."""
+"""Size in bytes up to which a write takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
-"""Sizes and mtimes (ns) of code files, by their path in the directory; None stands for a link."""
+"""Sizes and mtimes (ns) of code files, by their path; None for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
@@ -81,15 +80,13 @@ class Results:
     def __init__(self, output: Path) -> None:
         self._output = output
         self._read_at = 0
-        """The mtime of the code files' record when it was last read."""
         self._listed: Listed = {}
         self._sizes: dict[str, int] = {}
-        """Sizes of recently written files, for comparison in the next pass."""
         self._waiting: set[str] = set()
-        """Paths that this pass delays, and their directories."""
+        """Paths that this pass delays, with their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path in the output is in the working directory but not a result: a code, hidden or compiled file."""
+        """Return whether a path is in the working directory but not a result: a code, hidden or compiled file."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -139,11 +136,11 @@ class Results:
         return any(other is not None and other > step for other in steps)
 
     def unfinished(self, *, last: bool = False) -> Callable[[str], bool]:
-        """Begin a pass. Returns a predicate for results to delay as incomplete. The `last` pass treats every result as complete.
+        """Begin a pass, and return a predicate for incomplete results, which must wait. If `last` is set, no result must wait.
 
         A file that was renamed after its last byte was written (ctime after mtime) is complete. A file written in place must be
-        unchanged for a while, but a small file is delayed for only one pass. A checkpoint directory, whether or not it is in the
-        working directory, is delayed until all its files are unchanged.
+        unchanged for a while, but a small file waits for only one pass. A checkpoint directory waits until none of its files
+        changes.
         """
         last_sizes, self._sizes, self._waiting = self._sizes, {}, set()
         now = time.time()
@@ -183,7 +180,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked in this output, or whose files were fetched; 0 if there is none."""
+    """Return the last generation whose rank 0 worked here, or whose files were fetched; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -288,8 +285,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has a later generation or `newer` is set. Outside the working directory, only missing
-    files are fetched. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation or `newer` is set; files outside the working directory only if
+    missing. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
@@ -322,8 +319,8 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 
 def main(argv: list[str]) -> int:
-    """Fetch the job's files if the store has newer ones, or always with `--newer`. A training process runs this with its own pid
-    as the first argument (`launch.script_files`), and this process ends with it."""
+    """Fetch the job's files if the store has newer ones, or with `--newer`. A training process (`launch.script_files`) runs this
+    with its own pid as the first argument, and this process dies with it."""
     os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 

@@ -2,10 +2,9 @@
 
     run.log ──► metrics.jsonl ──► python -m outlast follower ──► event files, server, ...
 
-`metrics.jsonl` is both the source of truth and the buffer. Rank 0's session starts the follower (`follower_supervisor`). The
-follower reads new lines (`missing_points`), sends them to each tracker in a separate thread (`forwarding`), and resumes from the
-tracker's last step, so it may be killed at any moment and started anywhere. A slow or unreachable tracker never delays a step.
-Each third-party library is imported in only one module, if a job uses it. See docs/decisions/0028-tracking.md.
+The follower sends each tracker the new lines of `metrics.jsonl` in a separate thread, and resumes from the tracker's last step,
+so it may be killed at any moment and started anywhere. A slow or unreachable tracker never delays a step. See
+docs/decisions/0028-tracking.md.
 """
 
 from outlast.worker.tracking.follower_supervisor import Trackers, end

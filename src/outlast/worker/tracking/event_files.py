@@ -1,8 +1,7 @@
-"""TensorBoard event files beside the metrics: `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
+"""Writes TensorBoard event files beside the metrics: `tensorboard/metrics/events.out.tfevents.outlast-<run>.<time>`.
 
-Each follower begins a new file, which starts with the resumed step, so TensorBoard drops later steps from earlier files. The
-files are in a separate directory, since TensorBoard reads the files in a directory in sequence, and a script may write other
-files to `tensorboard/`. Needs the `tensorboard` package (extra `tracking`), but neither torch nor TensorFlow.
+Each follower begins a new file with the resumed step, so TensorBoard drops later steps from earlier files. The directory contains
+no other files, since TensorBoard reads a directory's files in sequence. Needs only the `tensorboard` package (extra `tracking`).
 """
 
 from __future__ import annotations

@@ -1,8 +1,7 @@
-"""The follower: a process that sends a run's metrics to all trackers.
+"""The follower, a process that sends a run's metrics to all trackers. A lock ensures that an output has one follower at a time.
 
 The follower ends after a line on standard input, `{"status": ..., "within": seconds}`, or soon after its parent, rank 0, has
-died. With `--end STATUS`, it sends the rest and the run's end, then exits. A lock ensures that an output has only one follower at
-a time.
+died. With `--end STATUS`, it sends the remaining metrics and the run's end, and exits.
 """
 
 from __future__ import annotations
@@ -32,11 +31,8 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns the file's bytes from that offset (none
-    beyond the end).
-
-    The last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises.
-    """
+    """Make `copy` equal to the complete lines in a growing file, of which `read(offset)` returns the bytes from an offset. The
+    last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises."""
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
     data = read(len(old) - len(mark))
@@ -49,9 +45,8 @@ def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
 
 
 POLL_S = 0.5
-"""Interval, in seconds, for checking whether the parent has died."""
 ORPHANED_S = 5.0
-"""Seconds allowed for sending the remaining metrics if the parent died without a message."""
+"""Seconds for sending the rest if the parent died without a message."""
 
 
 class Ending(NamedTuple):
@@ -156,7 +151,7 @@ def follow(output: Path, directory: Path, session: Session, environ: Mapping[str
 
 
 def lost(forwarder: Forwarder) -> str:
-    """Return a sentence that says which metrics a tracker lacks, or that it lacks the end of the run."""
+    """Return a sentence that says which metrics a tracker lacks, or that it lacks the run's end."""
     what = forwarder.missing()
     why = forwarder.problem.removeprefix(f"{forwarder.sink.title}: ") or "there was no time"
     lacks = f"{what} of the metrics are not there" if what else "the end of the run is not there"

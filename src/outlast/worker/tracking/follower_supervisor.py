@@ -1,7 +1,5 @@
-"""The supervisor of the follower: rank 0's session starts a follower, reads its problems and waits for it to end.
-
-Starting a follower costs a fork; after that, the session reads a file every few seconds. The follower ends with its parent.
-"""
+"""Supervises the follower: rank 0's session starts it, reads its problems, and waits for it to end. Starting it costs a fork;
+after that, the session reads a file every few seconds. The follower ends with its parent."""
 
 from __future__ import annotations
 
@@ -23,7 +21,6 @@ from outlast.worker.tracking.tracker_interface import Status, settings
 log = logging.getLogger("outlast")
 
 FLUSH_S = 10.0
-"""Seconds to wait for trackers at the end of a run."""
 LEAVE_S = 2.0
 """Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
 LOOK_S = 5.0
@@ -73,7 +70,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """A session's trackers. If the environment requests any, rank 0 starts a follower when it logs its first metrics."""
+    """A session's trackers. If the environment requests any, rank 0 starts a follower with its first metrics."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -92,7 +89,7 @@ class Trackers:
             log.warning("outlast: %s", self.problem)
 
     def news(self) -> dict[str, str]:
-        """Return a new warning for the progress record, if any. Most calls cost nothing."""
+        """Start the follower if necessary, and return a new warning for the progress record, if any."""
         self.follow()
         if self._follower is None or (problem := self._follower.news()) is None:
             return {}
@@ -100,8 +97,7 @@ class Trackers:
         return {"warning": problem}
 
     def end(self, error: BaseException | None, *, leaving: bool) -> dict[str, str]:
-        """Wait for a bounded time until the follower has sent the remaining metrics. Returns a warning (`{"warning": ...}`) if
-        the run has ended with missing metrics, otherwise an empty dict."""
+        """Wait a bounded time for the follower to send all metrics. Returns a warning if the run ends with metrics missing."""
         if self._follower is None:
             return {}
         status, goes_on = outcome(error, leaving=leaving, restarted=Env.JOB in os.environ)
@@ -111,9 +107,7 @@ class Trackers:
 
 def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> tuple[Status | None, bool]:
     """Return a run's status for its trackers, and whether it continues. `error` is the exception that ended its session, if any.
-
-    `restarted` is True if Outlast, not this process, decides whether a failed run has ended.
-    """
+    `restarted` is True if Outlast, not this process, decides whether a failed run has ended."""
     if error is None or (isinstance(error, SystemExit) and not error.code):
         return (None, True) if leaving else (Status.FINISHED, False)
     if leaving or restarted:
@@ -122,7 +116,7 @@ def outcome(error: BaseException | None, *, leaving: bool, restarted: bool) -> t
 
 
 def start(output: Path, environ: Mapping[str, str] | None = None) -> Follower | None:
-    """Start the follower of the run in `output` if the environment requests trackers; otherwise returns None. Raises OSError."""
+    """Start the follower for `output` if the environment requests trackers; otherwise return None. Raises OSError."""
     environ = os.environ if environ is None else environ
     if not settings(environ):
         return None
@@ -136,16 +130,12 @@ def _process(output: Path, environ: Mapping[str, str], *words: str, stdin: int) 
 
 
 _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
-"""The trackers' status for each final state of a job (`status.State`), except success, which the session itself has reported."""
+"""The trackers' status for a job's final state (`status.State`), except success, which the session reports."""
 
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
-    """Report the job's final state to the trackers, after its training processes have ended. Returns a sentence if that fails,
-    otherwise an empty string.
-
-    Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state. Waits for a
-    bounded time.
-    """
+    """Report the job's final state to the trackers, once its training processes have ended. Returns an error message, or an empty
+    string. Does nothing if the job continues, or if no follower has run or the last one has reported the same state."""
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""

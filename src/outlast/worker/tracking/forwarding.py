@@ -1,8 +1,5 @@
-"""A thread that feeds one tracker from a run's output. The thread sends new values at regular intervals, and retries until they
-have arrived.
-
-An unreachable tracker is logged once, and again when it recovers. No values are lost in between, since the file is the buffer.
-"""
+"""Feeds one tracker from a run's output, in a thread that sends new values at regular intervals, and retries until they arrive.
+An unreachable tracker is logged once, and again when it recovers. No values are lost, since the file is the buffer."""
 
 from __future__ import annotations
 
@@ -19,7 +16,6 @@ from outlast.worker.tracking import missing_points
 from outlast.worker.tracking.tracker_interface import Run, Sink, Status
 
 RETRY_S = (1.0, 60.0)
-"""First and longest backoff after a failure, in seconds."""
 LAST_RETRY_S = 0.5
 """Longest backoff in seconds once the run has ended, while its session waits."""
 
@@ -41,7 +37,7 @@ class Forwarder(threading.Thread):
         self._ending = threading.Event()
         self._status: Status | None = None
         self.complete = False
-        """True if all values and the end of the run have arrived in the tracker."""
+        """True once all values and the run's end have arrived in the tracker."""
 
     def forward(self) -> None:
         """Send all new values. Raises the sink's exceptions, after which the next call opens the sink again."""
@@ -64,7 +60,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send the remaining values at once, with `status` as the run's end. The thread ends once everything has arrived."""
+        """Send the rest at once, with `status` as the run's end. The thread ends once everything has arrived."""
         self._status = status
         self._ending.set()
 
@@ -121,7 +117,7 @@ class Forwarder(threading.Thread):
 
 
 def sentence(error: BaseException) -> str:
-    """Return the first line of an error's message, without the inner errors that HTTP libraries add, and without passwords."""
+    """Return the first line of an error's message, without HTTP libraries' inner errors, and without passwords."""
     text = url_logins.hidden(str(error).strip().partition("\n")[0] or repr(error))
     if "Connection refused" in text or "NewConnectionError" in text:
         return "connection refused"

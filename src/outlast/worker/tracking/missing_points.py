@@ -1,8 +1,7 @@
 """Selects the values in `metrics.jsonl` that a tracker lacks.
 
-A tracker's *position* is the last step that it received for each name. A value is new if its step is greater, so a tracker's
-steps always increase, whatever happens to the file. Steps that are repeated after a resume are skipped, since their values are
-bit-identical. A file that was truncated and has grown since is read again from its beginning, as is a copy on another disk.
+A tracker's *position* is the last step that it received for each name. Only values with a greater step are new: steps repeated
+after a resume have bit-identical values. A file that was truncated and has grown since is read again from its beginning.
 """
 
 from __future__ import annotations
@@ -24,7 +23,6 @@ class Point(NamedTuple):
 
     step: int
     time: float
-    """Seconds since the epoch."""
     name: str
     value: float
 
@@ -37,8 +35,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """Return the values in `lines` that are later than `position`, in order, each step of a name only once. `rename` maps names
-    to those that the tracker accepts."""
+    """Return the values in `lines` that are later than `position`, in order, each step of a name once. `rename` maps names to
+    those that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -62,7 +60,8 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report its own. Written after values are sent, so a kill may repeat some."""
+    """A stored position, for a tracker that cannot report its own. It is written after values are sent, so a kill may repeat
+    some."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -86,11 +85,10 @@ class Reader:
         self.path = path
         self._offset = self._next = 0
         self._mark = self._next_mark = b""
-        """The last line before the offset. It contains the time, so a replaced file has a different line there."""
+        """The last line before the offset. It contains the time, so it differs in a replaced file."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, at most about `BLOCK` bytes; empty if there are no new lines. Returns the same lines
-        until `commit`. Raises OSError."""
+        """Return the next complete lines, at most about `BLOCK` bytes, and the same lines until `commit`. Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

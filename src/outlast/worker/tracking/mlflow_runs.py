@@ -1,8 +1,5 @@
-"""MLflow: one MLflow run per run, identified by a tag, below a run for the job.
-
-The sink works with any server, database or directory that MLflow's client supports. Metrics are sent in batches; the position is
-the last step in MLflow for each name. Checkpoints are tags with their locations. Needs `mlflow-skinny` (extra `tracking`).
-"""
+"""Sends metrics to MLflow, as one MLflow run per run, identified by a tag, below an MLflow run for the job. It works with any
+server, database or directory that MLflow's client supports. Checkpoints are tags with their locations. Needs `mlflow-skinny`."""
 
 from __future__ import annotations
 
@@ -23,7 +20,7 @@ T = TypeVar("T")
 
 RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
 CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes for the tags with checkpoint locations, and with new parameter values, since MLflow cannot change a parameter."""
+"""Prefixes of tags for checkpoint locations, and for changed parameters, since MLflow cannot change a parameter."""
 MOST_METRICS, MOST_OTHERS = 1000, 100
 """Limits per request; see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
@@ -39,8 +36,8 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Variables for MLflow's client, unless the user has set them: directories are allowed, `forwarding` retries instead of the
-client, and the client sends no telemetry."""
+"""Variables for MLflow's client, unless the user has set them: directories are allowed; telemetry and the client's own retries
+are off, since `forwarding` retries."""
 
 
 class MLflow:

@@ -1,8 +1,5 @@
-"""A tracker's interface, the settings for a run's trackers, and how the run identifies itself to them.
-
-The job file's `tracking` (`contract.Env`) takes precedence. If it is not set, MLFLOW_TRACKING_URI enables MLflow, and
-WANDB_API_KEY or WANDB_MODE enables Weights & Biases, also under plain python and torchrun.
-"""
+"""Defines a tracker's interface, the settings for a run's trackers, and how the run identifies itself. The job file's `tracking`
+takes precedence. Otherwise MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KEY or WANDB_MODE enables Weights & Biases."""
 
 from __future__ import annotations
 
@@ -57,10 +54,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again.
-
-    OutlastError means that a retry cannot help.
-    """
+    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again. OutlastError means
+    that a retry cannot help."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
@@ -73,7 +68,7 @@ class Sink(Protocol):
         """Return the name under which the tracker stores a value."""
 
     def send(self, points: Sequence[Point]) -> None:
-        """Send values. When this call returns, they have arrived in the tracker."""
+        """Send values, and return once they have arrived in the tracker."""
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Show the run's settings in the tracker."""
@@ -91,7 +86,7 @@ def text(value: Any) -> str:
 
 
 NONE = "none"
-"""Value for `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
+"""Value of `tracking.mlflow` that turns MLflow off, even with MLFLOW_TRACKING_URI."""
 
 
 @dataclass(frozen=True)

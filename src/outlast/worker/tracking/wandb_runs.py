@@ -1,9 +1,6 @@
-"""Weights & Biases: one run, resumed by its id and configured by the client's own variables (WANDB_API_KEY, WANDB_MODE,
-WANDB_PROJECT ...).
-
-The client has its own process and buffer, and a kill may lose part of the buffer. The position is the smaller of the server's
-last step and the step in our own file `.tracking/wandb.json`, which is written once the client has accepted the values.
-"""
+"""Sends metrics to Weights & Biases, as one run that is resumed by its id. The client's own variables (WANDB_API_KEY, WANDB_MODE)
+configure it. It has its own process and buffer, and a kill may lose part of the buffer, so the position is the smaller of the
+server's last step and the step in `.tracking/wandb.json`, which is written once the client has accepted the values."""
 
 from __future__ import annotations
 
