@@ -92,8 +92,8 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def reports_when_ready(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether this worker reports only once it is ready to start ranks: other workers may be training, and would stop at its
-    report.
+    """Return whether this worker reports only once it is ready to start ranks: others may be training, and would stop
+    at its report.
 
     `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
     reporting takes no time.
