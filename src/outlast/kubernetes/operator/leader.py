@@ -21,8 +21,8 @@ from outlast.kubernetes.api.kinds import LEASE
 Document = dict[str, Any]
 
 DURATION_S = 7.0
-"""How long the Lease lasts after a renewal, in seconds. If a node is lost with the leader, decisions wait this long. Kubernetes' own
-components use 15 s, but no running world needs our operator, so a restart of it costs little."""
+"""How long the Lease lasts after a renewal, in seconds. If a node is lost with the leader, decisions wait this long. Kubernetes'
+own components use 15 s, but no running world needs our operator, so a restart of it costs little."""
 RENEW_S = 2.0
 RENEW_DEADLINE_S = 5.0
 """The leader stops acting this many seconds after its last renewal, which leaves time for requests in flight."""
