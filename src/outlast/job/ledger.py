@@ -78,7 +78,7 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The pending event, for completed steps that have not been written yet."""
+        """The event for completed steps that is not written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None

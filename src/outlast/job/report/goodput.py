@@ -1,6 +1,6 @@
-"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket.
+"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket. Pure.
 
-Pure. The buckets add up to the wall time, to the microsecond, whatever the ledger contains.
+The buckets add up to the wall time, to the microsecond, whatever the ledger contains.
 """
 
 from __future__ import annotations
@@ -44,8 +44,8 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first in each world, which has the warm-up. The median covers the same
-    steps."""
+    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median covers the
+    same steps."""
     step_median_s: float | None
     worlds: int
     failures: int
@@ -83,8 +83,7 @@ class Goodput:
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Return the account for the time from the first event to the job's end or, while it runs, to `now`, in seconds since the
-    epoch.
+    """Return the account from the first event to the job's end or, while the job runs, to `now`, in seconds since the epoch.
 
     A sequence may be in any order. Any other iterable, such as `ledger.Events`, must be in chronological order and allow two
     passes, so that memory stays bounded. If `now` is None, as for a job without a launcher, the account ends with the last event.

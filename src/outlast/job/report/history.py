@@ -15,25 +15,24 @@ from outlast.job.report.series import Series
 from outlast.job.report.steps import Bucket
 
 _ERRORS = 50
-"""Maximum number of errors kept: the first errors, since later ones often repeat them."""
+"""Maximum number of errors kept. The first ones are kept, because later errors often repeat them."""
 _FINE = 2000
 """Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
 """Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
-"""The name of a training process, as in the ledger."""
+"""Pattern for the name of a training process in the ledger."""
 
 
 class History:
-    """A run's history, recorded in bounded memory the first time that its events are iterated over. Times are in seconds since
-    the epoch. Steps are rank 0's, since only rank 0 reports steps."""
+    """A run's history, recorded in bounded memory during the first iteration over its events. Times are in seconds since the
+    epoch. Steps are rank 0's, because only rank 0 reports steps."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
         self.worlds: list[tuple[float, float]] = []
-        """The start and number of workers of each world."""
+        """The start and the number of workers of each world."""
         self.progress = Series(_FINE)
-        """Steps over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
         """Seconds per step over time, excluding the first step of each world."""
         self.saves = {"until committed": Series(), "training stood still": Series()}
@@ -125,7 +124,7 @@ class History:
 
 
 def _number(value: object) -> float:
-    """Return a number from an event, or 0 for anything else, which another program may have written."""
+    """Return a number from an event, or 0 for any other value, which another program may have written."""
     return value if isinstance(value, int | float) else 0.0
 
 
@@ -147,7 +146,8 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return the workers in each period: start, end, and what these workers did (a bucket's name or `starting`).
+    """Return the workers in each period. A period is its start, its end, and what these workers did (a bucket's name or
+    `starting`).
 
     Members of the world do what the job does. A worker that is gone has no period.
     """

@@ -38,7 +38,7 @@ class Output:
         self.written = 0
         """Number of bytes written to the log so far."""
         self.recent = b""
-        """The latest part of the output so far; see `guessed_progress.last_step`."""
+        """The latest part of the output (see `guessed_progress.last_step`)."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
