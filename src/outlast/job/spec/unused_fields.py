@@ -1,7 +1,7 @@
-"""Warnings about fields in a job file that have no effect where the job runs, or anywhere.
+"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. Pure.
 
-`run`, `submit` and `render` print the surprising ones; `validate` prints all. `manifests.warnings` adds the fields that a
-topology ignores. Pure.
+`run`, `submit` and `render` print the surprising warnings, `validate` prints all. `manifests.warnings` adds the fields that a
+topology ignores.
 """
 
 from __future__ import annotations

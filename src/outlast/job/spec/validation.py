@@ -1,7 +1,7 @@
 """Validates a document and reports all mistakes at once, each as a sentence with the line, the value and the remedy.
 
-Unknown fields are checked first. If it is clear which field was meant, the value is validated, too, so that a misspelt name does
-not hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
+Unknown fields are checked first. If it is clear which field was meant, its value is validated as well, so that a misspelt name
+does not hide other mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Checked(BaseModel):
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Yield mistakes in which fields are given, whatever their values, as pairs (place below this part, sentence)."""
+        """Yield mistakes in the choice of the given fields, whatever their values, as pairs (place below this part, sentence)."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
