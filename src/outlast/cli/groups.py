@@ -12,14 +12,14 @@ from typing import Any, ClassVar
 from typer.core import TyperGroup
 
 _LONG = 1000
-"""A length in characters that no first sentence exceeds, so that nothing is truncated."""
+"""Number of characters that no first sentence exceeds, so that nothing is truncated."""
 
 
 class Commands(TyperGroup):
     """A command with subcommands, shown in the order and under the headings of `groups`."""
 
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading; if empty, all commands are under `Commands`."""
+    """Names of commands by heading. If there are none, all commands are under `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the groups, then the hidden commands."""

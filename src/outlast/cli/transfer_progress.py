@@ -31,8 +31,8 @@ class Tell(Protocol):
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
     """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`.
 
-    Yields a function and the event of `interruptible`. Any thread may call the function with the number of bytes transferred
-    since the last call.
+    Yields the event of `interruptible` and a function that any thread may call with the number of bytes transferred since the
+    last call.
     """
     lock = threading.Lock()
     done = 0
@@ -49,8 +49,10 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that is set by the first SIGINT or SIGTERM, which also ends a wait for a store. A second signal kills the
-    process. The command then ends with `Stopped`."""
+    """Yield an event that the first SIGINT or SIGTERM sets, and after which the command ends with `Stopped`.
+
+    The signal also ends a wait for a store. A second signal kills the process.
+    """
     stop = threading.Event()
     caught: list[int] = []
 

@@ -1,6 +1,6 @@
 """`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd.
 
-The command only reads members' and coordinators' keys (`rendezvous.etcd.client.look`).
+The command only reads the keys of members and coordinators (`rendezvous.etcd.client.look`).
 """
 
 from __future__ import annotations

@@ -114,7 +114,7 @@ def status(
 
 
 def _watch(run: Run, output: Output) -> None:
-    """Show a live page on a terminal; elsewhere, print a line or a document for every change."""
+    """Show a live page on a terminal. Elsewhere, print a line or a document for every change."""
     if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live_panel
 

@@ -1,8 +1,8 @@
 """`outlast tensorboard`: TensorBoard for any job's metrics.
 
-The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. The
-metrics come from a job on this machine, from output in a store, or through the API server from a job in a cluster. The event
-files grow while the job runs.
+The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. It reads
+the metrics of a job on this machine, of output in a store, or of a job in a cluster through the API server, for as long as the
+job runs.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
-"""TensorBoard's own default port. If this port is taken, a free one is used."""
+"""TensorBoard's own default port. If it is taken, a free port is used."""
 REFRESH_S = 5.0
 """Seconds between two polls for new metrics."""
 
@@ -155,7 +155,7 @@ class InPod(Source):
         return into
 
     def add_script_files(self, into: Path) -> None:
-        """Do nothing, since the files may be too large for the API server."""
+        """Do nothing, because the files may be too large for the API server."""
 
 
 class Show:

@@ -174,7 +174,7 @@ def _cell(value: object) -> object:
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """Return columns of used and available amounts, with entries such as `0.52/2` or `-/2`, or None where neither is known."""
+    """Return columns of used and available amounts, with entries such as `0.52/2` or `-/2`, or None if neither is known."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

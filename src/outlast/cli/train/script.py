@@ -1,7 +1,7 @@
 """Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
 
-Both commands generate the same job file. `run` only parses it; `init` writes it to a file, for people to edit. As with python and
-torchrun, options before the script are for `outlast`, and every word after the script is for the script.
+Both commands generate the same job file; `run` only parses it, `init` writes it to a file. As with python and torchrun, options
+before the script are for `outlast`, and every word after the script is for the script.
 """
 
 from __future__ import annotations
@@ -85,8 +85,8 @@ def init(
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
     """Return the text of a job file in `directory` for a script. Raises NotFound if the script does not exist.
 
-    A script below the working directory must find the same files as with python, so its code is the whole working directory. For
-    any other script, the code is the script's directory.
+    The code is the working directory if the script is below it, so that the script finds the same files as with python; otherwise
+    it is the script's directory.
     """
     from outlast.job import spec
 
@@ -146,7 +146,7 @@ _ATTACH = {
     "L.Trainer(..., **outlast.lightning.world())",
     "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
-"""The lines that a script needs in order to continue exactly, by the library it uses (docs/guide/hugging-face.md)."""
+"""Lines that make a script continue exactly after a failure, by the library that it uses (docs/guide/hugging-face.md)."""
 
 
 def _saving(source: str) -> Iterator[str]:
