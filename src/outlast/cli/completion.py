@@ -83,7 +83,6 @@ def _namespaces(ctx: typer.Context) -> Iterator[str]:
 
 
 def _kubeconfig() -> list[dict[str, Any]]:
-    """Return the kubeconfig's context entries. Raises NoCluster."""
     from outlast.kubernetes.api import kubeconfig
 
     entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]

@@ -193,10 +193,8 @@ def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name.
-
-    This lets commands work on any machine, not only where the job runs.
-    """
+    """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name. This lets commands
+    work on any machine, not only where the job runs."""
     if given is None or "://" in given:
         return given
     if not given.endswith((".yaml", ".yml")):

@@ -37,7 +37,6 @@ _BATCH = 1000
 """Maximum number of log lines per batch, and of buffered lines before the log reader has to wait."""
 
 KILLED = 130
-"""Exit code after the second Ctrl-C."""
 
 
 class Screen(Protocol):
@@ -124,7 +123,6 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
-    """Kill the job, and return its status once the job has ended, or after a timeout."""
     with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
         place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_TIMEOUT_S

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 300
-"""Maximum number of characters shown of a log line in a failure."""
 _FIRST_STEP_S = 20.0
 """Seconds during which a run without a reported step is shown at step 0; arbitrary."""
 

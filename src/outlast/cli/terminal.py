@@ -40,7 +40,6 @@ _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
 """A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`. The group is the bar's name."""
 _RESET = "\x1b[0m"
 _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
-"""SGR colours of the workers' prefixes."""
 
 
 def safe(text: str) -> str:
@@ -115,10 +114,8 @@ def colours(stream: TextIO | None) -> bool:
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """Return whether the stream is a terminal that can redraw lines and accepts input.
-
-    A command in a notebook's cell has a pseudo-terminal, but the page shows all lines and accepts no input.
-    """
+    """Return whether the stream is a terminal that can redraw lines and accepts input. A command in a notebook's cell has a
+    pseudo-terminal, but the page shows all lines and accepts no input."""
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 

@@ -25,13 +25,11 @@ class Accelerator:
     device: str = ""
     """Device type in torch. `torch.<device>` is its module."""
     backend: str = ""
-    """torch.distributed backend for collectives between such devices."""
     package: str = ""
     """Python package that adds the device to torch; empty if torch supports it without a package."""
     files: str = ""
     """Pattern for the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
-    """Environment variable that lists the devices a process may use."""
     query: tuple[str, ...] = ()
     """Command that prints the model of each device on this machine, one per line."""
     vendor: str = ""
@@ -52,7 +50,7 @@ TABLE = (
         vendor="NVIDIA",
         label="nvidia.com/gpu.present",
     ),
-    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # as torch's build for ROCm names them
+    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # torch for ROCm uses CUDA's names
     Accelerator(
         "aws.amazon.com/neuron",
         name="neuron",

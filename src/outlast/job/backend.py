@@ -31,7 +31,6 @@ class Backend(Protocol):
     """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
 
     poll_s: float
-    """Poll interval for a job's status, in seconds."""
     notices: list[str]
     """Notes for the user about the most recently submitted or resumed job."""
 

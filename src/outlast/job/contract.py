@@ -86,7 +86,6 @@ class End(enum.StrEnum):
     """The job failed at the same step too often."""
     MISCONFIGURED = "WrongConfiguration"
     LIMIT = "BackoffLimitExceeded"
-    """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
     """The job's restartPolicy does not allow a restart after this failure. Kubernetes Jobs use the same reason."""
     DEADLINE = "DeadlineExceeded"
@@ -122,9 +121,7 @@ class Env:
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """The worker's state directory, with its progress, errors and current world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
-    """The coordinator's endpoint, as for `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
     """Shared key of a run's workers. Default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, otherwise of the run's
     name."""
@@ -137,7 +134,6 @@ class Env:
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """Interval between checkpoints, such as `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
     """Which best checkpoints to keep: number, `min` or `max`, and metric, as in `2 min val_loss`. Unset if none are kept."""
@@ -214,7 +210,6 @@ class Pod:
     """Container of pods for dataset downloads, Spark and checks. In pods of earlier versions, it also runs the agent."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
-    """User id and group id of the processes in a pod."""
     CODE = "/workspace"
     DATA = "/data"
     MODELS = "/models"
@@ -229,7 +224,6 @@ class Pod:
     INJECTED = "/opt/outlast-agent"
     """Directory to which an init container copies the agent if the image lacks Outlast."""
     SHIPPED = "/etc/outlast-code"
-    """Directory at which a ConfigMap with a code archive is mounted."""
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
@@ -264,7 +258,6 @@ class Annotation:
     LEAVING_AT = f"{GROUP}/leaving-at"
     """Deadline (RFC 3339 in UTC) on a node that is about to go away, or on a worker's pod that must leave."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """The reason for leaving, as one sentence. It is set together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
     """`true` on a node that the node watcher has cordoned and may therefore uncordon."""
 
@@ -290,7 +283,6 @@ LEAVING = f"{GROUP}/leaving"
 LEASE_S = 30.0
 """A member counts as dead if it has not renewed its Lease for this many seconds."""
 RENEW_S = 10.0
-"""Seconds between renewals of a member's Lease."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
 """Lease duration and renewal interval, in seconds, in worlds whose members watch each other and report a lost member."""
@@ -299,7 +291,6 @@ RENEWALS_PER_S = 200
 OPERATOR = "outlast-operator"
 """Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""Value of `managedBy` in jobs that the operator manages."""
 KUBERNETES = "kubernetes://"
 """Scheme of the rendezvous endpoint if the operator coordinates. The ElasticJob's name follows it."""
 ETCD = ("etcd://", "etcds://")
@@ -338,9 +329,7 @@ LOGS = "logs"
 LEDGER = "ledger"
 METRICS = "metrics.jsonl"
 JOB_FILE = "job.yaml"
-"""The job file, without secrets."""
 PARAMETERS = "parameters.json"
-"""Settings of the run (see `training.parameters`)."""
 TENSORBOARD = "tensorboard"
 """Directory of TensorBoard event files. Outlast's files are in its subdirectory `metrics/`."""
 TRACKING = ".tracking"
@@ -356,11 +345,9 @@ COMMIT = "COMMIT"
 
 # In a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
-"""File with a process's progress (see `workerfiles.progress_file`)."""
 PULSE = "pulse-{local_rank}.json"
-"""File with a process's heartbeat (see `workerfiles.progress_file.Pulse`)."""
+"""Files of a process's progress and heartbeat (see `workerfiles.progress_file`)."""
 NEXT = "next-{local_rank}.json"
-"""File with a waiting process's place in the next world (see `workerfiles.next_world`)."""
 ERROR = "error-{local_rank}.json"
 """Error of a failed training process: `{rank, generation, type, message, traceback, time}`."""
 WORKER = "worker.json"

@@ -17,7 +17,6 @@ FEWEST = 3
 WAYS_BACK = 3
 """A run ends instead of going back to about the same step for the third time."""
 _KEYS = 20
-"""Maximum number of tensor names in an event."""
 
 
 def share(local_rank: int, turn: int, local_ranks: int) -> int:
@@ -26,10 +25,8 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 
 
 def weight(worker: int, workers: int) -> int:
-    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
-
-    The sum is not 0 if one checksum differs, and 0 by chance once in 2**32 if several do. `worker` is the worker's position.
-    """
+    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal. The sum is
+    not 0 if one checksum differs, and 0 by chance once in 2**32 if several do. `worker` is the worker's position."""
     return 1 if worker < workers - 1 else 1 - workers
 
 

@@ -28,7 +28,6 @@ class Failure:
     """One sentence, such as `rank 1 on worker 1 was killed by SIGKILL`."""
     cause: FailureCause = FailureCause.UNKNOWN
     traceback: str = ""
-    """The end of the traceback, if there is one."""
     step: int | None = None
     generation: int = 0
     attempt: int = 0

@@ -40,7 +40,6 @@ SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: the number of stops, the seconds of each stop, and the seconds between two stops."""
 
 _POLL_S = 0.05
-"""Poll interval for jobs on this machine, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -139,10 +138,8 @@ def seed(faults: Sequence[Fault]) -> random.Random:
 def play(
     backend: Backend, name: str, faults: Sequence[Fault], rng: random.Random, *, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[str]:
-    """Inject each fault in a schedule once, when it is due, and yield a sentence about it.
-
-    Stops after the last fault, or when the run stops or is replaced. Calls `say` when a cluster does not respond.
-    """
+    """Inject each fault in a schedule once, when it is due, and yield a sentence about it. Stops after the last fault, or when
+    the run stops or is replaced. Calls `say` when a cluster does not respond."""
     left = list(faults)
     run = backend.status(name).run
     while left and (status := _status(backend, name, run, say)) is not None:
@@ -163,10 +160,8 @@ def repeat(
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject the same fault at an interval, starting now, and yield a sentence about each injection.
-
-    Stops after `times` faults, or when the run stops or is replaced.
-    """
+    """Inject the same fault at an interval, starting now, and yield a sentence about each injection. Stops after `times` faults,
+    or when the run stops or is replaced."""
     done = 0
     run = backend.status(name).run
     due = time.monotonic()

@@ -65,7 +65,6 @@ Event = dict[str, Any]
 TOGETHER_S = 1.0
 """Seconds within which completed steps share one event. Otherwise, 100 ms steps would write 1 kB per second, for months."""
 _PIECE = 64 << 10
-"""Number of bytes to read from a source at a time."""
 _UNSORTED = 1024
 """Maximum distance, in events, of an event from its chronological position in its file. Arbitrary: threads write events at
 once."""
@@ -78,7 +77,6 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The event for completed steps that is not written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None
@@ -91,10 +89,8 @@ class Ledger:
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event.
-
-        The step spent `waited_s` seconds waiting for data and `copied_s` seconds copying its state into memory.
-        """
+        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event. The
+        step spent `waited_s` seconds waiting for data and `copied_s` seconds copying its state into memory."""
         with self._lock:
             last = self._steps
             if last and (last["generation"], last["step"]) != (generation, step - 1):

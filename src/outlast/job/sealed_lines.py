@@ -94,6 +94,7 @@ def nonce() -> str:
 
 
 def greeting(nonce: str) -> bytes:
+    """Return the line that sends a nonce."""
     return json.dumps({"nonce": nonce}).encode() + b"\n"
 
 

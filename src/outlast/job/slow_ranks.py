@@ -19,7 +19,8 @@ WINDOWS = 3
 LIMIT = 0.15
 """Minimum excess over the other ranks, as a fraction. It is below 0.2 because a rank slowed down by a fifth may measure less."""
 LEAST_S = 1e-3
-"""Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only for steps of a few milliseconds."""
+"""Minimum difference in seconds. Rank 0 also writes the ledger and metrics, which matters only for steps of a few
+milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
 """The mean excess must be above `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones fluctuate."""
 
@@ -67,6 +68,7 @@ def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, fl
 
 
 def place(worker: int, node: str) -> str:
+    """Return a rank's location as text, such as `worker 1, node a`."""
     return f"worker {worker}, node {node}" if node else f"worker {worker}"
 
 

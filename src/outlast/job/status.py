@@ -85,7 +85,6 @@ class WorkerStatus(_Model):
     ranks: list[RankStatus] = Field(default_factory=list)
     restarts: int = 0
     probes: str | None = None
-    """Address of `/healthz`, `/readyz` and `/metrics`."""
     pod: str = ""
     node: str = ""
     step: int | None = None
@@ -134,7 +133,6 @@ class SavedStatus(_Model):
     """The newest file or directory of a plain script whose name looks like a checkpoint."""
 
     name: str
-    """Path within the output."""
     step: int | None = None
     time: float
 
@@ -144,14 +142,12 @@ class StoreStatus(_Model):
 
     url: str
     step: int = 0
-    """Step of the newest checkpoint in the store."""
     pushed: float | None = None
     """When everything was last uploaded; None if it never was."""
     since: float | None = None
     """When uploads began to fail; None while they succeed."""
     error: str = ""
     backlog: int = 0
-    """Bytes of checkpoints that are not in the store yet."""
     doing: str = ""
 
 
@@ -159,12 +155,10 @@ class LostStatus(_Model):
     """Training time lost to failures: detecting them, re-forming the world, restoring, and repeating steps."""
 
     failures: int
-    """Number of failures that training has recovered from."""
     seconds: float
     last_s: float
     """Seconds that the last failure cost."""
     generation: int = -1
-    """Generation of the world that the last failure ended."""
     up_to: bool = False
     """True if the costs are upper bounds, because the time of a fault is unknown."""
 
@@ -181,7 +175,6 @@ class JobStatus(_Model):
     waits: str = ""
     """While the job waits, `reason` without the remaining seconds, which change constantly."""
     end: End = End.UNKNOWN
-    """Why the job ended for good, if it has."""
     replicas: int = 0
     min: int = 0
     max: int = 0
@@ -191,7 +184,6 @@ class JobStatus(_Model):
     processes: int = 1
     step: int = 0
     steps: int | None = None
-    """Total number of steps in the run, if training reports it."""
     epoch: int | None = None
     """The epoch in which `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
@@ -199,7 +191,6 @@ class JobStatus(_Model):
     """Source of the step: `session`, `script` (`outlast.training.progress`), `log` (parsed from log lines), or empty if there is
     no step yet. `data` means that the job downloads data and has no steps."""
     rate: float | None = None
-    """Recent rate, in steps per second."""
     restarts: int = 0
     """Number of counted failures since the start of the run."""
     interruptions: int = 0
@@ -224,7 +215,6 @@ class JobStatus(_Model):
     """The command that runs the job again, if it differs from `outlast run FILE`, as for a script on this machine."""
     store: StoreStatus | None = None
     launcher: int | None = None
-    """Process id of the launcher, for jobs on this machine."""
     submitted: float = 0.0
     started: float | None = None
     finished: float | None = None

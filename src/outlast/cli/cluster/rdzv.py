@@ -111,7 +111,6 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _look(client: Etcd, run: str | None) -> list[Run]:
-    """Return all runs, or only `run`. Raises NotFound, EtcdError."""
     from outlast.rendezvous.etcd import client as etcd
 
     runs = etcd.look(client, run)
@@ -155,7 +154,6 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """Return the coordinator's name for users; empty if there is none."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
-"""Maximum number of paths listed for each kind of change."""
 
 
 def sync(

@@ -33,7 +33,6 @@ if TYPE_CHECKING:
 PORT = 6006
 """TensorBoard's own default port. If it is taken, a free port is used."""
 REFRESH_S = 5.0
-"""Seconds between two polls for new metrics."""
 
 
 def tensorboard(
@@ -205,7 +204,6 @@ def _first_line(path: Path) -> bytes:
 def _sources(
     ctx: typer.Context, names: Sequence[str] | None, namespace: str | None, context: str | None
 ) -> Iterator[tuple[str, Source]]:
-    """Yield a label and a source for each job. Raises NotFound."""
     for name in names or (None,):
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
             yield Path(name).resolve().name, Source(Path(name))
@@ -228,7 +226,6 @@ def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context
 
 
 def _labelled(sources: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
-    """Return the sources, each with a unique label."""
     labelled: dict[str, Source] = {}
     for label, source in sources:
         number = 1

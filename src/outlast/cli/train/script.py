@@ -135,7 +135,6 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """Return the path `place`, made relative if it is below `directory`."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 

@@ -45,7 +45,6 @@ KeyOption = Annotated[
 ]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -31,14 +31,12 @@ class Run:
     workers: tuple[int, ...]
     """The run's world sizes in chronological order, with consecutive equal sizes merged."""
     time_s: float
-    """Time from submission to the end, or to now."""
     training_s: float
     """Part of `time_s` spent on steps whose results were kept."""
     steps: int
     steps_per_s: float | None
     """Steps per second while the run trained, not counting the first step of each world."""
     goodput: float
-    """Share of the time spent on steps whose results were kept, from 0 to 1."""
     loss: float | None = None
     throughput: tuple[str, float] | None = None
     """Name and median of a logged speed, such as `images_per_s`."""
@@ -50,7 +48,6 @@ class Row:
 
     run: Run
     speedup: float | None
-    """The first run's time divided by this run's time."""
     efficiency: float | None
     """The speed-up divided by the ratio of the worker counts. 1 is ideal."""
 
@@ -89,7 +86,6 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """Return the last loss in the lines of metrics.jsonl, and the name and median of the first speed."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:

@@ -16,7 +16,6 @@ from outlast.job.report.steps import Bucket, Step
 from outlast.job.report.timeline import Snapshots, Timeline
 
 COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
-"""Names of the account's counters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -49,14 +48,12 @@ class Goodput:
     step_median_s: float | None
     worlds: int
     failures: int
-    """Number of counted failures."""
     restarts: int
     """Number of worlds formed after a failure or a hang."""
     interruptions: int
     """Number of requests to save and leave, including planned changes."""
     hangs: int
     saves: int
-    """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
     """Snapshots as last reported; None if never reported."""
@@ -162,7 +159,6 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Merge consecutive spans of the same bucket."""
     for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
         together = list(same)
         yield together[0][0], together[-1][1], bucket

@@ -17,7 +17,6 @@ from outlast.job.report.steps import Bucket
 _ERRORS = 50
 """Maximum number of errors kept. The first ones are kept, because later errors often repeat them."""
 _FINE = 2000
-"""Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
 """Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
@@ -36,7 +35,6 @@ class History:
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
         """Seconds per step over time, excluding the first step of each world."""
         self.saves = {"until committed": Series(), "training stood still": Series()}
-        """Seconds per save over time."""
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
@@ -45,7 +43,6 @@ class History:
         self.code = ""
         """Digest of the most recently submitted code."""
         self.unusable = 0
-        """Number of events that lack fields required for their kind."""
         self._stepped: float | None = None  # end of the last step of the current processes
 
     def __iter__(self) -> Iterator[Event]:
@@ -147,10 +144,7 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
     """Return the workers in each period. A period is its start, its end, and what these workers did (a bucket's name or
-    `starting`).
-
-    Members of the world do what the job does. A worker that is gone has no period.
-    """
+    `starting`). Members of the world do what the job does. A worker that is gone has no period."""
     found: dict[tuple[float, float, str], list[int]] = {}
     starts = [segment.start for segment in segments]
     for worker, changes in sorted(history.presence.items()):

@@ -23,7 +23,6 @@ class Lost:
     reforming_us: int = 0
     """Rendezvous, starting processes, importing, building the model, and the first step's extra time."""
     restoring_us: int = 0
-    """Reading a snapshot or a checkpoint."""
     again_us: int = 0
     """Time spent on steps whose results were lost, and on the interrupted step."""
     up_to: bool = False
@@ -33,6 +32,7 @@ class Lost:
 
     @property
     def seconds(self) -> float:
+        """The sum of the four parts."""
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
@@ -89,7 +89,6 @@ class Incident:
     """Seconds until the end of the next step or, if the script reports no steps, until the next world. None before that, or if
     training never stopped."""
     replayed: int = 0
-    """Number of steps whose results were lost."""
     attempt: int = 0
     """The attempt of the world that the incident ended, above 0 if the members had already restarted its processes."""
     lost: Lost | None = None
@@ -120,11 +119,9 @@ class Total:
     failures: int
     seconds: float
     last_s: float
-    """Seconds that the last incident cost."""
     generation: int
     """Generation of the world that the last incident ended."""
     up_to: bool
-    """True if the cost is an upper bound."""
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:

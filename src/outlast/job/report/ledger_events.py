@@ -37,14 +37,12 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""Types by field name, the same for all kinds of events."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
         *("saving", "staged", "committed", *_NEEDED),
     }
 )
-"""Kinds of events that the account uses."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
@@ -72,10 +70,8 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events for the account in chronological order. Equal events at the same instant count as one.
-
-    Unless the job was resumed, an event after `finished` is moved before it, because another machine's clock was ahead.
-    """
+    """Yield the events for the account in chronological order. Equal events at the same instant count as one. Unless the job was
+    resumed, an event after `finished` is moved before it, because another machine's clock was ahead."""
     finished: Timed | None = None
     for t, event in _once(events):
         if finished is None:

@@ -41,7 +41,6 @@ from outlast.job.status import JobStatus
 _INCIDENTS = 200
 """Maximum number of incidents on a page. The costliest ones are shown."""
 _ROWS = 60
-"""Maximum number of rows in the table for a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
 """Maximum number of periods in the job's timeline, and in the timelines of all workers together."""
 TAIL = 40
@@ -52,7 +51,6 @@ _TALL, _ROW = 640, 22
 _BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
 _WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
 _PARTS = ("detection", "reforming", "restoring", "again")
-"""Parts of a loss, named as in the JSON."""
 _LOST = {"detection": _RED, "re-forming": _PURPLE, "restoring": _BLUE, "repeated steps": _ORANGE}
 
 
@@ -66,11 +64,9 @@ class Run:
     active: bool
     """True if a launcher or an operator drives the job. The account then extends to now."""
     metrics: Callable[[], Iterable[str | bytes]]
-    """Function that reads the lines of the job's metrics.jsonl."""
     job_file: Callable[[], str]
-    """Function that reads the job file, without secrets."""
     log: Callable[[int], Iterable[LogLine]]
-    """Function that reads the end of a worker's log."""
+    """Functions that read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's log."""
     ended: str = ""
     status: JobStatus | None = None
 
@@ -219,7 +215,7 @@ def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
         library=library and _packed(library),
         version=__version__,
     )
-    return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for half a character
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for lone surrogates
 
 
 def _thinned(series: Series) -> str:
@@ -339,7 +335,6 @@ def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
 
 
 def _times(page: Page, past: History, account: Goodput) -> None:
-    """Show how long steps and saves took over the course of the run."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
         used = {what: each for what, each in series.items() if each.count}

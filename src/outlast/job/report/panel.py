@@ -30,7 +30,6 @@ _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2,
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
 """Size and margins of the curve, in pixels."""
 _LABEL = 60
-"""Width of the label for a world, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)

@@ -36,10 +36,8 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Plot a comparison to a file: bars for the times, and the known speed-ups over the number of workers.
-
-    Raises OutlastError if matplotlib is missing or the file cannot be written.
-    """
+    """Plot a comparison to a file: bars for the times, and the known speed-ups over the number of workers. Raises OutlastError if
+    matplotlib is missing or the file cannot be written."""
     drawn = _figure()(figsize=(9, 3.6), layout="constrained")
     points = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
     left, *right = drawn.subplots(1, 2 if len(points) > 1 else 1, squeeze=False)[0]

@@ -31,7 +31,6 @@ _LOOK = {
 }
 """Glyph, colour and name of each bucket. Without colours, the glyphs tell buckets apart in a timeline."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
-"""Incident fields that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
 """How a script without a session reports its steps."""
@@ -41,7 +40,6 @@ _SHOWN = 20
 """Number of incidents listed in the terminal. The latest ones are listed."""
 
 _Line = list[tuple[str, str]]
-"""Fragments of text, each with its style."""
 
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:

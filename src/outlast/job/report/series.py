@@ -21,7 +21,6 @@ class Series:
         self.per = 1
         """Maximum number of values in a bucket."""
         self.x: list[float] = []
-        """The last x in each bucket."""
         self.low: list[float] = []
         self.high: list[float] = []
         self.last: list[float] = []

@@ -59,13 +59,11 @@ class Step:
     life: int = 0
     us: int = 0
     waited_us: int = 0
-    """Part of `us` spent waiting for data."""
     copied_us: int = 0
-    """Part of `us` spent copying the state into memory."""
+    """Parts of `us` spent waiting for data, and copying the state into memory."""
     kept_us: int = -1
     """Part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0
-    """Number of spans assigned to the step."""
 
     def join(self, other: Step) -> bool:
         """Merge the following step into this step if both are alike, and return whether they were merged."""

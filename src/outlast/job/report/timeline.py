@@ -30,7 +30,6 @@ class Snapshots:
     """Snapshot interval and size, as last reported."""
 
     every: int
-    """Number of steps between two snapshots, or 0 if there are none."""
     bytes: int = 0
     """Total size of all ranks' parts in bytes, as reported by rank 0."""
     replicas: int = 0
@@ -45,7 +44,6 @@ class Timeline:
         self.kept: list[Step] = []
         self.steps_executed = self.steps_kept = 0
         self.durations = Durations()
-        """Durations of all executed steps except each world's first step."""
         self._full = _SPANS
         self.incidents: list[Incident] = []
         self.seen = start  # time of the newest event

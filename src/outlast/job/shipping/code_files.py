@@ -28,7 +28,6 @@ NEVER = frozenset(
     {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
     | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
 )
-"""Names of files and directories that are never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
 """Names of ignore files. Later files override earlier ones."""
 CREDENTIALS = """
@@ -70,7 +69,6 @@ service_account*.json
 """Rules for files that usually hold credentials. They are left out unless an `.outlastignore` includes them, because anyone who
 can read ConfigMaps in the namespace can read the code."""
 _TRIES = 3
-"""Number of attempts to pack files that change in the meantime."""
 
 
 @dataclass(frozen=True)
@@ -166,7 +164,6 @@ def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
 
 
 def _named(fields: spec.Spec) -> Iterator[Path]:
-    """Yield the local paths of the job's data, models and output."""
     given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
     for place in given:
         if place and (path := spec.local(place)):

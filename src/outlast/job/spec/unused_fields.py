@@ -70,7 +70,6 @@ def pods(job: Job) -> Iterator[str]:
 
 
 def _given(part: BaseModel, path: str) -> bool:
-    """Return whether the field at `path` has a value other than its default."""
     first, _, rest = path.partition(".")
     value = getattr(part, first)
     if rest:

@@ -73,7 +73,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     data = document.data
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
-        if slash and group != contract.GROUP:  # another program's document: its fields are not mistakes in ours
+        if slash and group != contract.GROUP:  # another program's document: its fields are not checked
             ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
             said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
@@ -99,7 +99,7 @@ class _Names:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of fields, by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:
@@ -151,7 +151,6 @@ class _Names:
         return spelt[near[0]] if near else None
 
     def _rename(self, old: Place, new: Place) -> None:
-        """Move the lines of values at `old` to `new`."""
         for place, line in list(self.document.lines.items()):
             if place[: len(old)] == old:
                 self.document.lines[(*new, *place[len(old) :])] = line
@@ -180,7 +179,7 @@ def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
             yield from (((*place, *below), sentence) for below, sentence in cause.rules)
         elif kind == "missing":
             yield place, f"{name(place)} is missing; add it"
-        elif kind != "default_factory_not_called":  # this one only follows from another mistake
+        elif kind != "default_factory_not_called":  # pydantic reports this only after another mistake
             yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
 
 
@@ -194,7 +193,6 @@ _SENTENCES = {
     "tuple_type": "must be a list; put it in brackets: [ ... ]",
     **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
 }
-"""The sentence for each of pydantic's error types."""
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:

@@ -17,14 +17,11 @@ _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
 """Fields that may change in a version that only extends the training. `args` are compared separately."""
 _LONGEST = 60
-"""Maximum length of a quoted value, in characters."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
-    """Yield a sentence for each changed field in `spec`, except fields whose names begin with an entry in `but`.
-
-    Values in `env` are not shown, because they may be secret.
-    """
+    """Yield a sentence for each changed field in `spec`, except fields whose names begin with an entry in `but`. Values in `env`
+    are not shown, because they may be secret."""
     before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
     for path in dict.fromkeys([*before, *after]):
         was, now = before.get(path), after.get(path)

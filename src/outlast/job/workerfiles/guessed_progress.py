@@ -24,7 +24,6 @@ _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
-"""Directories in the output that do not belong to the script."""
 _MOST = 20_000
 """Maximum number of directory entries visited in one search."""
 _DEPTH = 4
@@ -93,7 +92,6 @@ class Logged(NamedTuple):
 
     step: int
     steps: int | None = None
-    """Total number of steps, if the line contains it."""
     epoch: int | None = None
     """The epoch within which the line counts steps, or UNNAMED if the line does not name it. None if steps count over the whole
     run."""

@@ -34,9 +34,7 @@ class Output:
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
-        """Output from before the call to `keep`."""
         self.written = 0
-        """Number of bytes written to the log so far."""
         self.recent = b""
         """The latest part of the output (see `guessed_progress.last_step`)."""
         self._copy_to: int | None = None

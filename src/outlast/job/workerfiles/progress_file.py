@@ -29,22 +29,19 @@ class Progress:
     """started | open | restore | first step | train | save | waiting (for the next world) | done"""
     step: int = 0
     steps: int | None = None
-    """Total number of steps in the run, if known."""
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
     """Size in bytes of the checkpoint at step `committed`; 0 if unknown."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0 if there is none."""
     every: int = 0
-    """Number of steps between snapshots; 0 if unknown."""
+    """Step of the newest complete snapshot in memory, and the number of steps between snapshots; 0 if there is none."""
     batch: int = 0
     """Number of samples per step, shared equally by all ranks; 0 if unknown, or if any number of ranks is possible."""
     stepped: int = 0
     """Number of steps after this process's first step, and the seconds that they took without stalls for saves."""
     stepped_s: float = 0.0
     waited_s: float = 0.0
-    """Total seconds that steps have waited for data."""
     stalls: int = 0
     """Number of saves that this process has begun, and the total seconds that training stalled for them."""
     stalled_s: float = 0.0
@@ -59,7 +56,6 @@ class Progress:
     """Step of the first snapshot in which the rank's state differed from the other ranks' (`job.differing_ranks`); 0 if there is
     none."""
     warning: str = ""
-    """A problem that training survives, such as a failed save."""
     pid: int = 0
     started: int = 0
     """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
