@@ -1,7 +1,7 @@
 """The command line, `outlast VERB`. The subpackages are the groups in the help: `train`, `look`, `data` and `cluster`.
 
-Verbs call a `backend.Backend`, and import heavy modules (pydantic, yaml, rich) only when they run, so that `outlast --help` is
-instant. The exit code is 0 on success, 1 if the command failed, 2 if it was used wrongly; `outlast run` returns the job's.
+Verbs import heavy modules (pydantic, yaml, rich) only when they run, so that `outlast --help` is instant. The exit code is 0 on
+success, 1 if the command failed, 2 if it was used wrongly; `outlast run` returns the job's exit code.
 """
 
 from __future__ import annotations

@@ -1,8 +1,5 @@
-"""Shell completion for the names of jobs, namespaces and contexts.
-
-A shell calls these functions when the user presses TAB. They never print or fail, and wait at most a second for a cluster. If
-there are no names, the shell offers files.
-"""
+"""Shell completion for the names of jobs, namespaces and contexts. These functions never print or fail, and wait at most a second
+for a cluster. If there are no names, the shell offers files."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""Formats the help for a command with subcommands: in groups, and without truncated lines.
-
-Click truncates descriptions that do not fit on a line. This help shows first sentences in full, so they have to be short:
-`tests/cli/test_cli.py` enforces 80 columns.
-"""
+"""Formats the help for a command with subcommands: in groups, and without truncated lines. First sentences are shown in full, so
+they have to be short: `tests/cli/test_cli.py` enforces 80 columns."""
 
 from __future__ import annotations
 

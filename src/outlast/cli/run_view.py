@@ -1,8 +1,7 @@
 """The view of a run: workers' lines and the job's state, until the job ends or the user stops it.
 
 The first Ctrl-C (or SIGTERM) makes the job save and stop; the second kills it. Closing the terminal (SIGHUP) leaves the job
-running. If the job's launcher dies in the meantime, it is restarted. `Plain` shows the run in pipes and files,
-`live_panel.Terminal` on terminals.
+running. If the job's launcher dies in the meantime, it is restarted.
 """
 
 from __future__ import annotations

@@ -1,11 +1,9 @@
 """Makes output safe: text from other sources cannot control the terminal.
 
-Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
-clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`, after which `sys.stdout` and
-`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Individual commands need no checks.
-
-Only this module writes control sequences: `log` for workers' lines, `console` for rich. Workers' lines keep only their colours
-(SGR). `colours` obeys NO_COLOR and FORCE_COLOR.
+A control sequence in a reason, name or log line could retitle or clear the terminal, hide lines or imitate other lines. Therefore
+`cli.main` calls `guard`, after which `sys.stdout` and `sys.stderr` show every control character as text, ESC as `^[` like kubectl
+(CVE-2021-25743). Individual commands need no checks. Only this module writes control sequences: `log` for workers' lines, which
+keep only their colours (SGR), and `console` for rich. `colours` obeys NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations

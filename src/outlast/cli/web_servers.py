@@ -69,11 +69,8 @@ def child(
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, and yield its process once `ready` returns True. The server ends with the block, or when this process is
-    killed.
-
-    Ctrl-C does not reach the server; this process stops it instead. Raises NotFound, with the end of the log, if the server does
-    not start.
-    """
+    killed. Ctrl-C does not reach the server; this process stops it. Raises NotFound, with the end of the log, if it does not
+    start."""
     from outlast.worker.launch import os_calls
 
     with log.open("wb") as output:

@@ -1,8 +1,7 @@
 """The interface to the places where jobs run, used by `outlast run`, `status`, `scale` and the other verbs.
 
-`cli.find_job` chooses the implementation: `outlast.local.backend` for workers as child processes on this machine,
-`outlast.kubernetes.jobs.backend` for pods in a cluster. Every method may raise `OutlastError`: `NotFound` for an unknown name,
-`AlreadyRunning` for a job that is running.
+`outlast.local.backend` runs workers as child processes on this machine, `outlast.kubernetes.jobs.backend` as pods in a cluster.
+Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
 """
 
 from __future__ import annotations

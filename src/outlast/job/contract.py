@@ -1,8 +1,5 @@
-"""The contract between Outlast's processes: exit codes, environment variables, paths and file formats.
-
-The agent, the training library, the launcher and the operator are separate programs, perhaps of different versions. This module
-imports only the standard library.
-"""
+"""The contract between Outlast's processes, perhaps of different versions: exit codes, environment variables, paths and file
+formats. This module imports only the standard library."""
 
 from __future__ import annotations
 

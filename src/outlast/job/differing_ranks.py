@@ -1,7 +1,7 @@
 """Compares snapshot checksums to find ranks whose copy of the common state differs from the other ranks' copies. Pure.
 
-Under DDP all ranks have the same parameters and optimizer state, bit for bit. A worker's ranks share the work of copying and
-checksumming this state, so each worker has one copy.
+Under DDP all ranks have the same parameters and optimizer state, bit for bit. Each worker has one copy, whose copying and
+checksumming its ranks share.
 """
 
 from __future__ import annotations

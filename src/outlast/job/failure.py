@@ -38,8 +38,7 @@ class Failure:
     hung: bool = field(default=False, metadata=_INTERNAL)
     """True if the process was killed because it hung, unless it was stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """True if the worker's processes exited with 0 before other workers failed. This exit is the cause if the other failures are
-    only consequences."""
+    """True if the worker exited with 0 before other workers failed. This is the cause if their failures are only consequences."""
     early: str = field(default="", metadata=_INTERNAL)
     """Type of an error that the worker's processes raised before their first step, and would raise again after a restart."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})
@@ -47,8 +46,7 @@ class Failure:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt in which the processes failed. Failures are counted in ascending order of this pair, at most one
-        per pair."""
+        """Generation and attempt in which the processes failed. At most one failure per pair is counted, in ascending order."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:

@@ -1,7 +1,5 @@
-"""Fault injection: the kinds of faults, and schedules of faults.
-
-`outlast chaos` injects one fault, once or repeatedly. `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
-YAML list such as
+"""Fault injection, once or repeatedly (`outlast chaos`), or by a schedule (`outlast chaos FILE`, `outlast run --chaos FILE`),
+such as
 
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}

@@ -66,8 +66,7 @@ TOGETHER_S = 1.0
 """Seconds within which completed steps share one event. Otherwise, 100 ms steps would write 1 kB per second, for months."""
 _PIECE = 64 << 10
 _UNSORTED = 1024
-"""Maximum distance, in events, of an event from its chronological position in its file. Arbitrary: threads write events at
-once."""
+"""Maximum distance, in events, of an event from its chronological position in its file. Arbitrary."""
 
 
 class Ledger:
@@ -145,8 +144,7 @@ Source = Callable[[], Iterable[bytes]]
 
 
 class Events:
-    """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory, and skips torn last
-    lines."""
+    """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)

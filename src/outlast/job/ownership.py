@@ -1,8 +1,5 @@
-"""Ownership of cluster objects and store locations, so that no command replaces or deletes somebody else's work. Pure.
-
-Labels mark Outlast's objects. A location in a store may be used if it is empty or contains the command's mark, such as a
-manifest.
-"""
+"""Ownership of cluster objects, by labels, and of store locations, so that no command replaces or deletes somebody else's work. A
+location may be used if it is empty or contains the command's own mark, such as a manifest. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,6 @@
 """A job's Prometheus metrics: a table of their names, types, labels and units, and the text format that workers serve.
 
-The operator and the agents expose only the metrics in `TABLE`; the alerts and the dashboard
-(`kubernetes/manifests/installed/monitoring.yaml`) use no others, and docs/reference/metrics.md documents them. Names follow
+The operator and the agents expose only the metrics in `TABLE`, from which docs/reference/metrics.md is made. Names follow
 Prometheus' conventions: base units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 

@@ -1,7 +1,5 @@
-"""Finds slow ranks: those whose own time per step (`training.own_time`) is longer than the other ranks' time. Pure.
-
-Under DDP, fast ranks wait for slow ranks, so a step takes equally long on all ranks, and only their own times differ.
-"""
+"""Finds slow ranks: those whose own time per step (`training.own_time`) is longer than the other ranks' time. Under DDP, fast
+ranks wait for slow ranks, so only their own times differ, not their steps' durations. Pure."""
 
 from __future__ import annotations
 

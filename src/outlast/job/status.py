@@ -1,8 +1,5 @@
-"""A job's status, during and after its run: one document, written by the coordinator.
-
-On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
-epoch (UTC).
-"""
+"""A job's status, during and after its run: one document, written by the coordinator. On this machine it is `status.json`, on
+Kubernetes the job's `.status`. Times are seconds since the epoch (UTC)."""
 
 from __future__ import annotations
 

@@ -1,7 +1,4 @@
-"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd.
-
-The command only reads the keys of members and coordinators (`rendezvous.etcd.client.look`).
-"""
+"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd, of which the command only reads the keys."""
 
 from __future__ import annotations
 

@@ -1,8 +1,5 @@
-"""`outlast data prepare` makes shards from raw files; `outlast data verify` checks every byte of a dataset.
-
-`data.prepare` does the work. A dataset for a store is made in a work directory. Then its shards are uploaded, and finally the
-manifest.
-"""
+"""`outlast data prepare` makes shards from raw files; `outlast data verify` checks every byte of a dataset. A dataset for a store
+is made in a work directory. Then its shards are uploaded, and finally the manifest."""
 
 from __future__ import annotations
 

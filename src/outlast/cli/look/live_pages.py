@@ -1,7 +1,5 @@
-"""The server and pages of `outlast ui`: the job list, a job, a worker's log. All are read-only.
-
-A job's page is the page of `outlast report -o html`, below the notebook panel. See docs/decisions/0068-the-live-page.md.
-"""
+"""The server and the read-only pages of `outlast ui`: the job list, a job (the notebook panel above the page of `outlast report
+-o html`), a worker's log. See docs/decisions/0068-the-live-page.md."""
 
 from __future__ import annotations
 

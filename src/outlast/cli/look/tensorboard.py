@@ -1,9 +1,5 @@
-"""`outlast tensorboard`: TensorBoard for any job's metrics.
-
-The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. It reads
-the metrics of a job on this machine, of output in a store, or of a job in a cluster through the API server, for as long as the
-job runs.
-"""
+"""`outlast tensorboard`: TensorBoard for any job's metrics. The command makes event files in a temporary directory from
+`metrics.jsonl` in an output on this machine or in a store, or in a pod, for as long as the job runs."""
 
 from __future__ import annotations
 

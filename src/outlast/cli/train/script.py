@@ -1,8 +1,5 @@
-"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
-
-Both commands generate the same job file; `run` only parses it, `init` writes it to a file. As with python and torchrun, options
-before the script are for `outlast`, and every word after the script is for the script.
-"""
+"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py` generate the same job file.
+As with python and torchrun, options before the script are for `outlast`, and every word after the script is for the script."""
 
 from __future__ import annotations
 
@@ -83,11 +80,9 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """Return the text of a job file in `directory` for a script. Raises NotFound if the script does not exist.
-
-    The code is the working directory if the script is below it, so that the script finds the same files as with python; otherwise
-    it is the script's directory.
-    """
+    """Return the text of a job file in `directory` for a script. Its code is the working directory if the script is below it, so
+    that the script finds the same files as with python; otherwise the script's directory. Raises NotFound if the script does not
+    exist."""
     from outlast.job import spec
 
     here = Path.cwd()

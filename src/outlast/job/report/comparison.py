@@ -1,8 +1,5 @@
-"""Compares several runs by duration, workers and speed-up. Pure.
-
-The first run is the baseline. Speed-ups compare the times from submission to the end, so all runs must do the same training. The
-speed-up of a run that has not succeeded is unknown.
-"""
+"""Compares several runs with the first run by duration, workers and speed-up. Speed-ups compare the times from submission to the
+end, so all runs must do the same training. A run that has not succeeded has no speed-up. Pure."""
 
 from __future__ import annotations
 

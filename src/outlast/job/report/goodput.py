@@ -1,7 +1,5 @@
-"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket. Pure.
-
-The buckets add up to the wall time, to the microsecond, whatever the ledger contains.
-"""
+"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket. The buckets add up to the
+wall time, to the microsecond, whatever the ledger contains. Pure."""
 
 from __future__ import annotations
 
@@ -43,8 +41,8 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first step of each world, which includes the warm-up. The median covers the
-    same steps."""
+    """Mean duration of all executed steps except each world's first step, which includes the warm-up. The median is of the same
+    steps."""
     step_median_s: float | None
     worlds: int
     failures: int

@@ -25,7 +25,7 @@ _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 
 class History:
     """A run's history, recorded in bounded memory during the first iteration over its events. Times are in seconds since the
-    epoch. Steps are rank 0's, because only rank 0 reports steps."""
+    epoch. Steps are rank 0's."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False

@@ -1,8 +1,5 @@
-"""A run's incidents, and the training time that each failure cost. Used by `report.timeline`.
-
-Training time lost = detection + re-forming + restoring + repeated steps. The loss begins with the fault and ends with the next
-completed step, whose ordinary duration is not lost.
-"""
+"""A run's incidents, and the training time that each failure cost: detection, re-forming, restoring, and repeated steps. The loss
+begins with the fault and ends with the next completed step, whose ordinary duration is not lost. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -36,8 +33,7 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Add `us` to the part of the loss to which `phase` belongs. Checkpoints, and time without a running worker, do not
-        count."""
+        """Add `us` to the part of the loss to which `phase` belongs, except for checkpoints and time without a running worker."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -86,14 +82,13 @@ class Incident:
     generation: int = -1
     """Generation of the world in which the incident happened, or which it ended."""
     recovery_s: float | None = None
-    """Seconds until the end of the next step or, if the script reports no steps, until the next world. None before that, or if
-    training never stopped."""
+    """Seconds until the next step or, if the script reports no steps, the next world. None before that, or if training never
+    stopped."""
     replayed: int = 0
     attempt: int = 0
     """The attempt of the world that the incident ended, above 0 if the members had already restarted its processes."""
     lost: Lost | None = None
-    """Training time lost to the incident, final once `recovery_s` is known. None if training never stopped, or if the script
-    reports no steps."""
+    """Training time lost, final once `recovery_s` is known. None if training never stopped, or if the script reports no steps."""
     cause: str = ""
     """One of `CAUSES`, for incidents that cost training time."""
 

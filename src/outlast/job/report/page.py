@@ -1,8 +1,8 @@
 """The report as one self-contained HTML page: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
 
-A job's text (names, errors, logs, metrics) becomes markup in one place, the template `page.html`, where Jinja escapes it; plots
-are packed as gzip and base64. The page's policy allows two scripts only, by their digests: BokehJS, and `page.js`, which unpacks
-the plots. The pages of `outlast ui` extend that template (`live.html`) with a third script that keeps them up to date.
+A job's text becomes markup in one place, the template `page.html`, where Jinja escapes it; plots are packed as gzip and base64.
+The page's policy allows two scripts, by their digests: BokehJS, and `page.js`, which unpacks the plots. `outlast ui` extends the
+template (`live.html`) with a third script that keeps its pages up to date.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page that compares several runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without
+    """Return the page that compares runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without
     bokeh."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))

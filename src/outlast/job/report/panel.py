@@ -1,8 +1,5 @@
-"""A job's panel: its current state, progress, workers and loss, as HTML and SVG without widgets. Pure.
-
-Notebooks show the panel, and so does `outlast ui`, with plots instead of the curve. The colours of text and lines are
-JupyterLab's CSS variables, which follow dark themes, with fallback values outside JupyterLab.
-"""
+"""A job's panel for notebooks and `outlast ui`: its state, progress, workers and loss, as HTML and SVG without widgets. The
+colours of text and lines are JupyterLab's CSS variables, which follow dark themes, with fallback values elsewhere. Pure."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A run's series of values, in bounded memory: a bucket of neighbouring values keeps only the smallest, largest and last value.
+"""A run's series of values, in bounded memory: neighbouring values share a bucket of the smallest, largest and last value.
 Pure."""
 
 from __future__ import annotations
@@ -50,8 +50,8 @@ class Series:
 
 
 def metrics(lines: Iterable[str | bytes]) -> tuple[dict[str, Series], int]:
-    """Return the first METRICS metrics in the lines of metrics.jsonl as series over the steps, with the loss first, and the
-    number of unreadable lines."""
+    """Return the first METRICS metrics in metrics.jsonl as series over the steps, the loss first, and the number of unreadable
+    lines."""
     found, broken = {"loss": Series()}, 0
     for line in lines:
         try:

@@ -1,5 +1,4 @@
-"""The buckets into which time is divided, and the steps to which time belongs until its bucket is known. Used by
-`report.timeline`."""
+"""The buckets into which time is divided, and the steps that own time until its bucket is known. Used by `report.timeline`."""
 
 from __future__ import annotations
 

@@ -1,12 +1,10 @@
 """A job's timeline: folds the ledger's events, in order, into spans of time, each with an owner. Called only by `report.goodput`.
 
-Events arrive in chronological order, each once (`ledger_events`), with the fields listed in `ledger`. An event may be missing
-because its writer was killed, or it may come from a replaced generation or a slightly wrong clock. Whatever happens, each instant
-between the first event and the end has exactly one owner.
-
-A step owns the time from the end of the previous step to its own end. If the step is kept, this time is training, except for
-stalls. If a restore rolls the step back or a failure cuts it short, it is replayed. All other time goes into the bucket for the
-job's phase. See `docs/decisions/0004-goodput.md`. Memory is bounded: consecutive old steps are joined (`_join`).
+An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong clock.
+Whatever happens, each instant between the first event and the end has exactly one owner. A step owns the time from the end of the
+previous step to its own end. If the step is kept, this time is training, except for stalls. If a restore rolls the step back or a
+failure cuts it short, it is replayed. All other time goes into the bucket for the job's phase. See
+`docs/decisions/0004-goodput.md`. Memory is bounded: consecutive old steps are joined (`_join`).
 """
 
 from __future__ import annotations
@@ -171,8 +169,8 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event from a newer world proves that the newer world
-        has formed."""
+        """Return whether a training event belongs to the current world. An event from a newer world proves that this world has
+        formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
@@ -218,8 +216,7 @@ class Timeline:
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _keep_unreported(self, step: int) -> None:
-        """Keep completed steps that are missing from the ledger. If the restored state is newer than the last step in the ledger,
-        they were part of the interrupted span."""
+        """Keep completed steps that are missing from the ledger: those between its last step and a newer restored state."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return

@@ -1,8 +1,7 @@
 """The rules of `.gitignore` files (https://git-scm.com/docs/gitignore). Pure; called by `code_files`.
 
-An ignore file's rules apply to its directory and everything below. Later rules and deeper files take precedence, and nothing
-below an excluded directory can be included again. As in git, a rule is matched against one entry at a time, never against the
-entries below it, so `*`, `!*/`, `!*.py` works as people expect.
+Later rules and deeper files take precedence, and nothing below an excluded directory can be included again. As in git, a rule is
+matched against one entry at a time, never against the entries below it, so `*`, `!*/`, `!*.py` works as people expect.
 """
 
 from __future__ import annotations

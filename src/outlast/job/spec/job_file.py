@@ -85,11 +85,8 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def code_of(script: Path) -> Path:
-    """Return the directory that serves as `code` if there is no job file. `script` is absolute.
-
-    It is the working directory if the script is below it, so that the script finds the same files as under plain python;
-    otherwise it is the script's own directory.
-    """
+    """Return the directory that serves as `code` without a job file: the working directory if `script`, an absolute path, is
+    below it, so that the script finds the same files as under plain python; otherwise the script's own directory."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
@@ -133,8 +130,7 @@ def _document(text: str, source: str) -> document.Document:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value is kept as written: in arguments, environment variables and labels, `3e-3` is not a number, and
-    `yes` is not a boolean."""
+    """Return whether a value is kept as written: in args, env and labels, `3e-3` is not a number, and `yes` is not a boolean."""
     return place[:-1] in (
         ("spec", "args"),
         ("spec", "env"),

@@ -1,7 +1,5 @@
-"""The model of a job file: every field with its default, its documentation and the rules between fields.
-
-The docstring of a field is its public documentation: in the reference, in editors and in `kubectl explain`.
-"""
+"""The model of a job file: every field with its default, its documentation and the rules between fields. The docstring of a field
+is its public documentation: in the reference, in editors and in `kubectl explain`."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """References `$(NAME)` to environment variables in a job's `args` and `env`, as in a pod's containers. Pure.
 
-A variable in `env` may refer to any other variable in `env`, whatever their order, because API servers do not preserve the order.
-`$$(NAME)` stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
+A variable in `env` may refer to any other, whatever their order, because API servers do not preserve it. `$$(NAME)` stands for
+`$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 

@@ -1,8 +1,5 @@
-"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. Pure.
-
-`run`, `submit` and `render` print the surprising warnings, `validate` prints all. `manifests.warnings` adds the fields that a
-topology ignores.
-"""
+"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. `validate` prints all of them, `run`,
+`submit` and `render` the surprising ones. `manifests.warnings` adds the fields that a topology ignores. Pure."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Validates a document and reports all mistakes at once, each as a sentence with the line, the value and the remedy.
 
-Unknown fields are checked first. If it is clear which field was meant, its value is validated as well, so that a misspelt name
-does not hide other mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
+Unknown fields are checked first. If it is clear which field was meant, its value is validated as well. Then pydantic validates
+the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -92,8 +92,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: reports unknown names, with the field that was probably meant, and names that exclude each
-    other."""
+    """Checks the names in a document: reports unknown names, with the field probably meant, and names that exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document

@@ -1,8 +1,8 @@
-"""A YAML document as plain data, with the line of each value, so that each mistake in a job file can be reported with its line.
+"""A YAML document as plain data, with the line of each value, so that mistakes can be reported with their lines.
 
 The reader is stricter than `yaml.safe_load` where that function hides a mistake (two equal keys, two documents in a file). It is
-more lenient where YAML is a trap: keys are always text, and scalars in `verbatim` places are kept as written (`3e-3` and `yes`,
-not `0.003` and true). The only library that this module imports is PyYAML.
+more lenient where YAML is a trap: keys are always text, and scalars in `verbatim` places are kept as written (`3e-3`, not
+`0.003`).
 """
 
 from __future__ import annotations

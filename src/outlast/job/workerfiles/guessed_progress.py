@@ -1,7 +1,5 @@
-"""Guesses a plain script's checkpoints and steps from file names and common log lines.
-
-Guesses are only shown. They refund no restarts, and no file is removed because of them.
-"""
+"""Guesses a plain script's checkpoints and steps from file names and common log lines. Guesses are only shown: they refund no
+restarts, and no file is removed because of them."""
 
 from __future__ import annotations
 
@@ -101,11 +99,10 @@ UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning if a restarted script seems to train from the beginning; empty if the script continues, or if this is
-    uncertain.
+    """Return a warning if a restarted script seems to train from the beginning; empty if it continues, or if this is uncertain.
 
-    The warning applies if `now`, the first step after the restart, is near `first`, the run's first step, although the run had
-    reached the step `reached`. `before` is the checkpoint that the script had saved.
+    The first step after the restart, `now`, is then near the run's first step, `first`, although the run had got as far as
+    `reached`. `before` is the checkpoint that the script had saved.
     """
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
@@ -182,6 +179,5 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line that has one, ignoring empty progress bars, because a resumed run's bar is empty at
-    first."""
+    """Return the step in the first log line that has one, except empty progress bars, with which a resumed run also starts."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

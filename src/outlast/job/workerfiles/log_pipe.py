@@ -20,17 +20,14 @@ TAIL_LINES = 20
 TAIL_BYTES = 2048
 """Maximum size of a tail in reports, in bytes; equal to Kubernetes' limit for a termination message taken from a log."""
 _TAIL_WITHIN = 1 << 18
-"""Number of bytes at the end of a log that are searched for a tail. Arbitrary: other ranks keep writing after the first has
-failed."""
+"""Number of bytes at the end of a log searched for a tail. Arbitrary: other ranks keep writing after the first has failed."""
 _TAIL_S = 0.5
 """Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, or forever if the disk is full."""
 
 
 class Output:
-    """Copies the output of this process and its children to its log, the current standard output.
-
-    In pods, standard output is the container's log. The log in the job's output is a second copy, at the path passed to `keep`.
-    """
+    """Copies the output of this process and its children to its log, the current standard output. In pods, that is the
+    container's log, and the log in the job's output is a second copy, at the path passed to `keep`."""
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()

@@ -1,8 +1,7 @@
 """The notice: a file that asks this worker's training to save its state at the next step and leave (`contract.NOTICE`).
 
 The agent writes a notice when the worker is interrupted (`leave`); its membership writes one when a new rendezvous is requested
-(`call`, with the next generation). Training only checks whether the file exists. Unlike a signal, a file needs no handler in the
-training process, and it outlives its writer.
+(`call`). Unlike a signal, a file needs no handler in the training process, and it outlives its writer.
 """
 
 from __future__ import annotations
@@ -38,8 +37,7 @@ def end_call(path: Path) -> None:
 
 
 def left_s(path: Path | None) -> float:
-    """Return the seconds until the deadline, by the monotonic clock, which all local processes share; infinity without a
-    notice."""
+    """Return the seconds until the deadline, by the monotonic clock that all local processes share; infinity without a notice."""
     notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())

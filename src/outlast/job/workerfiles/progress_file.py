@@ -1,8 +1,6 @@
-"""One training process's progress: a small file that the process rewrites at each step and its agent reads.
-
-The agent detects hangs with it, `outlast status` shows the step, and the committed step refunds restarts. Each record is one
-positioned write of a fixed size, so a process killed at any point leaves either the old record or the new one.
-"""
+"""One training process's progress: a small file that the process rewrites at each step and its agent reads to detect hangs, show
+the step and refund restarts. Each record is one positioned write of a fixed size, so a process killed at any point leaves either
+the old record or the new one."""
 
 from __future__ import annotations
 
@@ -53,16 +51,14 @@ class Progress:
     slow: float = 0.0
     """Fraction by which a slow rank's own time exceeds the other ranks' time; 0 if the rank is not slow."""
     differs: int = 0
-    """Step of the first snapshot in which the rank's state differed from the other ranks' (`job.differing_ranks`); 0 if there is
-    none."""
+    """Step of the first snapshot in which the rank's state differed (`job.differing_ranks`); 0 if there is none."""
     warning: str = ""
     pid: int = 0
     started: int = 0
     """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
     attempt: int = 0
     time: float = 0.0
-    """When the record was written, in seconds since the epoch. Only people use it: the agent measures silence with its own
-    clock."""
+    """When the record was written, in seconds since the epoch. Only for people: the agent measures silence with its own clock."""
 
 
 class Writer:

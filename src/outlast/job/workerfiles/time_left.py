@@ -1,7 +1,7 @@
 """Divides the time that an interrupted worker has left. Pure.
 
-The agent divides the time between training and the last upload (`for_training`); training checks whether another save fits
-(`too_late_to_save`). Estimates are the durations of the previous save and upload; UPLOAD_S stands in before the first upload.
+The agent divides it between training and the last upload (`for_training`); training checks whether another save fits
+(`too_late_to_save`). Estimates are the durations of the previous save and upload.
 """
 
 from __future__ import annotations
@@ -46,11 +46,9 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Return why another save does not fit into `left_s` seconds; empty if the save may fit.
-
-    `save_s` is the minimum duration of the previous save, or None if unknown: another save is then tried. A save in progress,
-    which has to end first, still needs `running_s` seconds.
-    """
+    """Return why another save does not fit into `left_s` seconds; empty if it may fit. `save_s` is the minimum duration of the
+    previous save; if it is None, another save is tried. A save in progress, which has to end first, still needs `running_s`
+    seconds."""
     if save_s is None or running_s + save_s <= left_s:
         return ""
     first = f", after {running_s:.0f} s for the one in progress" if running_s else ""
