@@ -28,8 +28,8 @@ class Tell(Protocol):
 
 @contextlib.contextmanager
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
-    """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`. Yields the event of
-    `interruptible` and a function that any thread may call with the number of bytes transferred since the last call."""
+    """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`. Yields a function that any
+    thread may call with the number of bytes transferred since its last call, and the event of `interruptible`."""
     lock = threading.Lock()
     done = 0
     with interruptible() as stop, shown(verb, quiet=quiet or not size) as tell:
@@ -45,8 +45,8 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that the first SIGINT or SIGTERM sets, and after which the command ends with `Stopped`. The signal also ends
-    a wait for a store. A second signal kills the process."""
+    """Yield an event that the first SIGINT or SIGTERM sets. The signal also ends a wait for a store; a second signal kills the
+    process. If the block raises `Stopped`, the command prints how to continue, and exits."""
     stop = threading.Event()
     caught: list[int] = []
 

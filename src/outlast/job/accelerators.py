@@ -21,7 +21,7 @@ class Accelerator:
     others: tuple[str, ...] = ()
     """Patterns for other resources that the same devices provide, such as parts of a device."""
     shared: tuple[str, ...] = ()
-    """Names of resources that have cores for several processes in each unit."""
+    """Resources whose units each have cores for several processes."""
     device: str = ""
     """Device type in torch. `torch.<device>` is its module."""
     backend: str = ""

@@ -54,7 +54,8 @@ class Backend(Protocol):
         """
 
     def ensure(self, name: str) -> bool:
-        """Restart the process that drives an active job if it is gone, and return whether it was. Does nothing in a cluster."""
+        """Restart the process that drives an active job if it is gone, and return whether it was gone. Does nothing in a
+        cluster."""
 
     def list(self) -> Sequence[JobStatus]:
         """Return the status of every job, newest last."""
@@ -89,8 +90,8 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` limits the existing lines per worker; 0 returns only new lines. `since_s` skips lines with older timestamps, in
-        seconds. `follow` waits for a job that has not started, calling `say`, and ends when the job ends.
+        `tail` limits the existing lines per worker; 0 returns only new lines. `since_s` skips lines with timestamps older than
+        this many seconds. `follow` waits for a job that has not started, calling `say`, and ends when the job ends.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:

@@ -29,7 +29,7 @@ class Exit(enum.IntEnum):
 
 
 def exit_code(status: int) -> int:
-    """Convert Python's exit status of a process to a shell's exit code: `-9`, for signal 9, becomes 137."""
+    """Convert a process's exit status in Python to a shell's exit code: `-9`, for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -317,8 +317,7 @@ LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
 EVALUATE = "--evaluate"
 """Argument that makes a job's module evaluate its model instead of training it."""
 EVALUATED = "--checkpoint="
-"""Argument for the checkpoint to evaluate, as in `--checkpoint=best` or `--checkpoint=1200`. Without it, the job's module
-decides."""
+"""Argument for the checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`. By default, the job's module decides."""
 
 # In a job's output directory
 CHECKPOINTS = "checkpoints"
@@ -364,8 +363,7 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return a training process's name in the ledger. It contains the worker: a rank may move to another worker, but its files do
-    not."""
+    """Return a training process's name in the ledger, which contains the worker, because a rank may move but its files do not."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"

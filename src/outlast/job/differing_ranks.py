@@ -98,8 +98,8 @@ def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
 
 
 def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
-    """Return whether the run has gone back to step `agreed` or a later one too often. `earlier` has a (generation, step) for each
-    time."""
+    """Return whether the run has gone back to step `agreed` or a later step too often. `earlier` lists the points to which the
+    run has gone back, as (generation, step)."""
     return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 

@@ -38,7 +38,8 @@ class Failure:
     hung: bool = field(default=False, metadata=_INTERNAL)
     """True if the process was killed because it hung, unless it was stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """True if the worker exited with 0 before other workers failed. This is the cause if their failures are only consequences."""
+    """True if the worker exited with 0 before other workers failed. Its exit is the cause if their failures are mere
+    consequences."""
     early: str = field(default="", metadata=_INTERNAL)
     """Type of an error that the worker's processes raised before their first step, and would raise again after a restart."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})

@@ -33,7 +33,8 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term with one."""
+"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, term with its grace
+period."""
 SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: the number of stops, the seconds of each stop, and the seconds between two stops."""
 
@@ -127,8 +128,7 @@ def every(text: str) -> timedelta:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator seeded with a schedule, as explicit text so that renaming a class does not change the
-    sequence."""
+    """Return a random generator seeded with a schedule's text, which stays the same if a class is renamed."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -186,7 +186,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject a fault, or return why it is impossible: the schedule continues without a target, e.g. while workers restart."""
+    """Inject a fault. Without a target, e.g. while workers restart, return the reason instead, so that the schedule continues."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

@@ -37,8 +37,8 @@ def key(environ: Mapping[str, str]) -> bytes:
     """Return a run's key: the one from a Secret or the launcher, or else one derived from the job. It is empty under plain
     torchrun.
 
-    It is a digest of the job file for pods that meet at worker 0. Other job files may change during a run, so the run's name
-    serves.
+    The derived key is a digest of the job file if pods meet at worker 0, otherwise of the run's name, because other job files may
+    change during a run.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -49,7 +49,7 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Derive a key for another purpose from the run's key. Lines sealed with one of the two are invalid under the other."""
+    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 

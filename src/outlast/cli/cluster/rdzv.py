@@ -1,4 +1,4 @@
-"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd, of which the command only reads the keys."""
+"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd. The command only reads keys."""
 
 from __future__ import annotations
 

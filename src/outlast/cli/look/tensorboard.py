@@ -1,5 +1,5 @@
-"""`outlast tensorboard`: TensorBoard for any job's metrics. The command makes event files in a temporary directory from
-`metrics.jsonl` in an output on this machine or in a store, or in a pod, for as long as the job runs."""
+"""`outlast tensorboard`: TensorBoard for any job's metrics. The command makes event files in a temporary directory from the
+`metrics.jsonl` of an output on this machine, in a store or in a pod, and updates them while the job runs."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ class Run:
     metrics: Callable[[], Iterable[str | bytes]]
     job_file: Callable[[], str]
     log: Callable[[int], Iterable[LogLine]]
-    """Functions that read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's log."""
+    """These three functions read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's log."""
     ended: str = ""
     status: JobStatus | None = None
 

@@ -195,7 +195,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return what an incident cost, such as `lost 1.40s: 0.20s detection + 0.80s re-forming`, or only the time without steps."""
+    """Return what an incident cost, such as `lost 1.40s: 0.20s detection + 1.20s re-forming`; only the time for a script without
+    steps."""
     if not incident.recovery_s:
         return f"{units.count(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

@@ -169,7 +169,7 @@ class Timeline:
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event from a newer world proves that this world has
+        """Return whether a training event belongs to the current world. An event from a newer world proves that the newer one has
         formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:

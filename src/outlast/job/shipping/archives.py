@@ -39,8 +39,8 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Return the code's root in an unpacked archive: the only directory in the tree if just that contains the script or module
-    `runs`, otherwise the tree."""
+    """Return the code's root in an unpacked archive: the tree's only directory if only that contains the script or module `runs`,
+    otherwise the tree itself."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

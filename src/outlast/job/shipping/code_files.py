@@ -1,7 +1,7 @@
 """Lists the files in a code directory, and packs them into an archive.
 
 The archive leaves out files excluded by `.gitignore` or `.outlastignore` (the latter takes precedence, and its `!` includes files
-again), files that are never code, and empty directories. It depends only on names, contents, links and executable bits.
+again), files that are never code, and empty directories. Its bytes depend only on names, contents, links and executable bits.
 """
 
 from __future__ import annotations
@@ -108,9 +108,9 @@ def listed(
     """Return the files and links in a code directory, sorted by name, the same for a run on this machine and for pods.
 
     `but` lists paths below `root` that are not code. `withheld` receives the names of probable credentials, `ignored` the names
-    that an ignore file excludes. A link that leads out of `root` is an error, because pods lack its target; with `outside`, that
-    function receives the link's name, and the link gets an absolute target. Raises OutlastError for such links, unreadable files,
-    and too many files or bytes.
+    that an ignore file excludes. A link that leads out of `root` is an error, because pods lack its target. If `outside` is
+    given, it receives the link's name instead, and the link gets an absolute target. Raises OutlastError for such links,
+    unreadable files, and too many files or bytes.
     """
     top = root.resolve()
     layers = _above(top)
