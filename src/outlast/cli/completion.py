@@ -87,7 +87,6 @@ def _kubeconfig() -> list[dict[str, Any]]:
 
 
 def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
-    """Return the names with which a cluster responds within the timeout."""
     from outlast.kubernetes import api
 
     api.load()

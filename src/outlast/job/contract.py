@@ -202,7 +202,6 @@ class Pod:
     """Paths and ports in a worker's pod."""
 
     TRAINER = "trainer"
-    """Container that runs the agent."""
     CONTAINER = "worker"
     """Container of pods for dataset downloads, Spark and checks. In pods of earlier versions, it also runs the agent."""
     AGENT = (TRAINER, CONTAINER)
@@ -251,7 +250,6 @@ class Annotation:
     """`{generation, step, steps, committed, snapshot, every, time}` as JSON, on a member's Lease. `steps` may be null; `snapshot`
     and `every` are missing while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
     JOB_FILE = f"{GROUP}/job-file"
-    """The job file as pods read it, on a pod that the operator creates."""
     LEAVING_AT = f"{GROUP}/leaving-at"
     """Deadline (RFC 3339 in UTC) on a node that is about to go away, or on a worker's pod that must leave."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
@@ -286,7 +284,6 @@ MESH_RENEW_S = 30.0
 RENEWALS_PER_S = 200
 """Maximum Lease renewals per second for one job; larger jobs renew less often. Kubernetes is tested with 500 for its nodes."""
 OPERATOR = "outlast-operator"
-"""Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
 KUBERNETES = "kubernetes://"
 """Scheme of the rendezvous endpoint if the operator coordinates. The ElasticJob's name follows it."""
@@ -329,9 +326,7 @@ PARAMETERS = "parameters.json"
 TENSORBOARD = "tensorboard"
 """Directory of TensorBoard event files. Outlast's files are in its subdirectory `metrics/`."""
 TRACKING = ".tracking"
-"""Directory of the process that forwards metrics (see `tracking.follower_supervisor`)."""
 WORK = "work"
-"""Working directory of the training processes (see `prepare.workdir`)."""
 WORKED = ".outlast-generation"
 """File in WORK with the generation of the last rank 0 that ran there. `launch.training_process` writes it."""
 OWNER = ".owner"

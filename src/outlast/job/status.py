@@ -89,7 +89,7 @@ class WorkerStatus(_Model):
     reason: str = ""
     """Why the worker waits, where it hangs, or how it ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank, if it is slower than the other workers' ranks. It is also in `warnings`."""
+    """A sentence about the worker's slowest rank, if that rank is slow (`job.slow_ranks`). It is also in `warnings`."""
     differs: str = ""
     """A sentence about a rank whose copy of the common state differs from the other ranks' copies. It is also in `warnings`."""
 

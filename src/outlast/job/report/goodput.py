@@ -54,7 +54,6 @@ class Goodput:
     saves: int
     saves_failed: int
     snapshots: Snapshots | None = None
-    """Snapshots as last reported; None if never reported."""
 
     @property
     def wall_s(self) -> float:

@@ -18,9 +18,7 @@ _ERRORS = 50
 """Maximum number of errors kept. The first ones are kept, because later errors often repeat them."""
 _FINE = 2000
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
-"""Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
-"""Pattern for the name of a training process in the ledger."""
 
 
 class History:

@@ -37,7 +37,6 @@ PROGRESS = "from outlast.training import progress; progress(step, total)"
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""Number of incidents listed in the terminal. The latest ones are listed."""
 
 _Line = list[tuple[str, str]]
 

@@ -39,7 +39,6 @@ class Bucket(enum.StrEnum):
 
 
 WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
-"""Buckets without a running worker."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -59,7 +58,7 @@ class Step:
     us: int = 0
     waited_us: int = 0
     copied_us: int = 0
-    """Parts of `us` spent waiting for data, and copying the state into memory."""
+    """The parts of `us` spent waiting for data and copying the state into memory."""
     kept_us: int = -1
     """Part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0

@@ -1,10 +1,9 @@
 """A job's timeline: folds the ledger's events, in order, into spans of time, each with an owner. Called only by `report.goodput`.
 
 An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong clock.
-Whatever happens, each instant between the first event and the end has exactly one owner. A step owns the time from the end of the
-previous step to its own end. If the step is kept, this time is training, except for stalls. If a restore rolls the step back or a
-failure cuts it short, it is replayed. All other time goes into the bucket for the job's phase. See
-`docs/decisions/0004-goodput.md`. Memory is bounded: consecutive old steps are joined (`_join`).
+Whatever happens, each instant between the first event and the end has exactly one owner. A step owns the time since the previous
+step. This time is training, except for stalls, if the step is kept, and replayed if a restore or a failure undoes the step. All
+other time goes into the bucket for the job's phase. See `docs/decisions/0004-goodput.md`.
 """
 
 from __future__ import annotations
@@ -20,7 +19,6 @@ from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
 """Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
-"""Number of spans beyond which old spans are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)

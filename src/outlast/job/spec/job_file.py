@@ -25,8 +25,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
     """Read the job in a file. Paths relative to the file's directory become absolute.
 
-    With `code`, the job's code and requirements must exist; with `data`, its data and models must exist. Raises InvalidJob with
-    every mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
+    With `code`, the job's code and requirements must exist; with `data`, its data and models. Raises InvalidJob with every
+    mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
     read = _document(text(path), str(path))

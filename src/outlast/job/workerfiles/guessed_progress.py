@@ -23,7 +23,6 @@ _WORD = re.compile(
 )
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
 _MOST = 20_000
-"""Maximum number of directory entries visited in one search."""
 _DEPTH = 4
 
 

@@ -15,7 +15,6 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Maximum number of bytes buffered until `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
 """Maximum size of a tail in reports, in bytes; equal to Kubernetes' limit for a termination message taken from a log."""
