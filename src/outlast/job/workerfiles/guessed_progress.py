@@ -42,7 +42,7 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 
 def newest(directory: Path, since: float) -> SavedStatus | None:
-    """Return the newest file or directory below `directory` that looks like a checkpoint and was written after `since`."""
+    """Return the newest file or directory below `directory` that looks like a checkpoint and was not written before `since`."""
     from outlast.job.status import SavedStatus
 
     best: SavedStatus | None = None
@@ -100,8 +100,8 @@ UNNAMED = -1
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
     """Return a warning if a restarted script seems to train from the beginning; empty if it continues, or if this is uncertain.
 
-    The first step after the restart, `now`, is then near the run's first step, `first`, although the run had got as far as
-    `reached`. `before` is the checkpoint that the script had saved.
+    If it starts over, its first step after the restart, `now`, is near the run's first step, `first`, although the run had reached the
+    step `reached`. `before` is the checkpoint that the script had saved.
     """
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]

@@ -100,7 +100,8 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error. The tail has at
     most TAIL_LINES and TAIL_BYTES, and only lines that begin with `prefix`. It is empty if the log cannot be read.
 
-    Waits for `line`, which passes through the pipe after all earlier output. Without it, the tail ends where the log ends.
+    Waits for `line`, which passes through the pipe after all earlier output. If `line` does not arrive, the tail ends where the
+    log ends.
     """
     deadline = time.monotonic() + _TAIL_S
     while True:
