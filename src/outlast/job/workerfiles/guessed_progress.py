@@ -100,8 +100,8 @@ UNNAMED = -1
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
     """Return a warning if a restarted script seems to train from the beginning; empty if it continues, or if this is uncertain.
 
-    If it starts over, its first step after the restart, `now`, is near the run's first step, `first`, although the run had reached the
-    step `reached`. `before` is the checkpoint that the script had saved.
+    A script that starts over is at step `now` after the restart, near the run's first step, `first`, although the run had reached
+    the step `reached`. `before` is the checkpoint that the script had saved.
     """
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
