@@ -1,8 +1,5 @@
-"""Shell completion for the names of jobs, namespaces and contexts.
-
-A shell calls these functions when the user presses TAB. They never print or fail, and take at most a second: names that a cluster
-returns later are not offered. If there are no names, the shell offers files.
-"""
+"""Shell completion for the names of jobs, namespaces and contexts. These functions never print or fail, and wait at most a second
+for a cluster. If there are no names, the shell offers files."""
 
 from __future__ import annotations
 
@@ -20,7 +17,6 @@ if TYPE_CHECKING:
 PLUGIN = "kubectl outlast"
 """Name of the program as a kubectl plug-in, which looks for jobs only in the cluster."""
 _TIMEOUT_S = 1.0
-"""Timeout for a cluster's response, in seconds."""
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
@@ -84,7 +80,6 @@ def _namespaces(ctx: typer.Context) -> Iterator[str]:
 
 
 def _kubeconfig() -> list[dict[str, Any]]:
-    """Return the kubeconfig's context entries. Raises NoCluster."""
     from outlast.kubernetes.api import kubeconfig
 
     entries: list[dict[str, Any]] = kubeconfig.read(kubeconfig.files(os.environ))["contexts"]
@@ -92,7 +87,6 @@ def _kubeconfig() -> list[dict[str, Any]]:
 
 
 def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> list[str]:
-    """Return the names with which a cluster responds within the timeout."""
     from outlast.kubernetes import api
 
     api.load()
@@ -112,7 +106,7 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 
 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
-    """Return the names that begin with `incomplete`, without duplicates. After an error, returns the names before it."""
+    """Return the names that begin with `incomplete`, without duplicates. An error ends the list but is not raised."""
     offered: dict[str, None] = {}
     with _quiet(), contextlib.suppress(Exception):  # e.g. a damaged file: completion must not print errors
         for name in names():
@@ -122,7 +116,7 @@ def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """Discard standard error, also from login programs named in a kubeconfig."""
+    """Discard standard error, including that of login programs named in a kubeconfig."""
     before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
     try:
         os.dup2(nothing, 2)

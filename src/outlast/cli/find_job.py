@@ -1,7 +1,7 @@
 """Finds the job that a command refers to, and the backend that runs it.
 
 With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, this directory is searched
-first. If the job is not there and a kubeconfig exists, its current context's namespace is searched next.
+first, then the namespace of the kubeconfig's current context, if there is one.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def this_machine() -> Backend:
 
 
 def backend(ctx: typer.Context) -> Backend:
-    """Return the backend passed to `main`, or else this machine's."""
+    """Return the backend passed to `main`, or else this machine's backend."""
     given: Backend | None = ctx.obj
     return given if given is not None else this_machine()
 
@@ -162,7 +162,7 @@ def job(place: Backend, name: str | None) -> str:
 
 
 def no_job(place: Backend) -> str:
-    """Return a sentence about the missing job, and how to start one. Raises OutlastError if even the namespace does not exist."""
+    """Return a sentence about the missing job and how to start one. Raises OutlastError if even the namespace does not exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.everywhere and not there.cluster.has_namespace():
@@ -181,8 +181,8 @@ def run(ctx: typer.Context, name: str | None, namespace: str | None, context: st
 
 
 def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
-    """Pick a job for a command without a name: the only unfinished one, or the newest (the last) if all have finished. Returns
-    its name and the reason, or None if several are unfinished."""
+    """Pick a job for a command without a name: the only unfinished job, or the newest (the last) if all have finished. Returns
+    its name and the reason, or None if several jobs are unfinished."""
     match [status.name for status in statuses if not status.state.final]:
         case []:
             return statuses[-1].name, f"the newest of {len(statuses)} jobs"
@@ -193,10 +193,8 @@ def pick(statuses: Sequence[JobStatus]) -> tuple[str, str] | None:
 
 
 def in_store(given: str | None) -> str | None:
-    """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name.
-
-    So commands work on any machine, not only where the job runs.
-    """
+    """Return the URL of a job's output in a store if the user gave this URL, or a job file, instead of a name. This lets commands
+    work on any machine, not only where the job runs."""
     if given is None or "://" in given:
         return given
     if not given.endswith((".yaml", ".yml")):

@@ -1,8 +1,5 @@
-"""Formats the help for a command with subcommands: in groups, and without truncated lines.
-
-Click truncates descriptions that do not fit on a line. This help shows first sentences in full, so they have to be short:
-`tests/cli/test_cli.py` enforces 80 columns.
-"""
+"""Formats the help for a command with subcommands: in groups, and without truncated lines. First sentences are shown in full, so
+they have to be short: `tests/cli/test_cli.py` enforces 80 columns."""
 
 from __future__ import annotations
 
@@ -12,14 +9,14 @@ from typing import Any, ClassVar
 from typer.core import TyperGroup
 
 _LONG = 1000
-"""A length in characters that no first sentence exceeds, so that nothing is truncated."""
+"""Number of characters that no first sentence exceeds, so that nothing is truncated."""
 
 
 class Commands(TyperGroup):
     """A command with subcommands, shown in the order and under the headings of `groups`."""
 
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading; if empty, all commands are under `Commands`."""
+    """Names of commands by heading. If there are none, all commands are under `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the groups, then the hidden commands."""

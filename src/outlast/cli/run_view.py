@@ -1,8 +1,7 @@
 """The view of a run: workers' lines and the job's state, until the job ends or the user stops it.
 
 The first Ctrl-C (or SIGTERM) makes the job save and stop; the second kills it. Closing the terminal (SIGHUP) leaves the job
-running. If the job's launcher dies in the meantime, it is restarted. Two screens show the run: `Plain` in this module, for pipes
-and files, and `live_panel.Terminal`.
+running. If the job's launcher dies in the meantime, it is restarted.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ _ENSURE_INTERVAL_S = 1.0
 _DRAIN_TIMEOUT_S = 1.0
 """Seconds to wait for each further log line after the job has ended."""
 _KILL_TIMEOUT_S = 5.0
-"""Seconds to wait for a killed job to end."""
 _BATCH = 1000
 """Maximum number of log lines per batch, and of buffered lines before the log reader has to wait."""
 
 KILLED = 130
-"""Exit code after the second Ctrl-C."""
 
 
 class Screen(Protocol):
@@ -64,7 +61,7 @@ class Plain:
         terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
-        """Do nothing, since changes appear as sentences."""
+        """Do nothing, because changes appear as sentences."""
 
 
 @contextlib.contextmanager
@@ -88,10 +85,7 @@ def signals() -> Iterator[list[int]]:
 
 
 def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, tail: int | None) -> tuple[JobStatus, int]:
-    """Show a run until it ends or is killed. Returns the last status and the exit code.
-
-    `tail` is as for `Backend.logs`.
-    """
+    """Show a run until it ends or is killed. Returns the last status and the exit code. `tail` is as for `Backend.logs`."""
     logs, folded = _Logs(place, name, tail), terminal.Folded()
     obeyed = 0
     ensured = time.monotonic()
@@ -128,7 +122,6 @@ def follow(place: Backend, name: str, shown: Screen, signals: Sequence[int], *, 
 
 
 def _kill(place: Backend, name: str) -> JobStatus:
-    """Kill the job, and return its status once the job has ended, or after a timeout."""
     with contextlib.suppress(OutlastError):  # it has just ended, as the status shows
         place.steer(name, "kill")
     deadline = time.monotonic() + _KILL_TIMEOUT_S

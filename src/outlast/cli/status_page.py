@@ -1,7 +1,5 @@
-"""How a job's status is shown: as the page of `outlast status`, and as a row of `outlast list`.
-
-The live view is in `live_panel`.
-"""
+"""How a job's status is shown: as the page of `outlast status`, and as a row of `outlast list`. `live_panel` has the live
+view."""
 
 from __future__ import annotations
 
@@ -20,9 +18,8 @@ if TYPE_CHECKING:
 
 
 _WIDEST = 300
-"""Maximum number of characters to show from a log line in a failure."""
 _FIRST_STEP_S = 20.0
-"""Seconds during which a run that reports no step is shown at step 0; arbitrary."""
+"""Seconds during which a run without a reported step is shown at step 0; arbitrary."""
 
 
 def goodput(status: JobStatus) -> str | None:
@@ -82,8 +79,7 @@ def state(status: JobStatus) -> str:
 
 
 def newest_checkpoint(status: JobStatus, now: float) -> str | None:
-    """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. For a plain script, it is a file that
-    looks like a checkpoint."""
+    """Format the newest checkpoint: `step 800, 12s ago, 36 MiB; best: step 600, loss 1.47`. For a plain script, it is a guess."""
     if status.checkpoint is None:
         return guessed_progress.sentence(status.saved, now) if status.saved else None
     newest = status.checkpoint
@@ -152,7 +148,7 @@ def _training(status: JobStatus, now: float) -> dict[str, str | None]:
 
 
 def page(status: JobStatus, now: float) -> str:
-    """Format a job's page, which has everything known about the job."""
+    """Format a job's page, with everything known about the job."""
     running = units.human_seconds(lasted(status, now))
     parts = [
         f"{status.name}: {state(status)}",
@@ -190,12 +186,12 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store's status has more than a URL, which in a cluster is the output's. Only agents report more."""
+    """Return whether the store's status has more than a URL, which in a cluster is the output's URL. Only agents report more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
 def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
-    """Return a job's cells for a list, by heading; with `namespaced`, also its namespace."""
+    """Return a job's cells for a list, by heading. With `namespaced`, they include its namespace."""
     if output is ListOutput.NAME:
         return {"NAME": status.name}
     cells = {
@@ -215,7 +211,7 @@ def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool =
 
 
 def jobs(statuses: Sequence[JobStatus], now: float, output: ListOutput = ListOutput.TABLE, *, namespaced: bool = False) -> str:
-    """Format a table with one line per job; the format `name` has no headings."""
+    """Format a table with one line per job. The format `name` has no headings."""
     rows = [row(status, now, output, namespaced=namespaced) for status in statuses]
     lines = tables.table(list(rows[0]), ([*each.values()] for each in rows)).splitlines()
     return "\n".join(lines[1:] if output is ListOutput.NAME else lines)

@@ -1,7 +1,4 @@
-"""The command line's output: tables, JSON and YAML.
-
-Text is aligned without a library, so that `outlast list` is instant.
-"""
+"""The command line's output: tables, JSON and YAML. Text is aligned without a library, so that `outlast list` is instant."""
 
 from __future__ import annotations
 

@@ -1,11 +1,9 @@
 """Makes output safe: text from other sources cannot control the terminal.
 
-Reasons, names and log lines come from clusters, stores and other people's scripts. A control sequence in them could retitle or
-clear the terminal, hide lines or imitate other lines. Therefore `cli.main` calls `guard`, after which `sys.stdout` and
-`sys.stderr` show every control character as text, ESC as `^[` like kubectl (CVE-2021-25743). Individual commands need no checks.
-
-Only this module writes control sequences: `log` for workers' lines, `console` for rich. Of workers' control sequences, only
-colours (SGR) within a line are passed on; kubectl passes on all. `colours` obeys NO_COLOR and FORCE_COLOR.
+A control sequence in a reason, name or log line could retitle or clear the terminal, hide lines or imitate other lines. Therefore
+`cli.main` calls `guard`, after which `sys.stdout` and `sys.stderr` show every control character as text, ESC as `^[` like kubectl
+(CVE-2021-25743). Individual commands need no checks. Only this module writes control sequences: `log` for workers' lines, which
+keep only their colours (SGR), and `console` for rich. `colours` obeys NO_COLOR and FORCE_COLOR.
 """
 
 from __future__ import annotations
@@ -37,10 +35,9 @@ _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
 """The cursor-up sequence, with which tqdm returns from a second bar to the first, or the newline before that sequence."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
-"""A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`; the group is the bar's name."""
+"""A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`. The group is the bar's name."""
 _RESET = "\x1b[0m"
 _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
-"""SGR colours of the workers' prefixes."""
 
 
 def safe(text: str) -> str:
@@ -56,7 +53,7 @@ def _shown(match: re.Match[str]) -> str:
 
 
 def one_line(text: str) -> str:
-    """Make text safe for a single line or cell; see `safe`."""
+    """Make text safe for a single line or cell (see `safe`)."""
     return safe(text).replace("\n", "\\n").replace("\t", " ")
 
 
@@ -107,21 +104,16 @@ def say(sentence: str) -> None:
 
 
 def colours(stream: TextIO | None) -> bool:
-    """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, otherwise only on a terminal
-    that supports them.
-
-    A variable counts if its value is not empty: https://no-color.org and https://force-color.org.
-    """
+    """Return whether to write colours to this stream: never with NO_COLOR, always with FORCE_COLOR, otherwise on a terminal that
+    supports them. A variable counts if its value is not empty: https://no-color.org and https://force-color.org."""
     if os.environ.get("NO_COLOR") or stream is None:
         return False
     return bool(os.environ.get("FORCE_COLOR")) or (os.environ.get("TERM") != "dumb" and stream.isatty())
 
 
 def interactive(stream: TextIO | None) -> bool:
-    """Return whether the stream is a terminal that can redraw lines and accepts input.
-
-    A command in a notebook's cell has a pseudo-terminal, but the page shows all lines and accepts no input.
-    """
+    """Return whether the stream is a terminal that can redraw lines and accepts input. A command in a notebook's cell has a
+    pseudo-terminal, but the page shows all lines and accepts no input."""
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
@@ -169,8 +161,8 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 
 class Folded:
-    """Filters echoes: lines that a failure's survivors print only because another rank has ended. One echo per worker stays,
-    after the cause. Lines that all workers print at a restart are shown only once."""
+    """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
+    after the cause. A line that all workers print at a restart is shown only once."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}

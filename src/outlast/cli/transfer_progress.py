@@ -17,7 +17,6 @@ from outlast.base.errors import Stopped
 from outlast.cli import terminal
 
 _LINE_INTERVAL_S = 5.0
-"""Seconds between progress lines if there is no terminal."""
 
 
 class Tell(Protocol):
@@ -29,11 +28,8 @@ class Tell(Protocol):
 
 @contextlib.contextmanager
 def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Callable[[int], None], threading.Event]]:
-    """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`.
-
-    Yields a function and the event of `interruptible`. Any thread may call the function with the number of bytes transferred
-    since the last call.
-    """
+    """Show a transfer of `size` bytes, which Ctrl-C may stop. `verb` is a word such as `received`. Yields a function that any
+    thread may call with the number of bytes transferred since its last call, and the event of `interruptible`."""
     lock = threading.Lock()
     done = 0
     with interruptible() as stop, shown(verb, quiet=quiet or not size) as tell:
@@ -49,8 +45,8 @@ def transfer(verb: str, size: int, *, quiet: bool = False) -> Iterator[tuple[Cal
 
 @contextlib.contextmanager
 def interruptible() -> Iterator[threading.Event]:
-    """Yield an event that is set by the first SIGINT or SIGTERM, which also ends a wait for a store. A second signal kills the
-    process. The command then ends with `Stopped`."""
+    """Yield an event that the first SIGINT or SIGTERM sets. The signal also ends a wait for a store; a second signal kills the
+    process. If the block raises `Stopped`, the command prints how to continue, and exits."""
     stop = threading.Event()
     caught: list[int] = []
 

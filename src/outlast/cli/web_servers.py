@@ -21,7 +21,7 @@ _START_S = 60.0
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
-    """Return the port to use: `requested`, else `default`, else a free port if the default is taken. Raises OutlastError if the
+    """Return the `requested` port; without a request, the `default`, or a free port if that is taken. Raises OutlastError if the
     `requested` port is taken, or if the machine does not have the address."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
@@ -41,13 +41,13 @@ def port(requested: int | None, bind: str, default: int) -> int:
 
 
 def shown(bind: str) -> str:
-    """Return the host for the URL at which a browser on this machine reaches a server that listens at `bind`."""
+    """Return the host in the URL by which a browser on this machine reaches a server that listens at `bind`."""
     return "localhost" if bind in ("127.0.0.1", "0.0.0.0", "::1", "::") else f"[{bind}]" if ":" in bind else bind
 
 
 @contextlib.contextmanager
 def until_stopped() -> Iterator[None]:
-    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C: each of them ends the block without an error."""
+    """Treat SIGTERM, and SIGHUP from a closed terminal, like Ctrl-C. Each of them ends the block without an error."""
 
     def stopped(number: int, frame: object) -> None:
         raise KeyboardInterrupt
@@ -68,12 +68,9 @@ def child(
     start_s: float = _START_S,
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
-    """Start a server, and yield its process once the server is `ready`. The server is stopped at the end of the block, or by the
-    kernel if this process is killed.
-
-    Ctrl-C does not reach the server; this process stops it instead. Raises NotFound, with the end of the log, if the server does
-    not start.
-    """
+    """Start a server, and yield its process once `ready` returns True. The server ends with the block, or when this process is
+    killed. Ctrl-C does not reach the server; this process stops it. Raises NotFound, with the end of the log, if it does not
+    start."""
     from outlast.worker.launch import os_calls
 
     with log.open("wb") as output:

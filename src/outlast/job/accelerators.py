@@ -1,8 +1,5 @@
-"""Table of the supported accelerators. Pure.
-
-A new accelerator is one row of `TABLE`. It also needs a class in `training.device`, but only if torch's module for it differs
-from `torch.cuda`.
-"""
+"""Table of the supported accelerators. A new one needs a row in `TABLE`, and a class in `training.device` only if torch's module
+for it differs from `torch.cuda`. Pure."""
 
 from __future__ import annotations
 
@@ -16,29 +13,26 @@ class Accelerator:
     """One kind of accelerator."""
 
     resource: str
-    """Kubernetes resource that the device plugin offers, and the taint on nodes reserved for it."""
+    """Kubernetes resource of the device plugin, and the key of the taint on nodes reserved for it."""
     name: str = ""
-    """Short name in job files. If the name is empty, job files contain the resource."""
+    """Short name in job files. If it is empty, job files contain the resource."""
     about: str = ""
     """Meaning of the short name, if that is not obvious."""
     others: tuple[str, ...] = ()
-    """Patterns for other resources that the same devices offer, such as parts of a device."""
+    """Patterns for other resources that the same devices provide, such as parts of a device."""
     shared: tuple[str, ...] = ()
     """Resources whose units each have cores for several processes."""
     device: str = ""
-    """Device type in torch; `torch.<device>` is its module."""
+    """Device type in torch. `torch.<device>` is its module."""
     backend: str = ""
-    """torch.distributed backend for collectives between such devices."""
     package: str = ""
-    """Python package that adds the device to torch; empty if torch supports the device itself."""
+    """Python package that adds the device to torch; empty if torch supports it without a package."""
     files: str = ""
     """Pattern for the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
-    """Environment variable that lists the devices a process may use."""
     query: tuple[str, ...] = ()
     """Command that prints the model of each device on this machine, one per line."""
     vendor: str = ""
-    """Vendor's name, for messages."""
     label: str = ""
     """Label with the value `true` on nodes that have these devices, even if no device plugin offers them."""
 
@@ -56,7 +50,7 @@ TABLE = (
         vendor="NVIDIA",
         label="nvidia.com/gpu.present",
     ),
-    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # as torch's build for ROCm names them
+    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # torch for ROCm uses CUDA's names
     Accelerator(
         "aws.amazon.com/neuron",
         name="neuron",
@@ -75,12 +69,9 @@ TABLE = (
 
 NAMED = tuple(row for row in TABLE if row.name)
 RESOURCES = {row.name: row.resource for row in NAMED}
-"""Kubernetes resources by short name."""
 DEVICES = {row.device: row for row in TABLE if row.device}
-"""Rows by torch's device type."""
 LIBRARIES = tuple(row.backend for row in DEVICES.values() if row.backend != row.device)
-"""Libraries for collectives. An error that names one of them comes from a collective; an error that names a device can have any
-cause."""
+"""Libraries for collectives. An error that names one of them comes from a collective."""
 SHARED = tuple(each for row in TABLE if row.shared for each in (row.name, *row.shared) if each)
 """Values of `resources.accelerator` whose units several processes may share."""
 
@@ -101,7 +92,7 @@ def is_accelerator(resource: str) -> bool:
 
 
 def taints(resource: str) -> list[str]:
-    """Return the taints on nodes that are reserved for a resource. Parts of a device have the taint of the whole device."""
+    """Return the keys of the taints on nodes reserved for a resource. A part of a device has the taint of the whole device."""
     domain = f"{resource.partition('/')[0]}/"
     wholes = (row.resource for row in NAMED if row.resource.startswith(domain))
     return list(dict.fromkeys([resource, *wholes]))
@@ -113,10 +104,10 @@ PEAKS = (
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70),
     ("A10", 125), ("V100", 125), ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
 )  # fmt: skip
-"""Peak throughput of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, by words in a GPU's name. Source: the
-vendors' data sheets."""
+"""Peak of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, by words in a GPU's name. Source: vendors' data
+sheets."""
 
 
 def peak_flops(name: str) -> float | None:
-    """Return a GPU's peak throughput in FLOP/s, from the first row whose words are in the GPU's name; None if unknown."""
+    """Return a GPU's peak throughput in FLOP/s from the first matching row of `PEAKS`; None if unknown."""
     return next((peak * 1e12 for part, peak in PEAKS if re.search(rf"\b{part}\b", name)), None)

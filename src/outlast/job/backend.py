@@ -1,6 +1,5 @@
 """The interface to the places where jobs run, used by `outlast run`, `status`, `scale` and the other verbs.
 
-The command line and `outlast.job.faults` depend only on this Protocol; `cli.find_job` chooses the implementation.
 `outlast.local.backend` runs workers as child processes on this machine, `outlast.kubernetes.jobs.backend` as pods in a cluster.
 Every method may raise `OutlastError`: `NotFound` for an unknown name, `AlreadyRunning` for a job that is running.
 """
@@ -23,7 +22,7 @@ if TYPE_CHECKING:
 
 
 def not_ended(status: JobStatus, options: str = "") -> OutlastError:
-    """Return the error for an attempt to remove an unfinished job. `options` are for the command that ends the job."""
+    """Return the error for removing a job that has not ended. `options` are appended to the suggested command."""
     return OutlastError(f"job {status.name} has not ended ({status.state}); outlast cancel {status.name}{options} ends it")
 
 
@@ -31,7 +30,6 @@ class Backend(Protocol):
     """A place that runs jobs. `submit`, `scale` and `steer` return once the request is recorded."""
 
     poll_s: float
-    """Poll interval for a job's status, in seconds."""
     notices: list[str]
     """Notes for the user about the most recently submitted or resumed job."""
 
@@ -50,14 +48,14 @@ class Backend(Protocol):
 
         `source` is the job file or script; relative paths in the job start from its directory. With `fresh`, the run starts from
         the beginning. With `take_over`, this machine takes the run over from another machine that is training it. Without
-        `take_over`, if that machine may be dead, the call waits for proof and reports this to `say`. `command` is the command
+        `take_over`, if that machine may be dead, the call waits for proof and passes a message to `say`. `command` is the command
         that runs the job again, if it is not `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
-        `outlast.job.faults`). From now on, `status` returns the status of this run. Raises AlreadyRunning.
+        `outlast.job.faults`). Raises AlreadyRunning.
         """
 
     def ensure(self, name: str) -> bool:
-        """If the process that drives an active job is gone, restart it. Returns whether it was gone. Does nothing in a cluster,
-        where controllers drive the job."""
+        """Restart the process that drives an active job if it is gone, and return whether it was gone. Does nothing in a
+        cluster."""
 
     def list(self) -> Sequence[JobStatus]:
         """Return the status of every job, newest last."""
@@ -73,12 +71,12 @@ class Backend(Protocol):
 
         `suspend` saves the state and releases the workers. `resume` continues any job that has not succeeded, as submitted.
         `cancel` ends the run but keeps its checkpoints, from which `submit` continues. `interrupt` saves the state and stops the
-        run; `kill` ends all its processes at once.
+        run. `kill` ends all its processes at once.
         """
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove a job that has ended, so that it cannot resume; with `output`, also its output on this machine. Output in a
-        store or a claim is kept. Raises OutlastError if the job has not ended."""
+        """Remove a job that has ended, so that it cannot resume. With `output`, also remove its output on this machine; output in
+        a store or a claim is kept. Raises OutlastError if the job has not ended."""
 
     def logs(
         self,
@@ -92,21 +90,19 @@ class Backend(Protocol):
     ) -> Iterator[LogLine]:
         """Return the log lines of one worker, or of all workers, merged.
 
-        `tail` limits the existing lines to that many per worker; 0 returns only lines written from now on. `since_s` skips lines
-        older than this many seconds, if lines have timestamps. `follow` waits for a job that has not started, calling `say`, and
-        ends when the job does.
+        `tail` limits the existing lines per worker; 0 returns only new lines. `since_s` skips lines with timestamps older than
+        this many seconds. `follow` waits for a job that has not started, calling `say`, and ends when the job ends.
         """
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS` into a worker, and return a sentence about the fault. If `worker` is None, `rng` picks
-        one."""
+        """Inject one of `faults.ACTIONS` into a worker, and return a sentence about the fault. `rng` picks the worker if `worker`
+        is None."""
 
     def output(self, name: str) -> Path | str:
-        """Return the location of the job's output (checkpoints, logs, ledger): a directory on this machine, or a description such
-        as a store URL."""
+        """Return where the job's output is: a directory on this machine, or a description such as a store URL."""
 
     def events(self, name: str) -> Iterable[Event]:
-        """Return the ledger of the job's run in chronological order; may be iterated more than once."""
+        """Return the ledger of the job's run in chronological order. It can be iterated over more than once."""
 
     def metrics(self, name: str) -> Iterable[bytes]:
         """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have the file."""

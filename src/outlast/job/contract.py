@@ -1,8 +1,5 @@
-"""The contract between Outlast's processes: exit codes, environment variables, paths and file formats.
-
-The agent, the training library, the launcher and the operator are separate programs, perhaps of different versions. This module
-imports only the standard library.
-"""
+"""The contract between Outlast's processes, perhaps of different versions: exit codes, environment variables, paths and file
+formats. This module imports only the standard library."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ class Exit(enum.IntEnum):
     DONE = 0
     FAILED = 1
     INTERRUPTED = 75
-    """The worker left on request, with its state saved, and is to be restarted. Never counts as a failure (EX_TEMPFAIL)."""
+    """The worker saved its state, left on request, and is to be restarted. This code never counts as a failure (EX_TEMPFAIL)."""
     MISCONFIGURED = 78
-    """The configuration is wrong: a restart cannot help (EX_CONFIG)."""
+    """The configuration is wrong, so a restart cannot help (EX_CONFIG)."""
     GIVEN_UP = 79
-    """The job has used up its restarts: a controller that counts failed pods must not restart it."""
+    """The job has used up its restarts. A controller that counts failed pods must not restart it."""
 
 
 def exit_code(status: int) -> int:
-    """Convert a process's exit status in Python to the exit code that a shell reports: `-9`, for signal 9, becomes 137."""
+    """Convert a process's exit status in Python to a shell's exit code: `-9`, for signal 9, becomes 137."""
     return 128 - status if status < 0 else status
 
 
@@ -48,7 +45,7 @@ def killed(code: int) -> bool:
 
 
 def signal_name(number: int) -> str:
-    """Return the name of a signal; `signal 40` for a signal without a name, such as most real-time signals."""
+    """Return the name of a signal, such as `SIGKILL`, or `signal 40` for a signal without a name."""
     try:
         return signal.Signals(number).name
     except ValueError:
@@ -56,22 +53,21 @@ def signal_name(number: int) -> str:
 
 
 def how_ended(status: int) -> str:
-    """Return how a process ended, from its exit code or negative signal number."""
+    """Describe how a process ended, given its exit code or negative signal number."""
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
 
 
 class FailureCause(enum.StrEnum):
-    """Machine-readable cause of a worker's failure; the accompanying sentence is for people."""
+    """Machine-readable cause of a worker's failure."""
 
     UNKNOWN = ""
-    """No cause was reported, or another version of Outlast reported one that this version does not know."""
+    """No cause was reported, or this version does not know the reported cause."""
     OUT_OF_MEMORY = "oom"
     DISK_FULL = "disk"
-    """The script ran out of disk space: an immediate retry would fail, too, but a later one may find space."""
+    """The script ran out of disk space. An immediate retry would fail as well, but a later one may find space."""
     HANG = "hang"
-    """The process was killed because it hung."""
     BITS = "bits"
-    """The rank's state differed from most other ranks'; the run goes back to an earlier step without this worker."""
+    """The rank's state differed from most other ranks' state. The run goes back to an earlier step without this worker."""
 
     @classmethod
     def _missing_(cls, value: object) -> FailureCause:
@@ -79,17 +75,16 @@ class FailureCause(enum.StrEnum):
 
 
 class End(enum.StrEnum):
-    """Why a job has ended for good. Also the reason in its Kubernetes condition, hence CamelCase."""
+    """Why a job has ended for good. The values are also the reasons in the job's Kubernetes condition, hence the CamelCase."""
 
     UNKNOWN = ""
     SUCCEEDED = "JobSucceeded"
     NO_PROGRESS = "NoProgress"
-    """The same step failed too often."""
+    """The job failed at the same step too often."""
     MISCONFIGURED = "WrongConfiguration"
     LIMIT = "BackoffLimitExceeded"
-    """`restarts.limit` is used up."""
     POLICY = "PodFailurePolicy"
-    """The job's restartPolicy does not allow a restart after this failure. The value is a Kubernetes Job's reason for this."""
+    """The job's restartPolicy does not allow a restart after this failure. Kubernetes Jobs use the same reason."""
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
@@ -104,58 +99,53 @@ class Env:
 
     JOB = "OUTLAST_JOB"
     RUN = "OUTLAST_RUN"
-    """Unique id of this run; two runs of the same name never share a world."""
+    """Unique id of this run. Two runs with the same job name never share a world."""
     WORKER = "OUTLAST_WORKER"
-    """Index of the worker, from 0 to `workers.max` - 1; not its rank."""
+    """Index of the worker, from 0 to `workers.max` - 1. It is not a rank."""
     GENERATION = "OUTLAST_GENERATION"
-    """Generation of the current world; for the agent, the run's newest generation before this worker was started."""
+    """Generation of the current world. The agent instead gets the run's newest generation before this worker was started."""
     HELD = "OUTLAST_HELD"
     """The newest step that any worker of the previous world is known to have completed; 0 if unknown."""
     ATTEMPT = "OUTLAST_ATTEMPT"
-    """How many times the world's members have restarted its processes without the coordinator."""
+    """Number of times that the members have restarted the world's processes without the coordinator."""
     DATA = "OUTLAST_DATA"
-    """Directory with the job's dataset, or the parent directory of several datasets."""
+    """Directory of the job's dataset, or the parent directory of several datasets."""
     MODELS = "OUTLAST_MODELS"
-    """Directory with the job's models, each in a subdirectory named after the model."""
+    """Parent directory of the job's models. Each model's subdirectory has the model's name."""
     OUTPUT = "OUTLAST_OUTPUT"
     """The job's output directory, with `checkpoints/`, `logs/` and `ledger/`."""
     LEDGER = "OUTLAST_LEDGER"
     NOTICE = "OUTLAST_NOTICE"
     """Path of the notice file, which exists while this worker is asked to save and leave."""
     STATE = "OUTLAST_WORKER_STATE"
-    """The worker's state directory, which holds its progress, errors and current world."""
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
-    """The coordinator's endpoint, as given to `--rdzv-endpoint`."""
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key that a run's workers authenticate with; default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, else of
-    the run's name."""
+    """Shared key of a run's workers. Default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, otherwise of the run's
+    name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
-    """Prefix of all keys in etcd. Default: the path in OUTLAST_RENDEZVOUS, or else `/outlast`."""
+    """Prefix of all keys in etcd. Default: the path in OUTLAST_RENDEZVOUS, or `/outlast` if there is none."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
-    """PEM file of the certificate authorities that verify etcd's certificate; turns TLS on."""
+    """PEM file of the certificate authorities for etcd's certificate. Setting it turns on TLS."""
     ETCD_CERT = "OUTLAST_ETCD_CERT"
     ETCD_KEY = "OUTLAST_ETCD_KEY"
-    """PEM files of the client certificate and its key."""
     ETCD_USER = "OUTLAST_ETCD_USER"
     ETCD_PASSWORD = "OUTLAST_ETCD_PASSWORD"
     CHECKPOINT_EVERY = "OUTLAST_CHECKPOINT_EVERY"
-    """Interval between checkpoints, such as `300s` or `200 steps`."""
     CHECKPOINT_KEEP = "OUTLAST_CHECKPOINT_KEEP"
     CHECKPOINT_BEST = "OUTLAST_CHECKPOINT_BEST"
-    """Number of best checkpoints to keep, whether `min` or `max` is best, and the metric, such as `2 min val_loss`. Absent if
-    none are kept."""
+    """Which best checkpoints to keep: number, `min` or `max`, and metric, as in `2 min val_loss`. Unset if none are kept."""
     MEMORY = "OUTLAST_CHECKPOINT_MEMORY"
-    """A worker's memory for snapshots: `auto`, `off`, or a number of bytes; absent if an earlier version started the worker."""
+    """A worker's memory for snapshots: `auto`, `off`, or a number of bytes. Unset if an earlier version started the worker."""
     REPLICAS = "OUTLAST_CHECKPOINT_REPLICAS"
     """Number of other workers that hold a replica of state that only one rank has."""
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
-    """If `1`, the run goes back to an earlier step when a rank's state differs from most other ranks'."""
+    """If `1`, the run goes back to an earlier step when one rank's state differs from most other ranks' state."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
     """If `1`, metrics are also written to TensorBoard event files in the output."""
     MLFLOW = "OUTLAST_MLFLOW"
-    """URI of an MLflow server, or the path of its directory; `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
+    """URI of an MLflow server, or the path of its directory. `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
-    """Name of the experiment in MLflow, and of the project in Weights & Biases."""
+    """Name of the experiment in MLflow and of the project in Weights & Biases."""
 
     # For the agent only
     JOB_FILE = "OUTLAST_JOB_FILE"
@@ -163,42 +153,38 @@ class Env:
     CODE = "OUTLAST_CODE"
     """The command's working directory, where code from an archive or a store is unpacked."""
     SHARED = "OUTLAST_SHARED"
-    """Directory shared by the workers of one run on one machine, which records their code and data. Default: STATE."""
+    """Directory that the workers of one run share on one machine, with records of their code and data. Default: STATE."""
     CACHE = "OUTLAST_CACHE"
-    """Directory for data, models and environments, shared by all jobs on a machine. Default: `outlast` in $XDG_CACHE_HOME, else
-    in ~/.cache."""
+    """Directory of data, models and environments for all jobs on a machine. Default: `outlast` in $XDG_CACHE_HOME or ~/.cache."""
     NETRC = "OUTLAST_NETRC"
-    """Logins to web servers, in the format of ~/.netrc. Set in the shell or by a Secret."""
+    """Logins to web servers, in the format of ~/.netrc. The user sets it in the shell or with a Secret."""
     CACHE_SIZE = "OUTLAST_CACHE_SIZE"
-    """Size limit for the data, models and shards in CACHE, e.g. `200GiB`; see `prepare.data_cache_eviction`."""
+    """Size limit for the data, models and shards in CACHE, such as `200GiB` (see `prepare.data_cache_eviction`)."""
     PROBE_PORT = "OUTLAST_PROBE_PORT"
     """Port for `/healthz`, `/readyz` and `/metrics`; 0 or unset means any free port. On one machine, worker i adds i to it."""
     PYTHON = "OUTLAST_PYTHON"
-    """Path of the Python interpreter for training, unless it is the agent's."""
+    """Path of the Python interpreter for training. Default: the agent's interpreter."""
     STORE = "OUTLAST_STORE"
-    """URL of the job's output in a store; unset if the output is a directory."""
+    """URL of the job's output in a store. Unset if the output is a directory."""
     STAY = "OUTLAST_STAY"
-    """If `1`, this worker idles after the end of its run and never trains that run again (StatefulSets restart containers that
-    exit)."""
+    """If `1`, this worker idles after its run has ended, because a StatefulSet would restart a container that exits."""
     ADDRESS = "OUTLAST_ADDRESS"
-    """Address at which other workers reach this one. Default: 127.0.0.1, for workers on one machine."""
+    """Address at which other workers reach this worker. Default: 127.0.0.1, for workers on one machine."""
     NAMESPACE = "OUTLAST_NAMESPACE"
     """The pod's namespace, which is also part of pod 0's host name in OUTLAST_RENDEZVOUS."""
     FRESH = "OUTLAST_FRESH"
     """If `1`, the run starts from the beginning, even if another run with the same output has not ended."""
     POD = "OUTLAST_POD"
-    """Name of the pod."""
     NODE = "OUTLAST_NODE"
-    """Name of the worker's node; if unset, machines are distinguished by their boot id. Replicas go to other nodes."""
+    """Name of the worker's node. If unset, boot ids tell machines apart. Replicas go to other nodes."""
     ZONE = "OUTLAST_ZONE"
     """The node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Only the
-    operator sets this variable."""
+    """The pod's uid, which tells its reports on the Lease from those of an earlier pod of that name. Set only by the operator."""
     OWNER = "OUTLAST_OWNER"
     """This machine's fencing token in the run's store. A process that finds another token there is a zombie."""
     REVIVE = "OUTLAST_REVIVE"
-    """JSON list with the command that restarts the launcher when it cannot be reached."""
+    """Command, as a JSON list, that restarts the launcher when the launcher cannot be reached."""
 
 
 RESERVED_ENV = re.compile(
@@ -209,39 +195,35 @@ RESERVED_ENV = re.compile(
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""How to give pods S3 credentials if their nodes have no role, for error messages."""
+"""How to give S3 credentials to pods whose nodes have no role. Used in error messages."""
 
 
 class Pod:
     """Paths and ports in a worker's pod."""
 
     TRAINER = "trainer"
-    """Container that runs the agent."""
     CONTAINER = "worker"
-    """Container in other pods: dataset downloads, Spark, checks. In pods created by earlier versions, it also runs the agent."""
+    """Container of pods for dataset downloads, Spark and checks. In pods of earlier versions, it also runs the agent."""
     AGENT = (TRAINER, CONTAINER)
     USER = 1000
-    """User and group id of the processes in a pod."""
     CODE = "/workspace"
     DATA = "/data"
     MODELS = "/models"
     OUTPUT = "/out"
-    """Parent directory of all job outputs: each job writes to `/out/<job>`."""
+    """Parent directory of all job outputs. Each job writes to `/out/<job>`."""
     STATE = "/run/outlast"
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory with the job file, and with the local files of the submitter that the job refers to."""
+    """Directory of the job file and of the submitter's local files that it refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     INJECTED = "/opt/outlast-agent"
-    """Directory to which an init container copies the agent, for images without Outlast."""
+    """Directory to which an init container copies the agent if the image lacks Outlast."""
     SHIPPED = "/etc/outlast-code"
-    """Directory at which a code archive is mounted from a ConfigMap."""
     PROBE_PORT = 8080
     RENDEZVOUS_PORT = 29400
     LAST_PUSH_S = 30
-    """Seconds added to a pod's grace period: up to 10 s to finish the upload in progress, 10 s for the remaining files and the
-    log, 10 s to stop an upload that hangs."""
+    """Seconds added to a pod's grace period: 10 s each to finish the current upload, upload the rest, and stop a hung upload."""
 
 
 class Label:
@@ -253,7 +235,7 @@ class Label:
     GENERATION = f"{GROUP}/generation"
     RUN = f"{GROUP}/run"
     DATASET = f"{GROUP}/dataset"
-    """Label on a Job that downloads a dataset instead of training."""
+    """Label of a Kubernetes Job that downloads a dataset instead of training."""
     SETTING = f"args.{GROUP}/"
     """Prefix of labels named after arguments, such as `args.outlast.dev/batch: "128"`."""
 
@@ -262,31 +244,27 @@ class Annotation:
     """Annotations through which agents, pods and the operator communicate."""
 
     REPORT = f"{GROUP}/report"
-    """On a member's Lease: a `rendezvous.messages.Report` as JSON."""
+    """A `rendezvous.messages.Report` as JSON, on a member's Lease."""
     FRESH = f"{GROUP}/fresh"
-    """`true` on an ElasticJob that was submitted with --fresh."""
     PROGRESS = f"{GROUP}/progress"
-    """On a member's Lease: `{generation, step, steps, committed, snapshot, every, time}` as JSON; `steps` may be null,
-    `snapshot` and `every` are absent while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
+    """`{generation, step, steps, committed, snapshot, every, time}` as JSON, on a member's Lease. `steps` may be null; `snapshot`
+    and `every` are missing while there is no snapshot. The member of rank 0 adds `{goodput, lost, lostSteps}`."""
     JOB_FILE = f"{GROUP}/job-file"
-    """On a pod that the operator creates: the job file, as read by pods."""
     LEAVING_AT = f"{GROUP}/leaving-at"
-    """On a node that is about to go away, or on a worker's pod that must leave: the deadline, RFC 3339 in UTC."""
+    """Deadline (RFC 3339 in UTC) on a node that is about to go away, or on a worker's pod that must leave."""
     LEAVING_REASON = f"{GROUP}/leaving-reason"
-    """The reason for leaving, as one sentence. Set together with LEAVING_AT."""
     CORDONED = f"{GROUP}/cordoned"
-    """`true` on a node that the node watcher has cordoned. A node that was already cordoned does not get this annotation, and
-    stays cordoned."""
+    """`true` on a node that the node watcher has cordoned and may therefore uncordon."""
 
 
 class LeavingKind(enum.StrEnum):
-    """Values of the taint LEAVING: the reason why a node is about to go away."""
+    """Why a node is about to go away: the values of the taint LEAVING."""
 
     SPOT = "spot"
     REBALANCE = "rebalance"
     MAINTENANCE = "maintenance"
     UNKNOWN = ""
-    """No kind was given, or another version of Outlast gave one that this version does not know."""
+    """No kind was given, or this version does not know the given kind."""
 
     @classmethod
     def _missing_(cls, value: object) -> LeavingKind:
@@ -294,43 +272,35 @@ class LeavingKind(enum.StrEnum):
 
 
 LEAVING = f"{GROUP}/leaving"
-"""Key of the taint on a node that is about to go away, with effect NoSchedule. Its value is a `LeavingKind`."""
+"""Key of the NoSchedule taint on a node that is about to go away. Its value is a `LeavingKind`."""
 
 
 LEASE_S = 30.0
-"""A member is considered dead if it has not renewed its Lease for this many seconds."""
+"""A member counts as dead if it has not renewed its Lease for this many seconds."""
 RENEW_S = 10.0
-"""Interval between renewals of a member's Lease, in seconds."""
 MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
-"""Lease duration and renewal interval, in seconds, for worlds whose members watch each other and report a lost member at once."""
+"""Lease duration and renewal interval, in seconds, in worlds whose members watch each other and report a lost member."""
 RENEWALS_PER_S = 200
-"""Maximum Lease renewals per second for one job: with many workers, Leases are renewed less often and last longer. Kubernetes
-is tested with 500 per second for its nodes."""
+"""Maximum Lease renewals per second for one job; larger jobs renew less often. Kubernetes is tested with 500 for its nodes."""
 OPERATOR = "outlast-operator"
-"""Name of the operator's Deployment, account, roles and leader lease."""
 MANAGED_BY = f"{GROUP}/operator"
-"""Value of `managedBy` in jobs that the operator manages."""
 KUBERNETES = "kubernetes://"
-"""Scheme of the rendezvous endpoint if the operator coordinates; the ElasticJob's name follows."""
+"""Scheme of the rendezvous endpoint if the operator coordinates. The ElasticJob's name follows it."""
 ETCD = ("etcd://", "etcds://")
-"""Schemes of the endpoint if agents elect a coordinator through etcd, without and with TLS."""
+"""Schemes of the rendezvous endpoint, without and with TLS, if agents elect a coordinator through etcd."""
 Backend = Literal["auto", "etcd", "c10d"]
-"""Values of `rendezvous.backend` in a job file."""
 SCHEMES = {
     "c10d": {"": "c10d", "c10d": "c10d", "tcp": "c10d"},
     "etcd": {"": "etcd", "etcd": "etcd", "http": "etcd", "etcds": "etcds", "https": "etcds"},
 }
-"""For each backend, the schemes allowed in `rendezvous.endpoint`, mapped to those used in Env.RENDEZVOUS (see
-`rendezvous.transport`)."""
+"""Schemes allowed in `rendezvous.endpoint` for each backend, mapped to the schemes in Env.RENDEZVOUS."""
 OPERATOR_NAMESPACE = "outlast-system"
 CLUSTER_DOMAIN = "cluster.local"
-"""A cluster's DNS domain."""
 
 LONGEST_HOST = 63
 """Maximum length of a host name, a label value and a Service name (RFC 1123)."""
 MOST_WORKERS = 10_000
-"""Maximum number of workers in one job."""
 
 
 def worker_name(job: str, index: int) -> str:
@@ -339,12 +309,12 @@ def worker_name(job: str, index: int) -> str:
 
 
 LONGEST_NAME = LONGEST_HOST - len(worker_name("", MOST_WORKERS - 1))
-"""Maximum length of a job's name: its pods' names are derived from it and must be valid host names."""
+"""Maximum length of a job's name, from which its pods' host names are derived."""
 
 EVALUATE = "--evaluate"
 """Argument that makes a job's module evaluate its model instead of training it."""
 EVALUATED = "--checkpoint="
-"""Argument for the checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`. By default, the module decides."""
+"""Argument for the checkpoint to evaluate: `--checkpoint=best` or `--checkpoint=1200`. By default, the job's module decides."""
 
 # In a job's output directory
 CHECKPOINTS = "checkpoints"
@@ -352,42 +322,34 @@ LOGS = "logs"
 LEDGER = "ledger"
 METRICS = "metrics.jsonl"
 JOB_FILE = "job.yaml"
-"""The job file, without secrets."""
 PARAMETERS = "parameters.json"
-"""Settings of the run; see `training.parameters`."""
 TENSORBOARD = "tensorboard"
-"""Directory for TensorBoard event files: Outlast's go into `metrics/`, a script's go next to that subdirectory."""
+"""Directory of TensorBoard event files. Outlast's files are in its subdirectory `metrics/`."""
 TRACKING = ".tracking"
-"""Directory for the process that forwards metrics; see `tracking.follower_supervisor`."""
 WORK = "work"
-"""The training processes' working directory; see `prepare.workdir`."""
 WORKED = ".outlast-generation"
-"""File in WORK with the generation of the last rank 0 that ran there; written by `launch.training_process`."""
+"""File in WORK with the generation of the last rank 0 that ran there. `launch.training_process` writes it."""
 OWNER = ".owner"
 """Lock file of the launcher that uses this output. It contains the path of that launcher's state directory."""
 COMMIT = "COMMIT"
-"""Last file written to a checkpoint's directory: a checkpoint exists once this file does."""
+"""Last file written to a checkpoint's directory. A checkpoint exists once this file does."""
 
 # In a worker's state directory
 PROGRESS = "progress-{local_rank}.json"
-"""File with a process's progress; see `workerfiles.progress_file`."""
 PULSE = "pulse-{local_rank}.json"
-"""File with a process's heartbeat; see `workerfiles.progress_file.Pulse`."""
+"""Files of a process's progress and heartbeat (see `workerfiles.progress_file`)."""
 NEXT = "next-{local_rank}.json"
-"""File with a waiting process's place in the next world; see `workerfiles.next_world`."""
 ERROR = "error-{local_rank}.json"
-"""A failed training process's error: `{rank, generation, type, message, traceback, time}`; written by
-`launch.training_process`."""
+"""Error of a failed training process: `{rank, generation, type, message, traceback, time}`."""
 WORKER = "worker.json"
 """The agent's report: `{pid, state, reason, code, ranks, probes, still}`."""
 WORLD = "world.json"
-"""File with this worker's current world, written by its membership in the rendezvous."""
 NOTICE = "notice.json"
-"""File with `{kind: leave|call, reason, generation, deadline}`: the agent asks this worker to leave, or the coordinator calls
-for a new rendezvous, for `generation`. Training saves at the next step boundary and exits with 75."""
+"""`{kind: leave|call, reason, generation, deadline}` (see `workerfiles.notice_file`). Training saves at the next step boundary
+and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket on which the agent serves memory for snapshots; absent if it serves none. See `snapshots.server`."""
+"""Socket on which the agent serves memory for snapshots. It is missing if the agent serves none (see `snapshots.server`)."""
 
 
 def worker_log(index: int) -> str:
@@ -396,30 +358,29 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return a training process's name in the ledger. The name includes the worker, since a rank may move to another worker but
-    its files do not."""
+    """Return a training process's name in the ledger, which contains the worker, because a rank may move but its files do not."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"
 
 
 def checkpoint_name(step: int) -> str:
-    """Return the directory name for the checkpoint at `step`. Names sort by step."""
+    """Return the name of the checkpoint directory for a step. Names sort by step."""
     return f"step-{step:08d}"
 
 
 STAYS = "stays up and does nothing more"
-"""Suffix of the last log line from a worker that has ended and waits to be deleted."""
+"""Suffix of the last log line of a worker that has ended and waits to be deleted."""
 _END_LINE = re.compile(r"outlast \| worker (\S+): (?P<reason>.*) \(exit (?P<code>\d+|None)\)$")
 _START_LINE = re.compile(r"outlast \| (attempt \d+ of )?generation \d+: ")
 
 
 ECHO = "outlast echo | "
-"""Prefix of log lines that only repeat how another rank ended; log readers skip these lines."""
+"""Prefix of log lines that only repeat how another rank ended. Log readers skip these lines."""
 
 
 def start_line(generation: int, attempt: int, reason: str) -> str:
-    """Return the log line written when a worker's training processes start again, for a new world or another attempt."""
+    """Return the log line that marks a new start of a worker's training processes, for a new world or another attempt."""
     return f"outlast | {f'attempt {attempt} of ' if attempt else ''}generation {generation}: {reason}"
 
 

@@ -1,7 +1,7 @@
-"""Compares snapshot checksums to find ranks whose copy of the common state differs from the others'. Pure.
+"""Compares snapshot checksums to find ranks whose copy of the common state differs from the other ranks' copies. Pure.
 
-Under DDP all ranks have the same parameters and the same optimizer state, bit for bit. A worker's ranks share the work
-of copying and checksumming them, so there is one copy for each worker.
+Under DDP all ranks have the same parameters and optimizer state, bit for bit. Each worker has one copy, whose copying and
+checksumming its ranks share.
 """
 
 from __future__ import annotations
@@ -13,32 +13,26 @@ from collections.abc import Iterable, Mapping, Sequence
 from outlast.job import slow_ranks
 
 FEWEST = 3
-"""Minimum number of workers needed to tell which one is wrong."""
+"""Minimum number of workers needed to tell which copy is wrong."""
 WAYS_BACK = 3
-"""A run that would have to go back to about the same step this many times ends instead."""
+"""A run ends instead of going back to about the same step for the third time."""
 _KEYS = 20
-"""Maximum number of tensor names that are recorded."""
 
 
 def share(local_rank: int, turn: int, local_ranks: int) -> int:
-    """Return which share a worker's rank takes in the `turn`-th snapshot.
-
-    After as many snapshots as the worker has ranks, each rank has taken each share once.
-    """
+    """Return which share of the state a worker's rank takes in the `turn`-th snapshot. Each rank takes each share in turn."""
     return (local_rank + turn) % local_ranks
 
 
 def weight(worker: int, workers: int) -> int:
-    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal.
-
-    If one differs, the sum is not 0; if several do, it is 0 by chance once in 2**32. `worker` is the worker's position.
-    """
+    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal. The sum is
+    not 0 if one checksum differs, and 0 by chance once in 2**32 if several do. `worker` is the worker's position."""
     return 1 if worker < workers - 1 else 1 - workers
 
 
 @dataclasses.dataclass(frozen=True)
 class Copy:
-    """One rank's copy of one share of the state common to all ranks."""
+    """One rank's copy of one share of the state that all ranks have in common."""
 
     rank: int
     worker: int
@@ -50,15 +44,15 @@ class Copy:
 
 @dataclasses.dataclass(frozen=True)
 class Difference:
-    """Ranks that differ from the others."""
+    """Ranks whose copies of a share differ from the other ranks' copies."""
 
     ranks: tuple[Copy, ...]
-    """The copy that differs, if most others agree; otherwise all copies, since any may be the right one."""
+    """The copy that differs, if most others agree; otherwise all copies, because any of them may be right."""
     tensors: tuple[str, ...]
     copies: int
 
     def event(self, step: int, agreed: int) -> dict[str, object]:
-        """Return the ledger's fields. `agreed` is the step of the last snapshot in which all were equal, or 0 if unknown."""
+        """Return the fields of a ledger event. `agreed` is the step of the last snapshot with equal copies, or 0 if unknown."""
         who = {"rank": self.ranks[0].rank, "worker": self.ranks[0].worker, "node": self.ranks[0].node}
         everybody = who if len(self.ranks) == 1 else {"ranks": [each.rank for each in self.ranks]}
         about = {"tensors": self.tensors[:_KEYS], "copies": self.copies, "agreed": agreed}
@@ -76,7 +70,7 @@ class Difference:
 
 
 def differing(copies: Sequence[Copy]) -> list[Difference]:
-    """Return the differences between the copies of each share. Tensors of modules are listed before those of optimizers."""
+    """Return the differences between the copies of each share. Tensors of modules come before those of optimizers."""
     found: dict[tuple[int | None, int], list[str]] = {}
     """Tensor names, by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
@@ -99,13 +93,13 @@ def differing(copies: Sequence[Copy]) -> list[Difference]:
 
 
 def blamed(found: Sequence[Difference]) -> tuple[int, ...]:
-    """Return the ranks that differ from the majority; none unless every difference has a clear majority."""
+    """Return the ranks that differ from the majority. The result is empty unless every difference has a clear majority."""
     return () if any(len(each.ranks) > 1 for each in found) else tuple(sorted({each.ranks[0].rank for each in found}))
 
 
 def stuck(agreed: int, earlier: Iterable[tuple[int, int]]) -> bool:
-    """Return whether going back to step `agreed` again would not help, because the run has gone back to that step or a later one
-    too often. `earlier` lists where it went back to, as (generation, step)."""
+    """Return whether the run has gone back to step `agreed` or a later step too often. `earlier` lists the points to which the
+    run has gone back, as (generation, step)."""
     return sum(step >= agreed for _, step in earlier) >= WAYS_BACK - 1
 
 

@@ -1,4 +1,4 @@
-"""A training failure, as exchanged between processes. A plain dataclass: training processes have no pydantic."""
+"""A training failure, as processes exchange it. It is a plain dataclass because training processes have no pydantic."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from outlast.job.contract import FailureCause
 
 CATEGORIES = ("oom", "disk", "hang", "bits", "killed", "error")
 _INTERNAL = {"exclude": True}
-"""Metadata that tells pydantic to leave a field out of statuses: it is used only for decisions."""
+"""Metadata that tells pydantic to leave a field out of statuses, because only decisions use it."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Failure:
-    """The first failing process of the generation that failed last."""
+    """The first process that failed in the latest failed generation."""
 
     __pydantic_config__: ClassVar[dict[str, bool]] = {"populate_by_name": True}
 
@@ -28,29 +28,26 @@ class Failure:
     """One sentence, such as `rank 1 on worker 1 was killed by SIGKILL`."""
     cause: FailureCause = FailureCause.UNKNOWN
     traceback: str = ""
-    """The tail of the traceback, if any."""
     step: int | None = None
     generation: int = 0
     attempt: int = 0
-    """Which attempt of that generation failed: 0 before any restart by the members themselves, n after the nth."""
+    """The attempt of the generation that failed: 0 before any restart by the members themselves, n after their nth restart."""
     time: float = 0.0
     counted: bool = True
     node: str = ""
-    """The node of the worker's pod, on Kubernetes."""
     hung: bool = field(default=False, metadata=_INTERNAL)
     """True if the process was killed because it hung, unless it was stopped from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
-    """True if the worker's processes exited with 0, as if done, before other workers failed. If all the other failures are only
-    consequences, this exit is the cause."""
+    """True if the worker exited with 0 before other workers failed. Its exit is the cause if their failures are mere
+    consequences."""
     early: str = field(default="", metadata=_INTERNAL)
     """Type of an error that the worker's processes raised before their first step, and would raise again after a restart."""
     log_tail: str = field(default="", metadata={"validation_alias": "logTail"})
-    """The last lines of the worker's log; with several processes, only those of the failed one."""
+    """The last lines of the worker's log; with several processes, only the lines of the process that failed."""
 
     @property
     def start(self) -> tuple[int, int]:
-        """The generation and attempt in which the processes failed. Failures are counted in ascending order of this pair, at most
-        one per pair."""
+        """Generation and attempt in which the processes failed. At most one failure per pair is counted, in ascending order."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:
@@ -60,7 +57,7 @@ class Failure:
 
 
 def category(failure: Mapping[str, Any]) -> str:
-    """Return one of `CATEGORIES` for a failure's fields. There are few categories because each is a time series."""
+    """Return the entry of `CATEGORIES` for a failure's fields. There are few categories because each becomes a time series."""
     if reported := FailureCause(failure.get("cause") or ""):
         return str(reported)
     code = failure.get("code")

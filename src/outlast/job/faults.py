@@ -1,12 +1,10 @@
-"""Fault injection: kinds of faults, and their schedules.
-
-`outlast chaos` injects one fault, once or repeatedly; `outlast run --chaos FILE` and `outlast chaos FILE` carry out a schedule, a
-YAML list such as
+"""Fault injection, once or repeatedly (`outlast chaos`), or by a schedule (`outlast chaos FILE`, `outlast run --chaos FILE`),
+such as
 
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
 
-The backend injects the fault. Random choices come from a seed, so that repeating a command injects the same faults.
+The backend injects the fault. Random choices come from a seed, so repeating a command injects the same faults.
 """
 
 from __future__ import annotations
@@ -35,13 +33,12 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term with its grace
+"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, term with its grace
 period."""
 SLOW = (20, 0.4, 0.1)
-"""Parameters of `slow`: number of stops, seconds stopped each time, seconds running in between."""
+"""Parameters of `slow`: the number of stops, the seconds of each stop, and the seconds between two stops."""
 
 _POLL_S = 0.05
-"""Poll interval for jobs on this machine, in seconds."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -49,9 +46,8 @@ class Fault:
     """One fault. It is due once the job has reached both `at` and `step`, if they are set."""
 
     do: str
-    """One of `ACTIONS`."""
     worker: int | None = None
-    """Index of the worker; None for a random one."""
+    """Index of the worker; None for a random worker."""
     at: timedelta | None = None
     """Time since the run was submitted."""
     step: int | None = None
@@ -62,14 +58,14 @@ class Fault:
 
 
 def check(action: str) -> str:
-    """Return the action if it exists; raise OutlastError otherwise."""
+    """Return the action. Raises OutlastError if there is no such action."""
     if action not in ACTIONS:
         raise OutlastError(f"no fault {action!r}; choose one of {', '.join(ACTIONS)}")
     return action
 
 
 def load(path: Path) -> tuple[Fault, ...]:
-    """Read a schedule from a file. Raises OutlastError with all its mistakes."""
+    """Read a schedule from a file. Raises OutlastError with all mistakes in the schedule."""
     try:
         text = path.read_text()
     except FileNotFoundError:
@@ -80,7 +76,7 @@ def load(path: Path) -> tuple[Fault, ...]:
 
 
 def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
-    """Read a schedule from YAML text. Raises OutlastError with all its mistakes."""
+    """Parse a schedule from YAML text. Raises OutlastError with all mistakes in the schedule."""
     import yaml
 
     try:
@@ -124,7 +120,7 @@ def _fault(entry: object) -> Fault:
 
 
 def every(text: str) -> timedelta:
-    """Parse a duration given to `--every` or `at`: `15s`, `2m`. Raises OutlastError."""
+    """Parse a duration such as `15s` or `2m`. Raises OutlastError."""
     try:
         return units.duration(text)
     except ValueError as error:
@@ -132,8 +128,7 @@ def every(text: str) -> timedelta:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator seeded with the content of a schedule. The seed is explicit text instead of a repr, so that
-    renaming a class does not change the sequence."""
+    """Return a random generator seeded with a schedule's text, which stays the same if a class is renamed."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -141,10 +136,8 @@ def seed(faults: Sequence[Fault]) -> random.Random:
 def play(
     backend: Backend, name: str, faults: Sequence[Fault], rng: random.Random, *, say: Callable[[str], None] = lambda _: None
 ) -> Iterator[str]:
-    """Inject each fault in a schedule once, when it is due, and yield a sentence about it.
-
-    Stops after the last fault, or when the run stops or is replaced. Calls `say` when a cluster does not answer.
-    """
+    """Inject each fault in a schedule once, when it is due, and yield a sentence about it. Stops after the last fault, or when
+    the run stops or is replaced. Calls `say` when a cluster does not respond."""
     left = list(faults)
     run = backend.status(name).run
     while left and (status := _status(backend, name, run, say)) is not None:
@@ -165,10 +158,8 @@ def repeat(
     rng: random.Random,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[str]:
-    """Inject the same fault at an interval, starting now, and yield a sentence about each injection.
-
-    Stops after `times` faults, or when the run stops or is replaced.
-    """
+    """Inject the same fault at an interval, starting now, and yield a sentence about each injection. Stops after `times` faults,
+    or when the run stops or is replaced."""
     done = 0
     run = backend.status(name).run
     due = time.monotonic()
@@ -182,13 +173,11 @@ def repeat(
 
 
 def _pause_s(backend: Backend) -> float:
-    """Return the poll interval in seconds: a short one for this machine, the backend's for a cluster."""
     return _POLL_S if backend.poll_s < 1 else backend.poll_s
 
 
 def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -> JobStatus | None:
-    """Return the status of the run. Returns None once the run has stopped, or once a later run, which must not be harmed, has the
-    same name."""
+    """Return the status of the run; None if the run has stopped, or if a later run, which must not be harmed, has replaced it."""
     try:
         status = backoff.until_answered(lambda: backend.status(name), say, every_s=_pause_s(backend))
     except NotFound:
@@ -197,7 +186,7 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject one of several faults. If there is no target, e.g. while workers restart, the schedule continues."""
+    """Inject a fault. Without a target, e.g. while workers restart, return the reason instead, so that the schedule continues."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

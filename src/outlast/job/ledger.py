@@ -63,12 +63,10 @@ from typing import Any
 Event = dict[str, Any]
 
 TOGETHER_S = 1.0
-"""Steps that end within this time share one event: otherwise, 100 ms steps would write 1 kB per second, for months."""
+"""Seconds within which completed steps share one event. Otherwise, 100 ms steps would write 1 kB per second, for months."""
 _PIECE = 64 << 10
-"""How many bytes to read from a source at a time."""
 _UNSORTED = 1024
-"""How many events an event may be away from its chronological position in its file. Arbitrary: threads write a few events at
-once."""
+"""Maximum distance, in events, of an event from its chronological position in its file. Arbitrary."""
 
 
 class Ledger:
@@ -78,7 +76,6 @@ class Ledger:
         self._path, self._source = directory / f"{source}.jsonl", source
         self._lock = threading.Lock()
         self._steps: Event = {}
-        """The pending event, for completed steps that have not been written yet."""
         self._step_written = float("-inf")
         """Monotonic time of the last write of a step."""
         self._fd: int | None = None
@@ -91,10 +88,8 @@ class Ledger:
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event.
-
-        `waited_s` and `copied_s` are the seconds that the step spent waiting for data and copying its state into memory.
-        """
+        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event. The
+        step spent `waited_s` seconds waiting for data and `copied_s` seconds copying its state into memory."""
         with self._lock:
             last = self._steps
             if last and (last["generation"], last["step"]) != (generation, step - 1):
@@ -115,7 +110,7 @@ class Ledger:
                 self._append(event)
 
     def close(self) -> None:
-        """Write pending steps, and close the file."""
+        """Write the pending event, and close the file."""
         with self._lock:
             self._flush()
             if self._fd is not None:
@@ -149,9 +144,7 @@ Source = Callable[[], Iterable[bytes]]
 
 
 class Events:
-    """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory, and skips a last line
-    that was torn when its writer was killed.
-    """
+    """A ledger's events in chronological order. Each iteration reads the files again, in bounded memory."""
 
     def __init__(self, sources: Iterable[Source]) -> None:
         self._sources = tuple(sources)
@@ -159,7 +152,7 @@ class Events:
         """Number of lines that the latest iteration has skipped so far because they were torn, damaged, or not events."""
 
     def merged(self, entries: Iterable[Event]) -> Events:
-        """Return these events together with entries from elsewhere."""
+        """Return these events merged with `entries`."""
         text = [json.dumps(entry).encode() + b"\n" for entry in entries]
         return Events((*self._sources, lambda: text))
 
@@ -218,8 +211,8 @@ def lines(pieces: Iterable[bytes]) -> Iterator[bytes]:
 
 
 def _sorted(events: Iterable[Event], number: int) -> Iterator[tuple[float, int, int, Event]]:
-    """Yield the events from source `number` in chronological order, each with its sort key. If the clock was set back, an event
-    may be out of order by more than `_UNSORTED` events; it is then given the time of the event before it."""
+    """Yield the events from source `number` in order, each with its sort key. If the clock was set back, an event may be out of
+    order by more than `_UNSORTED` events; it then gets the time of the event before it."""
     waiting = deque[tuple[float, int, int, Event]]()
     last = float("-inf")
 

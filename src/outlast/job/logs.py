@@ -1,4 +1,4 @@
-"""Lines of workers' logs, wherever a job runs, and the lines of the attempt before the last."""
+"""Lines of workers' logs, wherever a job runs."""
 
 from __future__ import annotations
 
@@ -22,8 +22,7 @@ class LogLine:
 
 
 def previous_attempt(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the lines from each worker's second-to-last attempt, or the last `tail` of them, in order. Every attempt but the
-    first begins with a `contract.start_line`. Raises NotFound."""
+    """Return the last `tail` lines, or all lines, of each worker's second-to-last attempt, in order. Raises NotFound."""
     last: dict[int, list[tuple[int, LogLine]]] = {}
     before: dict[int, list[tuple[int, LogLine]]] = {}
     for number, line in enumerate(lines):

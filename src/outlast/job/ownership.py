@@ -1,8 +1,5 @@
-"""Ownership of cluster objects and store locations, so that no command replaces or deletes somebody else's work. Pure.
-
-Labels mark an object as Outlast's. A command may use a location in a store if the location is empty or contains the command's
-own mark, such as a manifest.
-"""
+"""Ownership of cluster objects, by labels, and of store locations, so that no command replaces or deletes somebody else's work. A
+location may be used if it is empty or contains the command's own mark, such as a manifest. Pure."""
 
 from __future__ import annotations
 
@@ -13,7 +10,7 @@ from outlast.base.errors import OutlastError, Taken
 from outlast.job.contract import Label
 
 _OURS = ("app.kubernetes.io/part-of", "app.kubernetes.io/managed-by")
-"""Labels whose value is `outlast` on our objects; some objects have only one of them."""
+"""Labels whose value is `outlast` on Outlast's objects. Some objects have only one of the two."""
 
 
 def owned(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
@@ -23,7 +20,7 @@ def owned(document: Mapping[str, Any], labels: Mapping[str, str] = {}) -> bool:
 
 
 def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *, instead: str) -> None:
-    """Raise Taken for an existing object unless it was created by Outlast and has these labels; `instead` is the remedy."""
+    """Raise Taken unless an existing object was created by Outlast and has these labels. `instead` is the remedy in the error."""
     if existing is None or owned(existing, labels):
         return
     meta = existing["metadata"]
@@ -35,7 +32,8 @@ def check(existing: Mapping[str, Any] | None, labels: Mapping[str, str] = {}, *,
 def check_place(
     place: str, names: Iterable[str], mark: str | None, expected: str = "", *, instead: str = "choose a new or empty place"
 ) -> None:
-    """Raise OutlastError unless a location is empty or its `mark` equals `expected`. `mark` is None if it has none."""
+    """Raise OutlastError unless a location in a store is empty or its `mark` equals `expected`. `mark` is None if the location
+    has no mark."""
     if mark is None and (first := min(names, default="")):
         raise OutlastError(f"{place} holds other files ({first}); {instead}")
     if mark not in (None, expected):

@@ -1,7 +1,6 @@
-"""A job's metrics for Prometheus: a table of their names, types, labels and units, and the text format that workers serve.
+"""A job's Prometheus metrics: a table of their names, types, labels and units, and the text format that workers serve.
 
-The operator and the agents expose only the metrics in `TABLE`, and the alerts and the dashboard
-(`kubernetes/manifests/installed/monitoring.yaml`) use no others. docs/reference/metrics.md documents them. Names follow
+The operator and the agents expose only the metrics in `TABLE`, from which docs/reference/metrics.md is made. Names follow
 Prometheus' conventions: base units, and `_total` for counters. https://prometheus.io/docs/practices/naming/
 """
 
@@ -23,7 +22,7 @@ class Metric:
 
     name: str
     type: str
-    """gauge | counter | histogram | summary; a summary has a sum and a count, and no quantiles."""
+    """gauge | counter | histogram | summary. A summary has a sum and a count, but no quantiles."""
     labels: tuple[str, ...]
     help: str
     source: str
@@ -88,11 +87,10 @@ Sample = tuple[str, Mapping[str, object], Value]
 """A metric's name without the prefix, its labels besides the common ones, and its value."""
 
 _ESCAPED = str.maketrans({"\\": r"\\", '"': r"\"", "\n": r"\n"})
-"""Escape sequences in label values."""
 
 
 def exposition(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
-    """Return samples in Prometheus' text format, each with the `common` labels added."""
+    """Return samples in Prometheus' text format, with the `common` labels added to each sample."""
     lines = []
     for name, of_name in itertools.groupby(sorted(samples, key=lambda sample: sample[0]), key=lambda sample: sample[0]):
         metric = METRICS[f"{PREFIX}{name}"]
@@ -105,5 +103,5 @@ def exposition(samples: Iterable[Sample], common: Mapping[str, str]) -> str:
 
 
 def _exact(value: float) -> str:
-    """Format a number with all its digits: step counts of long runs have more than six."""
+    """Format a number with all its digits, because step counts of long runs have more than six."""
     return str(int(value)) if float(value).is_integer() else repr(float(value))

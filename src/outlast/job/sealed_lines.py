@@ -1,14 +1,13 @@
 """Lines between a member and the coordinator, authenticated with the run's key.
 
-Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256 over the direction, a counter and the line, keyed
-by the run's key and both nonces. Without the key, nobody can write, replay or reflect a line. Lines are not encrypted, since
-reports are not secret.
+Each side sends a nonce in the clear. Every later line carries an HMAC-SHA256 over the direction, a counter and the line, keyed by
+the run's key and both nonces, so nobody without the key can write, replay or reflect a line. Nothing is encrypted.
 
     member <-> coordinator  {"nonce": "..."}
     then each side          <64 hex digits> {"report": ...}
 
-Used by `rendezvous.transports.sockets` and `rendezvous.mesh`; in the mesh, the accepting side is the "decider". Lines on a Unix
-socket are plain, since only its user can open it.
+`rendezvous.transports.sockets` and `rendezvous.mesh` use these lines; in the mesh, the accepting side is the "decider". Lines on
+a Unix socket are plain, because only its user can open it.
 """
 
 from __future__ import annotations
@@ -25,7 +24,7 @@ from outlast.job.contract import Env
 
 Side = Literal["decider", "member"]
 LONGEST_NONCE = 256
-"""Maximum length of the line that contains a nonce, in bytes."""
+"""Maximum length in bytes of the line with a nonce."""
 _OTHER: dict[Side, Side] = {"decider": "member", "member": "decider"}
 _DIGITS = 64
 
@@ -35,10 +34,11 @@ class Forged(ValueError):
 
 
 def key(environ: Mapping[str, str]) -> bytes:
-    """Return a run's key: the one from a Secret or the launcher, or else one derived from the job. Empty under plain torchrun.
+    """Return a run's key: the one from a Secret or the launcher, or else one derived from the job. It is empty under plain
+    torchrun.
 
-    Pods that meet at worker 0 all have the same job file, so it serves as the secret. Other jobs may change while they run, so
-    their key is derived from the run's name.
+    The derived key is a digest of the job file if pods meet at worker 0, otherwise of the run's name, because other job files may
+    change during a run.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -49,13 +49,12 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """From the run's key, derive a key for a purpose other than the coordinator's lines. Lines sealed with one key are invalid
-    under the other."""
+    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 
 class Plain:
-    """Unsealed lines."""
+    """Passes lines on unsealed."""
 
     def sealed(self, line: bytes) -> bytes:
         return line + b"\n"
@@ -65,7 +64,7 @@ class Plain:
 
 
 class Seal(Plain):
-    """One side of a connection that carries sealed lines."""
+    """Seals and verifies the lines of one side of a connection."""
 
     def __init__(self, key: bytes, side: Side, *, own: str, peer: str) -> None:
         nonces = (own, peer) if side == "decider" else (peer, own)
@@ -79,7 +78,7 @@ class Seal(Plain):
         return self._digits(self._side, self._written, line) + b" " + line + b"\n"
 
     def opened(self, line: bytes) -> bytes:
-        """Verify and unwrap a sealed line. Raises Forged."""
+        """Verify a sealed line, and return its content. Raises Forged."""
         self._read += 1
         digits, rest = line[:_DIGITS], line[_DIGITS + 1 :].rstrip(b"\n")
         if not hmac.compare_digest(digits, self._digits(_OTHER[self._side], self._read, rest)):

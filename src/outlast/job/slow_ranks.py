@@ -1,7 +1,5 @@
-"""Finds slow ranks, those whose own time per step (`training.own_time`) exceeds the others'. Pure.
-
-Under DDP, fast ranks wait for slow ones, so steps take equally long on all ranks, and only their own times differ.
-"""
+"""Finds slow ranks: those whose own time per step (`training.own_time`) is longer than the other ranks' time. Under DDP, fast
+ranks wait for slow ranks, so only their own times differ, not their steps' durations. Pure."""
 
 from __future__ import annotations
 
@@ -12,14 +10,15 @@ from collections.abc import Mapping, Sequence
 from outlast.base import units
 
 Window = Sequence[tuple[float, float]]
-"""The median of each rank's own time per step in one window, and that median's standard error, in seconds; 0 if unknown."""
+"""Median of each rank's own time per step in one window, and that median's standard error, in seconds; 0 if unknown."""
 
 WINDOWS = 3
-"""How many consecutive windows a rank must be above the limit to count as slow. Bursts of other load are shorter."""
+"""Number of consecutive windows in which a rank must be above the limit to count as slow. Bursts of other load are shorter."""
 LIMIT = 0.15
-"""Minimum excess over the other ranks, as a fraction. It is below 0.2 because a rank slowed by a fifth may measure less."""
+"""Minimum excess over the other ranks, as a fraction. It is below 0.2 because a rank slowed down by a fifth may measure less."""
 LEAST_S = 1e-3
-"""Minimum difference in seconds. Rank 0 writes the ledger and metrics, which matters only if steps take a few milliseconds."""
+"""Minimum difference in seconds. Rank 0 also writes the ledger and metrics, which matters only for steps of a few
+milliseconds."""
 _UNEVEN, _CERTAIN = 0.05, 4.0
 """The mean excess must be above `_UNEVEN` by `_CERTAIN` standard errors: healthy machines differ, and busy ones fluctuate."""
 
@@ -31,11 +30,10 @@ def measured(samples: Sequence[float]) -> tuple[float, float]:
 
 
 def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int, float]) -> dict[int, float]:
-    """Return the slow ranks, each with its excess: the fraction by which its own time exceeds the others' median, such as 0.25.
+    """Return the slow ranks, each with its excess over the other ranks' median own time, as a fraction such as 0.25.
 
-    `windows` are the latest ones. `named` is the previous result: a rank in it stays named, with that excess, while it is
-    above the limit in one of the windows. `work` is the amount of work per step for each rank, in any unit; a rank with more work
-    than the others may take proportionally longer.
+    `windows` are the latest windows. A rank in `named`, the previous result, stays in the result while it is above the limit in
+    any window. `work` is each rank's amount of work per step, in any unit; a rank with more work may take proportionally longer.
     """
     slow = {}
     for rank in range(len(work)):
@@ -53,8 +51,8 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the fraction by which a rank's own time exceeds the other ranks' median, scaled up if this rank has more work, and
-    that fraction's standard error."""
+    """Return the fraction by which a rank's time exceeds the other ranks' median, adjusted for its work, and its standard
+    error."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:
@@ -73,8 +71,8 @@ def place(worker: int, node: str) -> str:
 
 
 def sentence(rank: int, share: float, where: str) -> str:
-    """Return a sentence about a rank whose own time exceeds the others' by the fraction `share` or, if `share` is 0, no longer
-    does."""
+    """Describe a rank whose own time exceeds the other ranks' time by the fraction `share`, or that is no longer slow if `share`
+    is 0."""
     if not share:
         return f"rank {rank} ({where}) is as fast as the others again"
     return f"rank {rank} ({where}) is slow: its own time per step is {units.percent(share)} above the others'"

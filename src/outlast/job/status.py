@@ -1,8 +1,5 @@
-"""A job's status, during and after its run: one document, written by the coordinator.
-
-On this machine the launcher writes it to `status.json`; on Kubernetes it is the job's `.status`. Times are seconds since the
-epoch (UTC).
-"""
+"""A job's status, during and after its run: one document, written by the coordinator. On this machine it is `status.json`, on
+Kubernetes the job's `.status`. Times are seconds since the epoch (UTC)."""
 
 from __future__ import annotations
 
@@ -18,19 +15,19 @@ from outlast.job.failure import Failure
 
 
 class State(enum.StrEnum):
-    """A job's state. The last three are final until the job is run again."""
+    """A job's state. The last three states are final until the job is run again."""
 
     PENDING = "Pending"
     QUEUED = "Queued"
-    """The job waits in a queue to be admitted; any earlier training is saved."""
+    """The job waits in a queue to be admitted. Any earlier training is saved."""
     RUNNING = "Running"
     RESIZING = "Resizing"
-    """After a planned change: the world has saved its state and forms again. No step is lost."""
+    """The world has saved its state after a planned change and forms again. No step is lost."""
     RESTARTING = "Restarting"
-    """After a failure: the world forms again, from the newest checkpoint."""
+    """The world forms again after a failure, from the newest checkpoint."""
     SUSPENDED = "Suspended"
     INTERRUPTED = "Interrupted"
-    """Training stopped early (Ctrl-C, a machine that goes away, a lost launcher); `outlast run` resumes it."""
+    """Training stopped early (Ctrl-C, a machine that goes away, a lost launcher). `outlast run` resumes it."""
     SUCCEEDED = "Succeeded"
     FAILED = "Failed"
     CANCELLED = "Cancelled"
@@ -42,12 +39,12 @@ class State(enum.StrEnum):
 
     @property
     def active(self) -> bool:
-        """True if a process drives the job, which has not ended and is neither suspended nor interrupted."""
+        """True if the job has not ended and is neither suspended nor interrupted. A process then drives the job."""
         return not self.final and self not in (State.SUSPENDED, State.INTERRUPTED)
 
     @property
     def trains(self) -> bool:
-        """True if the job is training, and therefore has a rate."""
+        """True if the job trains, and therefore has a rate."""
         return self in (State.RUNNING, State.RESIZING)
 
 
@@ -80,38 +77,34 @@ class WorkerStatus(_Model):
 
     index: int
     state: str = "starting"
-    """starting | fetching | waiting | training | leaving | done | gone; for pods also pending | running | failed"""
+    """starting | fetching | waiting | training | leaving | done | gone; pods can also be pending | running | failed"""
     pid: int | None = None
     ranks: list[RankStatus] = Field(default_factory=list)
     restarts: int = 0
     probes: str | None = None
-    """Address of `/healthz`, `/readyz` and `/metrics`."""
     pod: str = ""
-    """Name of the worker's pod, on Kubernetes."""
     node: str = ""
-    """Name of the pod's node."""
     step: int | None = None
-    """Number of completed steps, if the individual processes' steps are unknown."""
+    """Number of completed steps, if the steps of individual processes are unknown."""
     reason: str = ""
     """Why the worker waits, where it hangs, or how it ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank, if that rank's own time per step exceeds the others'; also in `warnings`."""
+    """A sentence about the worker's slowest rank, if that rank is slow (`job.slow_ranks`). It is also in `warnings`."""
     differs: str = ""
-    """A sentence about one of the worker's ranks whose copy of the common state differs from the others'; also in `warnings`."""
+    """A sentence about a rank whose copy of the common state differs from the other ranks' copies. It is also in `warnings`."""
 
     @property
     def suspicions(self) -> list[str]:
-        """The sentences about ranks that are slow or that differ."""
+        """Sentences about ranks that are slow or that differ."""
         return [sentence for sentence in (self.slow, self.differs) if sentence]
 
 
 class BestStatus(_Model):
-    """The best committed checkpoint."""
+    """The best committed checkpoint, by the metric `by`."""
 
     step: int
     value: float
     by: str = ""
-    """Name of the metric."""
 
 
 class CheckpointStatus(_Model):
@@ -122,7 +115,7 @@ class CheckpointStatus(_Model):
     time: float
     bytes: int = 0
     best: BestStatus | None = None
-    """The best retained checkpoint, if the script logs the metric that defines it; only for jobs on this machine."""
+    """The best retained checkpoint, if the script logs the metric. Only set for jobs on this machine."""
 
 
 class SnapshotStatus(_Model):
@@ -134,12 +127,10 @@ class SnapshotStatus(_Model):
 
 
 class SavedStatus(_Model):
-    """The newest file or directory whose name looks like a checkpoint of a plain script."""
+    """The newest file or directory of a plain script whose name looks like a checkpoint."""
 
     name: str
-    """Path within the output."""
     step: int | None = None
-    """The step in its name."""
     time: float
 
 
@@ -148,30 +139,23 @@ class StoreStatus(_Model):
 
     url: str
     step: int = 0
-    """Step of the newest checkpoint in the store."""
     pushed: float | None = None
-    """When everything was last uploaded, in seconds since the epoch; None if it never was."""
+    """When everything was last uploaded; None if it never was."""
     since: float | None = None
     """When uploads began to fail; None while they succeed."""
     error: str = ""
-    """Why uploads fail."""
     backlog: int = 0
-    """Bytes of checkpoints that are not in the store yet."""
     doing: str = ""
-    """The upload in progress."""
 
 
 class LostStatus(_Model):
     """Training time lost to failures: detecting them, re-forming the world, restoring, and repeating steps."""
 
     failures: int
-    """Number of failures that training has recovered from."""
     seconds: float
-    """Cost of all these failures, in seconds."""
     last_s: float
-    """Cost of the last failure, in seconds."""
+    """Seconds that the last failure cost."""
     generation: int = -1
-    """Generation of the world that the last failure ended."""
     up_to: bool = False
     """True if the costs are upper bounds, because the time of a fault is unknown."""
 
@@ -181,15 +165,13 @@ class JobStatus(_Model):
 
     name: str
     namespace: str = ""
-    """Namespace of a job in a cluster."""
     run: str
     state: State = State.PENDING
     reason: str = ""
     """The last decision as a sentence, as in the log and the ledger."""
     waits: str = ""
-    """While the job waits, `reason` without the remaining seconds, which would change constantly."""
+    """While the job waits, `reason` without the remaining seconds, which change constantly."""
     end: End = End.UNKNOWN
-    """Why the job ended for good, if it has ended."""
     replicas: int = 0
     min: int = 0
     max: int = 0
@@ -197,45 +179,39 @@ class JobStatus(_Model):
     world: list[int] = Field(default_factory=list)
     """Worker indices in rank order; empty while the job has no world."""
     processes: int = 1
-    """Number of training processes per worker."""
     step: int = 0
     steps: int | None = None
-    """Total steps of the run, if training reports them."""
     epoch: int | None = None
-    """The epoch whose steps `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
+    """The epoch in which `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
-    """Where the step comes from: `session`, `script` (`outlast.training.progress`) or `log` (parsed from log lines); empty if
-    there is none yet. `data` means that the job downloads data and has no steps."""
+    """Source of the step: `session`, `script` (`outlast.training.progress`), `log` (parsed from log lines), or empty if there is
+    no step yet. `data` means that the job downloads data and has no steps."""
     rate: float | None = None
-    """Recent rate, in steps per second."""
     restarts: int = 0
     """Number of counted failures since the start of the run."""
     interruptions: int = 0
     checkpoint: CheckpointStatus | None = None
     snapshot: SnapshotStatus | None = None
     metrics: dict[str, float] = Field(default_factory=dict)
-    """The last values passed to `run.log`, including their `step`; only for jobs on this machine."""
+    """The last values passed to `run.log`, including their `step`. Only set for jobs on this machine."""
     saved: SavedStatus | None = None
-    """The newest checkpoint of a plain script, guessed from file names."""
     failure: Annotated[Failure | None, Field(validation_alias=AliasChoices("lastFailure", "failure"))] = None
-    """The last failure; `lastFailure` in an ElasticJob's status."""
+    """The last failure. In an ElasticJob's status it is called `lastFailure`."""
     warnings: list[str] = Field(default_factory=list)
     """Problems that training survives, e.g. a save that found the disk full."""
     workers: list[WorkerStatus] = Field(default_factory=list)
     goodput: float | None = None
     """Share of the wall time spent on steps whose results were kept, from 0 to 1."""
     lost: LostStatus | None = None
-    """Cost of failures so far; None before the first failure. For jobs in a cluster always None: use `outlast report`."""
+    """Cost of failures so far; None before the first failure, and always for jobs in a cluster (use `outlast report`)."""
     output: str = ""
     file: str = ""
     """Path of the job file, for jobs on this machine; empty if the file is gone."""
     command: str = ""
-    """The command that runs the job again, if it differs from `outlast run FILE`: for a script on this machine."""
+    """The command that runs the job again, if it differs from `outlast run FILE`, as for a script on this machine."""
     store: StoreStatus | None = None
-    """Progress of uploads to the output's store, if it has one."""
     launcher: int | None = None
-    """Process id of the launcher, for jobs on this machine."""
     submitted: float = 0.0
     started: float | None = None
     finished: float | None = None
@@ -243,14 +219,14 @@ class JobStatus(_Model):
 
     @property
     def again(self) -> str:
-        """The command that runs the job again, or continues the job if it has not succeeded."""
+        """The command that runs the job again, or continues it if it has not succeeded."""
         if self.command:
             return self.command
         return f"outlast run {shlex.quote(self.file)}" if self.file else "outlast run FILE"
 
     @property
     def from_step(self) -> str:
-        """` from step 10`, if the job has a checkpoint to continue from; otherwise empty."""
+        """` from step 10` if the job has a checkpoint to continue from; otherwise empty."""
         return f" from step {self.checkpoint.step}" if self.checkpoint else ""
 
     @property
@@ -265,8 +241,8 @@ class JobStatus(_Model):
 
     @property
     def eta_s(self) -> float | None:
-        """Estimated seconds until the last step, at the recent rate. None if the job does not train, or its last step or rate is
-        unknown."""
+        """Estimated seconds until the last step, at the recent rate; None if the job does not train or the estimate is
+        impossible."""
         if self.steps is None or not self.rate or not self.state.trains:
             return None
         return max(0.0, (self.steps - self.step) / self.rate)

@@ -44,8 +44,8 @@ def install(
 ) -> None:
     """Install Outlast in a cluster, or update it.
 
-    This applies the definition of ElasticJob, a namespace, the operator and its rights. Doing it again changes nothing. The same
-    documents are in deploy/, for kustomize (kubectl apply -k deploy), and in deploy/chart, for Helm.
+    This applies the definition of ElasticJob, a namespace, the operator and its rights. Running it again changes nothing. The
+    same documents are in deploy/, for kustomize (kubectl apply -k deploy), and in deploy/chart, for Helm.
 
     With --node-watch, each AWS node is watched for notices: see outlast node-watch --help. The watcher runs in the namespace
     outlast-node-watch, with the host's network.

@@ -1,7 +1,4 @@
-"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd.
-
-The command only reads members' and coordinators' keys (`rendezvous.etcd.client.look`).
-"""
+"""`outlast rdzv show`: showing the rendezvous of runs that coordinate through etcd. The command only reads keys."""
 
 from __future__ import annotations
 
@@ -111,7 +108,6 @@ def facts(run: Run) -> dict[str, Any]:
 
 
 def _look(client: Etcd, run: str | None) -> list[Run]:
-    """Return all runs, or only `run`. Raises NotFound, EtcdError."""
     from outlast.rendezvous.etcd import client as etcd
 
     runs = etcd.look(client, run)
@@ -155,7 +151,6 @@ def _world(run: Run) -> str:
 
 
 def _decides(run: Run) -> str:
-    """Return the coordinator's name for users; empty if there is none."""
     if run.coordinator is None:
         return ""
     who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"

@@ -72,10 +72,8 @@ def render(
 
 
 def text(documents: Sequence[dict[str, Any]]) -> str:
-    """Format documents as a YAML stream, with keys in their original order and multi-line strings as blocks.
-
-    Strings that kubectl's YAML, unlike PyYAML, would parse as numbers or booleans (`5e-5`, `y`) are quoted.
-    """
+    """Format documents as a YAML stream, with keys in their original order and multi-line strings as blocks. Strings that
+    kubectl's YAML, unlike PyYAML, would parse as numbers or booleans (`5e-5`, `y`) are quoted."""
     import yaml
 
     class Dumper(yaml.SafeDumper):

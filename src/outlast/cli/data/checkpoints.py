@@ -112,7 +112,7 @@ def show_(
 ) -> None:
     """Show a checkpoint and its files.
 
-    Shows the newest checkpoint, the best, or the one of --step.
+    Shows the newest checkpoint unless --best or --step is given.
 
     \b
     Examples:
@@ -156,9 +156,9 @@ def verify(
     context: ContextOption = None,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Check that checkpoints are whole.
+    """Check that checkpoints are undamaged.
 
-    Reads all checkpoints, or the one of --step, on this machine and in the store, and compares every file with its checksum.
+    Reads all checkpoints, or that of --step, on this machine and in the store, and compares every file with its checksum.
     The exit code is 1 if a checkpoint is damaged. A checkpoint that the training removes meanwhile, because of checkpoint.keep,
     does not count.
 
@@ -229,8 +229,8 @@ def restore(
 ) -> None:
     """Download a checkpoint from the store.
 
-    Downloads the newest undamaged checkpoint, the best, or the one of --step. Every file is verified. A valid checkpoint of the
-    same step on this machine is kept.
+    Downloads the newest undamaged checkpoint unless --best or --step is given. Every file is verified. If this machine has a
+    valid checkpoint of the same step, it is kept.
 
     \b
     Examples:
@@ -289,9 +289,9 @@ def export(
 ) -> None:
     """Write the weights in a checkpoint to a file.
 
-    The file can be read with torch.load(FILE, weights_only=True) or with safetensors. The weights are those of the newest
-    checkpoint, the best, or the one of --step; if it is only in a store, it is downloaded first. --key is needed if the
-    training has saved several modules. Needs torch.
+    The file can be read with torch.load(FILE, weights_only=True) or with safetensors. The weights come from the
+    newest checkpoint unless --best or --step is given. A checkpoint that is only in a store is downloaded first. --key is needed
+    if the training has saved several modules. Needs torch.
 
     \b
     Examples:
@@ -307,7 +307,7 @@ def export(
         size = saved.there.bytes if saved.there and not saved.here else 0
         with transfer_progress.transfer("received", size) as (progress, stop):
             found = job.fetched(saved, Path(directory), progress=progress, stop=stop)
-        # in a separate process, since importing torch takes seconds
+        # in a separate process, because importing torch takes seconds
         command = [sys.executable, "-m", "outlast", "weights", str(found.path), str(to), key]
         if code := subprocess.run(command, check=False).returncode:
             raise typer.Exit(code)
@@ -328,8 +328,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints, on this machine and in the store.
 
-    The newest checkpoints are kept, the best if they have a metric, and any that are being read. On a terminal, the command
-    asks first.
+    The newest checkpoints are kept, as are the best if they have a metric, and any that are being read. On a terminal, the
+    command asks first.
 
     \b
     Examples:

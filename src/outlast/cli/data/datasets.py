@@ -107,7 +107,8 @@ def get(
 
 
 def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
-    """Show how many of the missing bytes have arrived. Bytes from earlier commands would inflate the rate and do not count."""
+    """Show how many of the missing bytes have arrived. Bytes from earlier commands do not count, because they would inflate the
+    rate."""
     first: list[int] = []
 
     def progress(done: int, total: int) -> None:

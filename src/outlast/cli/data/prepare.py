@@ -1,9 +1,5 @@
-"""`outlast data prepare` makes shards from raw files, in a directory or a store. `outlast data verify` checks every byte of a
-dataset.
-
-`data.prepare` does the work. A dataset for a store is first made in a work directory. Then its shards are uploaded, and finally
-the manifest.
-"""
+"""`outlast data prepare` makes shards from raw files; `outlast data verify` checks every byte of a dataset. A dataset for a store
+is made in a work directory. Then its shards are uploaded, and finally the manifest."""
 
 from __future__ import annotations
 
@@ -97,7 +93,7 @@ class How:
 
 
 def _kind(made: Callable[..., None]) -> None:
-    """Add the command for a kind of dataset. The help shows the kind's own options after --to, before the shared options."""
+    """Add the command for a kind of dataset. Its help shows the kind's own options after --to, before the shared options."""
     source, to, *others = inspect.signature(How, eval_str=True).parameters.values()
     _, *own = inspect.signature(made, eval_str=True).parameters.values()
 

@@ -24,7 +24,6 @@ if TYPE_CHECKING:
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
-"""Maximum number of paths listed for each kind of change."""
 
 
 def sync(
@@ -95,7 +94,7 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Return whether the directory is the source, its path, and the URL of the other side, which may be a directory too."""
+    """Return whether the directory is the source, its path, and the URL of the other side, which may also be a directory."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -135,7 +134,7 @@ def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
 
 
 def shown(path: str) -> str:
-    """Format a path on one line, even with control characters."""
+    """Format a path on one line, even if it contains control characters."""
     return path if path.isprintable() else repr(path)
 
 

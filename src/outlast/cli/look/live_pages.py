@@ -1,7 +1,5 @@
-"""The server and pages of `outlast ui`: the job list, a job, a worker's log. All are read-only.
-
-A job's page is the one from `outlast report -o html`, below the notebook panel. See docs/decisions/0068-the-live-page.md.
-"""
+"""The server and the read-only pages of `outlast ui`: the job list, a job (the notebook panel above the page of `outlast report
+-o html`), a worker's log. See docs/decisions/0068-the-live-page.md."""
 
 from __future__ import annotations
 
@@ -61,7 +59,7 @@ class Pages:
     """The pages for one backend's jobs."""
 
     def __init__(self, place: Backend, *, pause_s: Callable[[float], float] = lambda took_s: max(5.0, 20 * took_s)) -> None:
-        """`pause_s` returns the minimum seconds between two builds of a report, given how many seconds the last one took."""
+        """`pause_s` returns the minimum seconds between two builds of a report, given how many seconds the last build took."""
         self._place, self._pause_s = place, pause_s
         self._reports: dict[str, _Report] = {}
         self._lock = threading.Lock()  # backends are not thread-safe

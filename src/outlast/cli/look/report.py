@@ -121,7 +121,6 @@ def _compare(
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Run:
-    """Return the run of the job with this name, or with output at this URL."""
     from outlast.job.report import page
 
     if url := find_job.in_store(name):

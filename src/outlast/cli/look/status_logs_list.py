@@ -37,7 +37,7 @@ def list_(
 ) -> None:
     """List the jobs of this directory, or of a cluster.
 
-    The newest comes last.
+    The newest job comes last.
 
     \b
     Examples:
@@ -60,8 +60,6 @@ def list_(
 
 
 def _watch_list(place: Backend, statuses: Sequence[JobStatus], output: ListOutput, *, namespaced: bool) -> NoReturn:
-    """Print a line or a document for each job, and then for each change."""
-
     def shown(status: JobStatus) -> dict[str, object]:
         if output in _DOCUMENTS:
             return status.model_dump(mode="json")
@@ -114,7 +112,7 @@ def status(
 
 
 def _watch(run: Run, output: Output) -> None:
-    """Show a live page on a terminal; elsewhere, print a line or a document for every change."""
+    """Show a live page on a terminal. Elsewhere, print a line or a document for every change."""
     if output is Output.TABLE and terminal.interactive(sys.stdout):
         from outlast.cli import live_panel
 
@@ -159,7 +157,7 @@ def logs(
     cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
     URL of a job's output in a store, which has the logs of machines that are gone.
 
-    With -p, why the last attempt was necessary: an attempt ends with a failure, a change of the workers or an interruption.
+    -p shows why the last attempt was necessary: an attempt ends with a failure, a change of the workers or an interruption.
 
     \b
     Examples:

@@ -1,9 +1,5 @@
-"""`outlast tensorboard`: TensorBoard for any job's metrics.
-
-The command makes event files in a temporary directory from `metrics.jsonl`, even if the job writes event files itself. The
-metrics come from a job on this machine, from output in a store, or through the API server from a job in a cluster. The event
-files grow while the job runs.
-"""
+"""`outlast tensorboard`: TensorBoard for any job's metrics. The command makes event files in a temporary directory from the
+`metrics.jsonl` of an output on this machine, in a store or in a pod, and updates them while the job runs."""
 
 from __future__ import annotations
 
@@ -31,9 +27,8 @@ if TYPE_CHECKING:
     from outlast.worker.tracking.forwarding import Forwarder
 
 PORT = 6006
-"""TensorBoard's own default port. If this port is taken, a free one is used."""
+"""TensorBoard's own default port. If it is taken, a free port is used."""
 REFRESH_S = 5.0
-"""Seconds between two polls for new metrics."""
 
 
 def tensorboard(
@@ -155,7 +150,7 @@ class InPod(Source):
         return into
 
     def add_script_files(self, into: Path) -> None:
-        """Do nothing, since the files may be too large for the API server."""
+        """Do nothing, because the files may be too large for the API server."""
 
 
 class Show:
@@ -205,7 +200,6 @@ def _first_line(path: Path) -> bytes:
 def _sources(
     ctx: typer.Context, names: Sequence[str] | None, namespace: str | None, context: str | None
 ) -> Iterator[tuple[str, Source]]:
-    """Yield a label and a source for each job. Raises NotFound."""
     for name in names or (None,):
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
             yield Path(name).resolve().name, Source(Path(name))
@@ -228,7 +222,6 @@ def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context
 
 
 def _labelled(sources: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
-    """Return the sources, each with a unique label."""
     labelled: dict[str, Source] = {}
     for label, source in sources:
         number = 1

@@ -22,7 +22,6 @@ if TYPE_CHECKING:
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
 _SAMPLE_S = 0.5
-"""Seconds over which the CPU usage of processes on this machine is measured."""
 
 
 def top(
@@ -161,7 +160,6 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
 
 
 def _devices(resources: Iterable[Mapping[str, Any]]) -> dict[str, int]:
-    """Count the accelerators of each kind in lists of resources."""
     counts: Counter[str] = Counter()
     for has in resources:
         counts.update({name: round(units.quantity(amount)) for name, amount in has.items() if accelerators.is_accelerator(name)})
@@ -169,12 +167,11 @@ def _devices(resources: Iterable[Mapping[str, Any]]) -> dict[str, int]:
 
 
 def _cell(value: object) -> object:
-    """Format a value for a table: accelerators as `8 nvidia.com/gpu`."""
     return ", ".join(f"{count} {resource}" for resource, count in value.items()) or None if isinstance(value, dict) else value
 
 
 def _shares(used: Mapping[str, float] | None, cpu: float, memory: float) -> dict[str, str | None]:
-    """Return columns of used and available amounts, with entries such as `0.52/2` or `-/2`, or None where neither is known."""
+    """Return columns of used and available amounts, with entries such as `0.52/2` or `-/2`, or None if neither is known."""
     uses = (f"{used['cpu']:.2f}", units.human_bytes(used["memory"])) if used else (None, None)
     of = (f"{cpu:g}" if cpu else None, units.human_bytes(memory) if memory else None)
     columns = zip(("cpu", "memory"), uses, of, strict=True)

@@ -66,7 +66,7 @@ def ui(
 
 
 def _open(url: str, file: Path) -> None:
-    """Open a browser through a private file, since every user of this machine can read a browser's arguments."""
+    """Open a browser through a private file, because every user of this machine can read a browser's arguments."""
     import webbrowser
 
     if sys.platform == "darwin" or os.environ.get("DISPLAY") or os.environ.get("WAYLAND_DISPLAY"):  # no text browser

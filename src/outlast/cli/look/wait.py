@@ -23,8 +23,8 @@ def wait(
 ) -> None:
     """Wait until a job reaches a step or a state.
 
-    By default, that it has succeeded. The exit code is 0 then; 1 if the job fails, is cancelled or stops before, with the first
-    error of the first rank that failed; 124 after --timeout. The job goes on in any case.
+    By default, this waits until the job has succeeded. The exit code is 1 if the job fails, is cancelled or stops first, and the
+    first error of the first failed rank is printed. It is 124 after --timeout, while the job goes on.
 
     \b
     Examples:

@@ -9,7 +9,7 @@ def convert(file: FileArgument) -> None:
     """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
 
     Standard error has a line for each field that is assumed or dropped. A document that cannot be honoured is refused with one
-    sentence. run, submit and render accept such documents as they are, and print the same lines. The file - is standard input.
+    sentence. run, submit and render accept Kubeflow documents directly, and print the same lines. The file - is standard input.
 
     \b
     Examples:

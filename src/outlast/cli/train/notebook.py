@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 _START_S = 180.0
 """Timeout, in seconds, for the server's first response, which can take a minute in a pod on a busy node with cold disks."""
 _GRACE_S = 20.0
-"""Grace period for kernels, in seconds, before the server is killed; kernels then end by themselves."""
+"""Seconds that kernels have to end by themselves before the server is killed."""
 
 
 def notebook(
@@ -87,7 +87,7 @@ def notebook(
 
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:
-    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, and OutlastError if it
+    """Serve until a user shuts the server down in the page. Raises NotFound if the server does not start, OutlastError if it
     fails."""
     from outlast.local import jupyter
 

@@ -24,10 +24,8 @@ def load(
     set_: Iterable[str] = (),
     gpus: int = 0,
 ) -> Job:
-    """Load a job from a file, a script or a module, with the changes requested on the command line.
-
-    The file may be a Kubeflow document. A script's workers share `gpus`. Raises InvalidJob.
-    """
+    """Load a job from a file, a script or a module, with the changes requested on the command line. The file may be a Kubeflow
+    document. A script's workers share `gpus`. Raises InvalidJob."""
     from outlast.job import spec
 
     changes = [_assignment(text) for text in set_]
@@ -87,7 +85,6 @@ def _assignment(text: str) -> tuple[tuple[str, ...], Any]:
 
 
 def _put(document: Any, path: tuple[str, ...], value: Any) -> None:
-    """Set the field at `path`, creating missing mappings."""
     for key in path[:-1]:
         if not isinstance(document.get(key), dict):
             document[key] = {}

@@ -21,7 +21,6 @@ if TYPE_CHECKING:
     from outlast.job.spec import Job
 
 _NOTICE_DELAY_S = 3.0
-"""Seconds after which a slow start is explained."""
 
 
 def run(

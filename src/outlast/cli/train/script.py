@@ -1,8 +1,5 @@
-"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py`.
-
-Both commands generate the same job file. `run` only parses it; `init` writes it to a file, for people to edit. As with python and
-torchrun, options before the script are for `outlast`, and every word after the script is for the script.
-"""
+"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py` generate the same job file.
+As with python and torchrun, options before the script are for `outlast`, and every word after the script is for the script."""
 
 from __future__ import annotations
 
@@ -83,11 +80,9 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """Return the text of a job file in `directory` for a script. Raises NotFound if the script does not exist.
-
-    A script below the working directory must find the same files as with python, so its code is the whole working directory. For
-    any other script, the code is the script's directory.
-    """
+    """Return the text of a job file in `directory` for a script. Its code is the working directory if the script is below it, so
+    that the script finds the same files as with python; otherwise the script's directory. Raises NotFound if the script does not
+    exist."""
     from outlast.job import spec
 
     here = Path.cwd()
@@ -135,7 +130,6 @@ def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name
 
 
 def _from(directory: Path, place: Path) -> str:
-    """Return the path `place`, made relative if it is below `directory`."""
     return f"./{place.relative_to(directory)}" if directory in (place, *place.parents) else str(place)
 
 
@@ -146,7 +140,7 @@ _ATTACH = {
     "L.Trainer(..., **outlast.lightning.world())",
     "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
-"""The lines that a script needs in order to continue exactly, by the library it uses (docs/guide/hugging-face.md)."""
+"""Lines that make a script continue exactly after a failure, by the library that it uses (docs/guide/hugging-face.md)."""
 
 
 def _saving(source: str) -> Iterator[str]:

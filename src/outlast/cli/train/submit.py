@@ -59,7 +59,7 @@ def submit(
     operator (outlast install); the other topologies need nothing installed. Submitting the same file again changes nothing while
     the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is not run again.
 
-    --wait is for steps of pipelines: nothing but the end of the job ends it, and the same command waits for the same job again.
+    --wait is for steps of pipelines: it returns only when the job ends, and the same command waits for the same job again.
 
     \b
     Examples:

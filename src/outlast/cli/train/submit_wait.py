@@ -45,7 +45,6 @@ KeyOption = Annotated[
 ]
 
 INTERRUPTED = 130
-"""Exit code after Ctrl-C."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +52,6 @@ class WaitOptions:
     """Options for waiting for a job."""
 
     directory: Path | None = None
-    """Directory for the outputs."""
     on_terminate: str = "cancel"
     keyed: bool = False
     """True if only this pipeline step uses the job's name."""
@@ -116,7 +114,7 @@ class _Terminable:
 
 
 def with_key(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job with a name for this key, or unchanged if there is no key. `content` is all of the job's input."""
+    """Return the job with a name for this key, or unchanged without a key. `content` is all of the job's input."""
     if not key:
         return job
     from outlast.job import contract

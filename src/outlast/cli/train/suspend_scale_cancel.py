@@ -30,7 +30,7 @@ def scale(
     """Change the number of workers of a job.
 
     The number must be between workers.min and workers.max of the job file. Training with a session saves first and loses no step;
-    a plain script gets SIGTERM, and interruption.grace to save.
+    a plain script gets SIGTERM, and has interruption.grace to save.
 
     \b
     Examples:
@@ -49,7 +49,7 @@ def suspend(
 ) -> None:
     """Save, and release the workers until `outlast resume`.
 
-    Training with a session saves first; a plain script gets SIGTERM, and interruption.grace to save.
+    Training with a session saves first; a plain script gets SIGTERM, and has interruption.grace to save.
 
     \b
     Examples:

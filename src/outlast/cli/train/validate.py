@@ -82,7 +82,6 @@ def _snapshots(job: spec.Job) -> Iterator[str]:
 
 
 def _size(workers: spec.Workers) -> str:
-    """Format the number of workers and its range: `2 workers, 1–4`."""
     count = units.count(workers.replicas, "worker")
     allowed = workers.allowed()
     if len(allowed) == 1:

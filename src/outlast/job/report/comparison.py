@@ -1,8 +1,5 @@
-"""Compares several runs by duration, workers and speed-up. Pure.
-
-The first run is the baseline. Speed-ups compare the times from submission to the end, so all runs must do the same training. A
-run that has not succeeded has no known speed-up.
-"""
+"""Compares several runs with the first run by duration, workers and speed-up. Speed-ups compare the times from submission to the
+end, so all runs must do the same training. A run that has not succeeded has no speed-up. Pure."""
 
 from __future__ import annotations
 
@@ -24,36 +21,32 @@ HEADINGS = ("NAME", "STATE", "WORKERS", "TIME", "SPEED-UP", "EFFICIENCY", "STEPS
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One of the runs compared. Times are in seconds."""
+    """One of the compared runs. Times are in seconds."""
 
     name: str
     state: str
     workers: tuple[int, ...]
     """The run's world sizes in chronological order, with consecutive equal sizes merged."""
     time_s: float
-    """Time from submission to the end, or to now."""
     training_s: float
-    """The part of `time_s` spent on steps whose results were kept."""
+    """Part of `time_s` spent on steps whose results were kept."""
     steps: int
     steps_per_s: float | None
     """Steps per second while the run trained, not counting the first step of each world."""
     goodput: float
-    """Share of the time spent on steps whose results were kept, from 0 to 1."""
     loss: float | None = None
-    """The last value logged as `loss`."""
     throughput: tuple[str, float] | None = None
     """Name and median of a logged speed, such as `images_per_s`."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Row:
-    """A run compared with the first one."""
+    """A run compared with the first run."""
 
     run: Run
     speedup: float | None
-    """The first run's time divided by this run's time."""
     efficiency: float | None
-    """The speed-up divided by the ratio of the worker counts: 1 is ideal."""
+    """The speed-up divided by the ratio of the worker counts. 1 is ideal."""
 
 
 def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[str | bytes]) -> Run:
@@ -74,7 +67,8 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return the world sizes in order, merging consecutive equal ones: numbers of workers or, under plain torchrun, of ranks."""
+    """Return the world sizes in order, merging consecutive equal sizes. Under plain torchrun they count ranks instead of
+    workers."""
     worlds: list[int] = []
     ranks: list[int] = []
     for event in events:
@@ -89,7 +83,6 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
 
 
 def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
-    """Return the last loss in the lines of metrics.jsonl, and the name and median of the first speed."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:
@@ -108,7 +101,7 @@ def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, floa
 
 
 def compared(runs: Sequence[Run]) -> list[Row]:
-    """Compare each run with the first one."""
+    """Compare each run with the first run."""
     first = runs[0]
     rows = []
     for each in runs:

@@ -1,8 +1,5 @@
-"""Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`.
-
-Bokeh does not render text as markup. `_INK` and `_LINE` are placeholders for the colours of text and lines: `page.js` replaces
-them with colours for a light or a dark page.
-"""
+"""Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`. Bokeh does not
+render text as markup. `page.js` replaces the placeholders `_INK` and `_LINE` with colours for a light or a dark page."""
 
 from __future__ import annotations
 
@@ -24,15 +21,15 @@ _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """A page's plots by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots
-    over `step`."""
+    """A page's plots by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots over
+    `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
         self.drawn: dict[str, Any] = {}
         self._shared = {over: Range1d(start=0, end=end or 1, bounds="auto") for over, end in (("time", seconds), ("step", steps))}
 
     def plot(self, name: str, over: str, height: int = 240, label: str = "", **more: Any) -> Any:
-        """Add a figure; `over` is its horizontal axis."""
+        """Add a figure. `over` is its horizontal axis."""
         if over in self._shared:
             more["x_range"] = self._shared[over]
         drawn: Any = figure(height=height, sizing_mode="stretch_width", tools=_TOOLS, toolbar_location="above", **more)
@@ -70,7 +67,7 @@ class Plots:
 
 
 def line(drawn: Any, series: Series, colour: str, **tips: str) -> None:
-    """Draw a series: the last value of each point, and the range if a point stands for several values."""
+    """Draw the last value of each point in a series, and the range if a point stands for several values."""
     thinned = series.per > 1
     range_ = {"low": _finite(series.low), "high": _finite(series.high)} if thinned else {}
     source = columns(x=np.array(series.x, float), last=_finite(series.last), **range_)
@@ -105,7 +102,7 @@ def javascript() -> str:
 
 
 def _finite(values: Sequence[float]) -> Any:
-    """Return the values in single precision, with gaps for those that are not finite or do not fit."""
+    """Return the values in single precision, with gaps for values that are not finite or do not fit."""
     with np.errstate(over="ignore"):
         array = np.array(values).astype(np.float32)
     array[~np.isfinite(array)] = np.nan

@@ -1,7 +1,5 @@
-"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket.
-
-Pure. The buckets add up to the wall time, to the microsecond, whatever the ledger contains.
-"""
+"""Accounts for a job's time: each instant from submission to the end belongs to exactly one bucket. The buckets add up to the
+wall time, to the microsecond, whatever the ledger contains. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +14,6 @@ from outlast.job.report.steps import Bucket, Step
 from outlast.job.report.timeline import Snapshots, Timeline
 
 COUNTED = ("steps_kept", "worlds", "failures", "restarts", "interruptions", "hangs", "saves", "saves_failed")
-"""Names of the account's counters."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -44,22 +41,19 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except the first in each world, which has the warm-up. The median covers the same
+    """Mean duration of all executed steps except each world's first step, which includes the warm-up. The median is of the same
     steps."""
     step_median_s: float | None
     worlds: int
     failures: int
-    """Number of counted failures."""
     restarts: int
     """Number of worlds formed after a failure or a hang."""
     interruptions: int
     """Number of requests to save and leave, including planned changes."""
     hangs: int
     saves: int
-    """Number of committed checkpoints."""
     saves_failed: int
     snapshots: Snapshots | None = None
-    """Snapshots as last reported; None if never reported."""
 
     @property
     def wall_s(self) -> float:
@@ -83,8 +77,7 @@ class Goodput:
 
 
 def buckets(events: Iterable[Event], now: float | None) -> Goodput:
-    """Return the account for the time from the first event to the job's end or, while it runs, to `now`, in seconds since the
-    epoch.
+    """Return the account from the first event to the job's end or, while the job runs, to `now`, in seconds since the epoch.
 
     A sequence may be in any order. Any other iterable, such as `ledger.Events`, must be in chronological order and allow two
     passes, so that memory stays bounded. If `now` is None, as for a job without a launcher, the account ends with the last event.
@@ -163,7 +156,6 @@ def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float |
 
 
 def _joined(stretches: Iterable[_Stretch]) -> Iterator[_Stretch]:
-    """Merge consecutive spans of the same bucket."""
     for bucket, same in itertools.groupby(stretches, key=lambda stretch: stretch[2]):
         together = list(same)
         yield together[0][0], together[-1][1], bucket

@@ -15,29 +15,24 @@ from outlast.job.report.series import Series
 from outlast.job.report.steps import Bucket
 
 _ERRORS = 50
-"""Maximum number of errors kept: the first errors, since later ones often repeat them."""
+"""Maximum number of errors kept. The first ones are kept, because later errors often repeat them."""
 _FINE = 2000
-"""Minimum number of buckets in the series of steps over time."""
 _ORDINARY = (Bucket.TRAINING, Bucket.DATA, Bucket.SNAPSHOT, Bucket.CHECKPOINT)
-"""Buckets of undisturbed training."""
 _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
-"""The name of a training process, as in the ledger."""
 
 
 class History:
-    """A run's history, recorded in bounded memory the first time that its events are iterated over. Times are in seconds since
-    the epoch. Steps are rank 0's, since only rank 0 reports steps."""
+    """A run's history, recorded in bounded memory during the first iteration over its events. Times are in seconds since the
+    epoch. Steps are rank 0's."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
         self.worlds: list[tuple[float, float]] = []
-        """The start and number of workers of each world."""
+        """The start and the number of workers of each world."""
         self.progress = Series(_FINE)
-        """Steps over time."""
         self.times = {"step": Series(), "waiting for data": Series(), "copying the state": Series()}
         """Seconds per step over time, excluding the first step of each world."""
         self.saves = {"until committed": Series(), "training stood still": Series()}
-        """Seconds per save over time."""
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
@@ -46,7 +41,6 @@ class History:
         self.code = ""
         """Digest of the most recently submitted code."""
         self.unusable = 0
-        """Number of events that lack fields required for their kind."""
         self._stepped: float | None = None  # end of the last step of the current processes
 
     def __iter__(self) -> Iterator[Event]:
@@ -125,7 +119,7 @@ class History:
 
 
 def _number(value: object) -> float:
-    """Return a number from an event, or 0 for anything else, which another program may have written."""
+    """Return a number from an event, or 0 for any other value, which another program may have written."""
     return value if isinstance(value, int | float) else 0.0
 
 
@@ -147,10 +141,8 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return the workers in each period: start, end, and what these workers did (a bucket's name or `starting`).
-
-    Members of the world do what the job does. A worker that is gone has no period.
-    """
+    """Return the workers in each period. A period is its start, its end, and what these workers did (a bucket's name or
+    `starting`). Members of the world do what the job does. A worker that is gone has no period."""
     found: dict[tuple[float, float, str], list[int]] = {}
     starts = [segment.start for segment in segments]
     for worker, changes in sorted(history.presence.items()):

@@ -1,8 +1,5 @@
-"""A run's incidents, and the training time that each failure cost. Used by `report.timeline`.
-
-Training time lost = detection + re-forming + restoring + repeated steps. The loss begins with the fault and ends with the next
-completed step; the duration of an ordinary step is not lost.
-"""
+"""A run's incidents, and the training time that each failure cost: detection, re-forming, restoring, and repeated steps. The loss
+begins with the fault and ends with the next completed step, whose ordinary duration is not lost. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -16,18 +13,17 @@ from outlast.job.report.steps import WAITING, Bucket
 
 @dataclasses.dataclass(slots=True)
 class Lost:
-    """Training time lost to an incident, in whole microseconds. Suspended and queued time is not included."""
+    """Training time lost to an incident, in whole microseconds, without suspended and queued time."""
 
     detection_us: int = 0
     """Time from the fault until a process noticed it."""
     reforming_us: int = 0
     """Rendezvous, starting processes, importing, building the model, and the first step's extra time."""
     restoring_us: int = 0
-    """Reading a snapshot or a checkpoint."""
     again_us: int = 0
     """Time spent on steps whose results were lost, and on the interrupted step."""
     up_to: bool = False
-    """True if the time of the fault is unknown: the loss then counts from the last step in the ledger, and is an upper bound."""
+    """True if the time of the fault is unknown. The loss then counts from the last step in the ledger, and is an upper bound."""
     source: str = ""
     """Where the state was restored from: memory | peer | disk | store; empty if not reported."""
 
@@ -37,8 +33,7 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Add `us` to the part of the loss to which `phase` belongs. Checkpoints, and time without a running worker, do not
-        count."""
+        """Add `us` to the part of the loss to which `phase` belongs, except for checkpoints and time without a running worker."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -47,7 +42,7 @@ class Lost:
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:
-        """Subtract the ordinary duration of the first step, now that training has continued."""
+        """Subtract the ordinary duration of the first step, because training has continued."""
         self.reforming_us = max(0, self.reforming_us - us)
 
     def recover(self, us: int) -> None:
@@ -60,8 +55,8 @@ class Lost:
 def stopped(*, progress: int | None, fault: int | None, noticed: int, at: int) -> Lost:
     """Return the loss so far when a world ends at time `at`. All times are in microseconds.
 
-    `progress` is the end of the world's last step, or None if no step has ended; `fault` is when the fault happened, if known;
-    `noticed` is when it was first reported.
+    `progress` is the end of the world's last step, or None if no step has ended; `fault` is the time of the fault, if known;
+    `noticed` is the time of its first report.
     """
     noticed = max(min(noticed, at), progress or 0)
     begun = noticed if progress is None else progress
@@ -80,22 +75,20 @@ class Incident:
 
     time: float
     kind: str
-    """failure | hang | unheard | interruption | change | launcher | save | damaged"""
+    """failure | hang | unheard | interruption | change | launcher | save | damaged | slow | differs"""
     text: str
     """One sentence, from the process that made the change or detected the problem."""
     worker: int | None = None
     generation: int = -1
     """Generation of the world in which the incident happened, or which it ended."""
     recovery_s: float | None = None
-    """Seconds until the end of the next step or, if the script reports no steps, until the next world. None before that, or if
-    training never stopped."""
+    """Seconds until the next step or, if the script reports no steps, the next world. None before that, or if training never
+    stopped."""
     replayed: int = 0
-    """Number of steps whose results were lost."""
     attempt: int = 0
-    """Which attempt of that world the incident ended: above 0 if the members had already restarted its processes."""
+    """The attempt of the world that the incident ended, above 0 if the members had already restarted its processes."""
     lost: Lost | None = None
-    """Training time lost to the incident; it no longer changes once `recovery_s` is known. None if training never stopped, or if
-    the script reports no steps."""
+    """Training time lost, final once `recovery_s` is known. None if training never stopped, or if the script reports no steps."""
     cause: str = ""
     """One of `CAUSES`, for incidents that cost training time."""
 
@@ -104,7 +97,7 @@ SOURCES = ("memory", "peer", "disk", "store")
 FAILURES = ("failure", "hang", "unheard")
 PLANNED = ("interruption", "change")
 CAUSES = (*failure.CATEGORIES, "lost", *PLANNED, "launcher")
-"""Causes of lost training time: `lost` is a worker that is gone or unreachable without an exit code."""
+"""Causes of lost training time. `lost` is a worker that is gone or unreachable without an exit code."""
 
 
 def cause(kind: str, event: Mapping[str, Any]) -> str:
@@ -121,11 +114,9 @@ class Total:
     failures: int
     seconds: float
     last_s: float
-    """Cost of the last incident, in seconds."""
     generation: int
     """Generation of the world that the last incident ended."""
     up_to: bool
-    """True if the cost is an upper bound."""
 
 
 def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Total:
@@ -140,7 +131,7 @@ def total(incidents: Iterable[Incident], kinds: Iterable[str] = FAILURES) -> Tot
 
 
 def seconds_by_cause(incidents: Iterable[Incident]) -> dict[str, float]:
-    """Return the training seconds that incidents have cost, by cause, once training has recovered. Every cause is included."""
+    """Return the training seconds that each cause has cost, for incidents that training has recovered from."""
     seconds = dict.fromkeys(CAUSES, 0.0)
     for incident in incidents:
         if incident.lost is not None and incident.recovery_s is not None:

@@ -1,4 +1,4 @@
-"""Selects and orders a ledger's events for the account. Used by `report.timeline`."""
+"""Selects and orders a ledger's events for the account. Used by `report.goodput`."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NEEDED = {
     "unheard": ("workers", "reason"),
     "attempt": ("attempt", "reason"),
 }
-"""Required fields for each kind of event. An event that lacks any comes from another program or version."""
+"""Required fields for each kind of event. An event without them comes from another program or version."""
 _NUMBERS = (
     *("attempt", "bytes", "code", "copied_s", "every", "generation", "rank", "replicas", "repaired"),
     *("silent_s", "step", "steps", "waited_s", "worker"),
@@ -37,14 +37,12 @@ _TYPES: dict[str, Any] = {
     **dict.fromkeys(("path", "source", "suspends"), str),
     "workers": list,
 }
-"""Types by field name, the same for all kinds of events."""
 KINDS = frozenset(
     {
         *("submitted", "asked", "launcher", "worker", "failure", "resumed", "session", "restoring", "interrupted", "chaos"),
         *("saving", "staged", "committed", *_NEEDED),
     }
 )
-"""Kinds of events that the account uses."""
 _REOPENS = ("submitted", "launcher", "resumed", "worker")
 Timed = tuple[int, Event]
 """An event and its time in microseconds since the epoch."""
@@ -56,7 +54,7 @@ def microseconds(t: float) -> int:
 
 
 def usable(event: Mapping[str, Any]) -> bool:
-    """Return whether an event has a time, a known kind, and all required fields, with the right types."""
+    """Return whether an event has a time, a known kind, and all required fields with the right types."""
     kind = event.get("kind")
     return isinstance(kind, str) and _has_fields(kind, tuple(event), tuple(map(type, event.values())))
 
@@ -72,10 +70,8 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
-    """Yield the events for the account in chronological order, without duplicates: equal events at the same instant count as one.
-
-    Unless the job was resumed, an event after `finished` is moved before it: another machine's clock was ahead.
-    """
+    """Yield the events for the account in chronological order. Equal events at the same instant count as one. Unless the job was
+    resumed, events after `finished` are moved before `finished`, because another machine's clock was ahead."""
     finished: Timed | None = None
     for t, event in _once(events):
         if finished is None:

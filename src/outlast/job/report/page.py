@@ -1,8 +1,8 @@
 """The report as one self-contained HTML page: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
 
-A job's text (names, errors, logs, metrics) becomes markup in one place, the template `page.html`, in which Jinja escapes it;
-plots are packed as gzip and base64. The page's policy allows two scripts only, by their digests: BokehJS, and `page.js`, which
-unpacks the plots. The pages of `outlast ui` extend that template (`live.html`), with a third script that keeps them up to date.
+A job's text becomes markup in one place, the template `page.html`, where Jinja escapes it; plots are packed as gzip and base64.
+The page's policy allows two scripts, by their digests: BokehJS, and `page.js`, which unpacks the plots. `outlast ui` extends the
+template (`live.html`) with a third script that keeps its pages up to date.
 """
 
 from __future__ import annotations
@@ -39,21 +39,18 @@ from outlast.job.report.steps import Bucket
 from outlast.job.status import JobStatus
 
 _INCIDENTS = 200
-"""Maximum number of incidents on a page; the costliest ones are shown."""
+"""Maximum number of incidents on a page. The costliest ones are shown."""
 _ROWS = 60
-"""Maximum number of rows in the table for a series."""
 _PERIODS, _PERIODS_OF_ALL = 2000, 20_000
 """Maximum number of periods in the job's timeline, and in the timelines of all workers together."""
 TAIL = 40
 """Number of lines shown from the end of a log."""
 _LOGS = 8
-"""Maximum number of workers whose logs are shown."""
 _TALL, _ROW = 640, 22
-"""Height in pixels of a timeline with many workers, and of a row in a smaller one."""
+"""Height in pixels of a timeline with many workers, and of a row in a smaller timeline."""
 _BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
 _WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
 _PARTS = ("detection", "reforming", "restoring", "again")
-"""Parts of a loss, named as in the JSON."""
 _LOST = {"detection": _RED, "re-forming": _PURPLE, "restoring": _BLUE, "repeated steps": _ORANGE}
 
 
@@ -65,15 +62,12 @@ class Run:
     run: str
     events: Iterable[Event]
     active: bool
-    """True if a launcher or an operator drives the job; the account then extends to now."""
+    """True if a launcher or an operator drives the job. The account then extends to now."""
     metrics: Callable[[], Iterable[str | bytes]]
-    """Function that reads the lines of the job's metrics.jsonl."""
     job_file: Callable[[], str]
-    """Function that reads the job file, without secrets."""
     log: Callable[[int], Iterable[LogLine]]
-    """Function that reads the end of a worker's log."""
+    """These three functions read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's log."""
     ended: str = ""
-    """The final state of the job, if known."""
     status: JobStatus | None = None
 
     def account(self, events: Iterable[Event]) -> Goodput:
@@ -84,7 +78,7 @@ class Run:
 
 
 def of(place: Backend, status: JobStatus) -> Run:
-    """Return the run to report on, for the job with this status."""
+    """Return the run to report on for the job with this status."""
     name, ended = status.name, str(status.state) if status.state.final else ""
     read, file = functools.partial(place.metrics, name), functools.partial(place.job_file, name)
     logs = functools.partial(place.logs, name, tail=TAIL)
@@ -99,7 +93,7 @@ def run(shown: Run) -> str:
 
 
 def built(shown: Run) -> Page:
-    """Return a run's page. Raises OutlastError if bokeh is missing."""
+    """Build a run's page. Raises OutlastError if bokeh is missing."""
     past = History(shown.events)
     account, (logged, broken) = shown.account(past), metrics(shown.metrics())
     unread = {"the ledger": getattr(shown.events, "broken", 0) + past.unusable, "metrics.jsonl": broken}
@@ -131,7 +125,8 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page for several runs; `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without bokeh."""
+    """Return the page that compares runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without
+    bokeh."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
     names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]
@@ -184,7 +179,7 @@ class Page:
 
     @functools.cached_property
     def packed(self) -> str:
-        """Return the plots, packed for `page.js`."""
+        """The plots, packed for `page.js`."""
         return _packed(json.dumps(self.plots.packed(), allow_nan=False))
 
     def html(self, **more: object) -> str:
@@ -194,7 +189,7 @@ class Page:
 
 
 def live(**fields: object) -> str:
-    """Return a page for `outlast ui` that has no plots; `live.html` describes the fields."""
+    """Return a page for `outlast ui` that has no plots. `live.html` describes the fields."""
     return _rendered("live.html", "", fields)
 
 
@@ -204,7 +199,7 @@ def _packed(text: str) -> str:
 
 
 def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
-    """Return a page. This is the only place where text becomes markup."""
+    """Render a page. This is the only place where text becomes markup."""
     import jinja2  # comes with bokeh
 
     names = [*(["live.js"] if template == "live.html" else []), *(["page.js"] if library else [])]
@@ -220,11 +215,11 @@ def _rendered(template: str, library: str, fields: Mapping[str, object]) -> str:
         library=library and _packed(library),
         version=__version__,
     )
-    return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for half a character
+    return text.encode("ascii", "xmlcharrefreplace").decode()  # for any terminal encoding, and for lone surrogates
 
 
 def _thinned(series: Series) -> str:
-    """Return a note that says how many values each point stands for; empty if the series is short."""
+    """Return a note about how many values each point stands for; empty if the series is short."""
     return f" Each point is the last of {series.per} values, with their range." if series.per > 1 else ""
 
 
@@ -303,7 +298,7 @@ def _goodput(page: Page, account: Goodput) -> None:
 
 
 def _incidents(page: Page, account: Goodput) -> None:
-    """Show the incidents, with a breakdown of what each cost."""
+    """Show the incidents and what each of them cost."""
     free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
     every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
     found = sorted(
@@ -340,7 +335,6 @@ def _errors(page: Page, shown: Run, past: History, account: Goodput) -> None:
 
 
 def _times(page: Page, past: History, account: Goodput) -> None:
-    """Show how long steps and saves took as the run went on."""
     steps = "Step times", "As rank 0 reports them, without the first step of each world."
     for name, (title, note), series in (("steps", steps, past.times), ("saves", ("Checkpoints", ""), past.saves)):
         used = {what: each for what, each in series.items() if each.count}

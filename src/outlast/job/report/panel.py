@@ -1,8 +1,5 @@
-"""A job's panel: its current state, progress, workers and loss, as HTML and SVG without widgets. Pure.
-
-Notebooks show it, and so does `outlast ui`, with plots instead of the curve. The colours of text and lines are JupyterLab's CSS
-variables, which follow dark themes. Outside JupyterLab, their fallback values apply.
-"""
+"""A job's panel for notebooks and `outlast ui`: its state, progress, workers and loss, as HTML and SVG without widgets. The
+colours of text and lines are JupyterLab's CSS variables, which follow dark themes, with fallback values elsewhere. Pure."""
 
 from __future__ import annotations
 
@@ -28,9 +25,8 @@ _STATES = {
 _WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
 _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
 _WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
-"""The size and margins of the curve, in pixels."""
+"""Size and margins of the curve, in pixels."""
 _LABEL = 60
-"""Width of the label for a world, in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,7 +37,7 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return a metric's values from the lines of `metrics.jsonl`. Lines without the metric and an unfinished line are skipped."""
+    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric and an unfinished line."""
     found = []
     for line in lines:
         try:

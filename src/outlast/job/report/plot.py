@@ -26,7 +26,6 @@ COLOURS = {
     Bucket.IDLE: "#eeeeee",
     Bucket.SUSPENDED: "#f7f7f7",
 }
-"""Colours of the buckets in every plot."""
 
 
 def check(path: Path) -> None:
@@ -37,10 +36,8 @@ def check(path: Path) -> None:
 
 
 def write(path: Path, rows: Sequence[Row]) -> None:
-    """Plot a comparison to a file: bars for the times, in minutes or seconds, and the known speed-ups over the number of workers.
-
-    Raises OutlastError if matplotlib is missing or the file cannot be written.
-    """
+    """Plot a comparison to a file: bars for the times, and the known speed-ups over the number of workers. Raises OutlastError if
+    matplotlib is missing or the file cannot be written."""
     drawn = _figure()(figsize=(9, 3.6), layout="constrained")
     points = [(row.run.workers[0], row.speedup) for row in rows if row.efficiency is not None and row.speedup is not None]
     left, *right = drawn.subplots(1, 2 if len(points) > 1 else 1, squeeze=False)[0]
@@ -55,7 +52,6 @@ def write(path: Path, rows: Sequence[Row]) -> None:
 
 
 def _times(axes: Any, rows: Sequence[Row]) -> None:
-    """Draw one bar per run."""
     minutes = max(row.run.time_s for row in rows) >= 180
     values = [row.run.time_s / 60 if minutes else row.run.time_s for row in rows]
     labels = [f"{row.run.name}\n{'→'.join(map(str, row.run.workers)) or '?'} workers" for row in rows]
@@ -67,7 +63,6 @@ def _times(axes: Any, rows: Sequence[Row]) -> None:
 
 
 def _speedups(axes: Any, points: Sequence[tuple[int, float]]) -> None:
-    """Plot the speed-up against the number of workers, and the ideal speed-up."""
     workers = [count for count, _ in points]
     base = points[0][0] / points[0][1]
     axes.plot(workers, [count / base for count in workers], "--", color="#999999", label="ideal")

@@ -1,7 +1,4 @@
-"""The goodput report for a terminal, and the same account as JSON.
-
-`plain` is for files and pipes, `rich` for terminals with colours. Both render the same lines.
-"""
+"""The goodput report for a terminal (`rich` with colours, `plain` without), and the same account as JSON."""
 
 from __future__ import annotations
 
@@ -34,17 +31,14 @@ _LOOK = {
 }
 """Glyph, colour and name of each bucket. Without colours, the glyphs tell buckets apart in a timeline."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
-"""Incident fields that go into the JSON unchanged."""
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
 """How a script without a session reports its steps."""
 _EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
-"""How many incidents are listed in the terminal: the latest ones."""
 
 _Line = list[tuple[str, str]]
-"""Fragments of text, each with its style."""
 
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
@@ -75,7 +69,7 @@ def as_json(goodput: Goodput) -> dict[str, Any]:
 
 
 def _lost(incident: Incident) -> dict[str, Any] | None:
-    """Return the training seconds lost to an incident. None while the incident continues, or if training never stopped."""
+    """Return the training seconds lost to an incident; None while the incident continues, or if training never stopped."""
     lost = incident.lost
     if lost is None or incident.recovery_s is None:
         return None
@@ -99,7 +93,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """Return a line for each bucket that took time: training first, then the others by size."""
+    """Return a line for each bucket that took time: training first, then the other buckets by size."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:
@@ -200,8 +194,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return what an incident cost: `lost 1.40s: 0.20s detection + 0.80s re-forming + ...`. For a script that reports no steps,
-    return only the time."""
+    """Return what an incident cost, such as `lost 1.40s: 0.20s detection + 1.20s re-forming`; only the time for a script without
+    steps."""
     if not incident.recovery_s:
         return f"{units.count(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

@@ -1,5 +1,5 @@
-"""A run's series of values, in bounded memory: for a long series, only the smallest, largest and last value in each bucket of
-neighbouring values are kept. Pure."""
+"""A run's series of values, in bounded memory: neighbouring values share a bucket of the smallest, largest and last value.
+Pure."""
 
 from __future__ import annotations
 
@@ -9,9 +9,8 @@ from collections.abc import Iterable
 from pydantic_core import from_json
 
 BUCKETS = 400
-"""A long series has at least this many buckets and at most twice as many: about one per pixel of a plot."""
+"""A long series has at least this many buckets and at most twice as many, about one per pixel of a plot."""
 METRICS = 24
-"""Maximum number of metrics to keep."""
 
 
 class Series:
@@ -22,7 +21,6 @@ class Series:
         self.per = 1
         """Maximum number of values in a bucket."""
         self.x: list[float] = []
-        """The last x in each bucket."""
         self.low: list[float] = []
         self.high: list[float] = []
         self.last: list[float] = []
@@ -45,15 +43,15 @@ class Series:
             self.high[-1] = value
 
     def rows(self, most: int) -> list[tuple[float, float, float, float]]:
-        """Return (x, low, high, last) for at most `most` buckets, merging neighbours as needed."""
+        """Return (x, low, high, last) for at most `most` buckets, merging neighbouring buckets as needed."""
         wide = max(1, math.ceil(len(self.x) / most))
         parts = (slice(at, at + wide) for at in range(0, len(self.x), wide))
         return [(self.x[each][-1], min(self.low[each]), max(self.high[each]), self.last[each][-1]) for each in parts]
 
 
 def metrics(lines: Iterable[str | bytes]) -> tuple[dict[str, Series], int]:
-    """Return the first METRICS metrics in the lines of metrics.jsonl, over their steps and with the loss first, and the number of
-    lines that could not be read."""
+    """Return the first METRICS metrics in metrics.jsonl as series over the steps, the loss first, and the number of unreadable
+    lines."""
     found, broken = {"loss": Series()}, 0
     for line in lines:
         try:

@@ -1,5 +1,4 @@
-"""The buckets into which time is divided, and the steps to which time is assigned until its bucket is known. Used by
-`report.timeline`."""
+"""The buckets into which time is divided, and the steps that own time until its bucket is known. Used by `report.timeline`."""
 
 from __future__ import annotations
 
@@ -26,23 +25,20 @@ class Bucket(enum.StrEnum):
     RENDEZVOUS = "rendezvous"
     """Time from the end of a world (a failure, an interruption, a planned change) until the next world formed."""
     RESTORE = "restore"
-    """Reading a checkpoint back."""
     STARTUP = "startup"
     """Starting processes, importing, building the model, the extra time of a first step, and exiting at the end."""
     QUEUE = "queue"
-    """Time from submission (or resumption) until pods are requested or the first worker starts, and time in a queue."""
+    """Time from submission or resumption until pods are requested or the first worker starts, and time in a queue."""
     PODS = "pod start"
-    """Time from the request for pods until the first one runs: scheduling, pulling images, mounting volumes."""
+    """Time from the request for pods until the first pod runs: scheduling, pulling images, mounting volumes."""
     HANG = "hang"
     """Time from the last step until a hang was detected."""
     IDLE = "idle"
     """The job was interrupted, or had neither a launcher nor workers."""
     SUSPENDED = "suspended"
-    """Suspended by the user. Goodput does not count this time."""
 
 
 WAITING = (Bucket.IDLE, Bucket.SUSPENDED, Bucket.QUEUE, Bucket.PODS)
-"""Buckets without a running worker."""
 
 
 @dataclasses.dataclass(slots=True)
@@ -61,16 +57,14 @@ class Step:
     life: int = 0
     us: int = 0
     waited_us: int = 0
-    """The part of `us` spent waiting for data."""
     copied_us: int = 0
-    """The part of `us` spent copying the state into memory."""
+    """The parts of `us` spent waiting for data and copying the state into memory."""
     kept_us: int = -1
-    """The part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
+    """Part of `us` spent on kept steps, if later steps were rolled back; -1 means all of it."""
     pieces: int = 0
-    """Number of spans assigned to the step."""
 
     def join(self, other: Step) -> bool:
-        """Merge the following step into this one if both are alike, and return whether they were merged."""
+        """Merge the following step into this step if both are alike, and return whether they were merged."""
         one = (self.bucket, self.life) == (other.bucket, other.life) and self.number == other.before
         whole = self.pieces == other.pieces == 1 and self.kept_us == other.kept_us == -1 and self.count and other.count
         if not one or not whole or self.first or other.first:

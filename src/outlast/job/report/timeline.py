@@ -1,14 +1,9 @@
-"""A job's timeline: folds the ledger's events, in order, into spans of time, each with an owner.
+"""A job's timeline: folds the ledger's events, in order, into spans of time, each with an owner. Called only by `report.goodput`.
 
-Called only by `report.goodput`. Events arrive in chronological order, each once (`ledger_events`), with the fields listed in
-`ledger`. An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong
-clock. Whatever happens, each instant between the first event and the end has exactly one owner.
-
-A step owns the time from the end of the previous step to its own end. If the step is kept, this time is training, except for
-stalls. If a restore rolls the step back or a failure cuts it short, it is replayed. All other time goes into the bucket for the
-job's phase. See `docs/decisions/0004-goodput.md`.
-
-Memory is bounded: in a long run, consecutive old steps are joined (`_join`).
+An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong clock.
+Whatever happens, each instant between the first event and the end has exactly one owner. A step owns the time since the previous
+step. This time is training, except for stalls, if the step is kept, and replayed if a restore or a failure undoes the step. All
+other time goes into the bucket for the job's phase. See `docs/decisions/0004-goodput.md`.
 """
 
 from __future__ import annotations
@@ -24,7 +19,6 @@ from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
 """Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
-"""Number of spans beyond which old spans are joined."""
 
 
 @dataclasses.dataclass(frozen=True, slots=True)
@@ -32,7 +26,6 @@ class Snapshots:
     """Snapshot interval and size, as last reported."""
 
     every: int
-    """Number of steps between two snapshots, or 0 if there are none."""
     bytes: int = 0
     """Total size of all ranks' parts in bytes, as reported by rank 0."""
     replicas: int = 0
@@ -47,7 +40,6 @@ class Timeline:
         self.kept: list[Step] = []
         self.steps_executed = self.steps_kept = 0
         self.durations = Durations()
-        """Durations of all executed steps except each world's first."""
         self._full = _SPANS
         self.incidents: list[Incident] = []
         self.seen = start  # time of the newest event
@@ -90,7 +82,6 @@ class Timeline:
     # Moving along the timeline
 
     def _cut(self, t: int) -> None:
-        """End the current span."""
         if t <= self._since:
             return
         owner: Bucket | Step = self._phase
@@ -125,7 +116,7 @@ class Timeline:
         self._phase = phase
 
     def _drop(self, fate: Bucket, t: int) -> None:
-        """Drop the current step, which will never end; its time goes into the bucket `fate`."""
+        """Drop the current step, which will never end. Its time goes into the bucket `fate`."""
         self._cut(t)
         if self._step is not None:
             self._step.bucket = fate
@@ -133,7 +124,7 @@ class Timeline:
             self._step = None
 
     def _intact(self, t: int) -> bool:
-        """Return whether the current world completes more steps later, so that it is intact, whatever was reported."""
+        """Return whether the current world completes more steps later. If so, it is intact, whatever was reported."""
         return t < self._last_steps.get((self._generation, self._begun), t)
 
     def _end_world(self, fate: Bucket, t: int) -> None:
@@ -170,14 +161,14 @@ class Timeline:
             self._recovered(t)
 
     def _start_processes(self) -> None:
-        """Record that the world's processes are starting."""
         self._broken, self._why, self._next = False, "", Bucket.RENDEZVOUS
         self._progress = self._fault = self._noticed = None
         self._life += 1
         self._phase = Bucket.STARTUP
 
     def _current(self, event: Event, t: int) -> bool:
-        """Return whether a training event belongs to the current world. An event from a newer world proves that it has formed."""
+        """Return whether a training event belongs to the current world. An event from a newer world proves that the newer one has
+        formed."""
         generation = event.get("generation", max(0, self._generation))
         if generation > self._generation:
             self._form(generation, t)
@@ -223,8 +214,7 @@ class Timeline:
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _keep_unreported(self, step: int) -> None:
-        """Keep completed steps that are missing from the ledger: if the restored state is newer than the last step in the ledger,
-        they were part of the interrupted span."""
+        """Keep completed steps that are missing from the ledger: those between its last step and a newer restored state."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -235,7 +225,7 @@ class Timeline:
         (next((i.lost for i in self._open if i.lost is not None), None) or self._lost).recover(done.kept_us)
 
     def _recovered(self, t: int) -> None:
-        """Close the incidents of older worlds, since training continues in a newer one."""
+        """Close the incidents of older worlds, because training continues in a newer world."""
         for incident in self._open:
             if (incident.generation, incident.attempt) < (self._generation, self._begun):
                 incident.recovery_s = t / 1e6 - incident.time

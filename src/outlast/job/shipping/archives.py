@@ -1,4 +1,4 @@
-"""Checks local code archives, and unpacks them, within limits, where the code runs."""
+"""Checks local code archives, and unpacks archives, within limits, where the code runs."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outlast.base.unpack import checksum
 __all__ = ["MAX_BYTES", "MAX_ENTRIES", "check", "check_checksum", "checksum", "extract", "root"]
 
 MAX_BYTES = 4 << 30
-"""Maximum size of unpacked code in bytes. A larger archive is a mistake, or a bomb."""
+"""Maximum size of unpacked code, in bytes. A larger archive is a mistake, or a bomb."""
 MAX_ENTRIES = 100_000
 
 
@@ -22,7 +22,7 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError if a local archive does not match the checksum `sha256` (unless that is empty), cannot be unpacked, or
+    """Raise OutlastError if a local archive has another checksum than `sha256` (unless that is empty), cannot be unpacked, or
     lacks the script `runs`. If `runs` is a module, it is not checked."""
     if sha256:
         check_checksum(archive, name, sha256)
@@ -39,8 +39,8 @@ def check_checksum(archive: Path, name: str, sha256: str) -> None:
 
 
 def root(tree: Path, runs: str) -> Path:
-    """Return the code's root in an unpacked archive: the tree or, if the script or module `runs` exists only there, the tree's
-    only directory."""
+    """Return the code's root in an unpacked archive: the tree's only directory if only that contains the script or module `runs`,
+    otherwise the tree itself."""
     entries = [entry for entry in tree.iterdir() if entry.name not in ("__MACOSX", ".DS_Store")]
     if len(entries) == 1 and entries[0].is_dir() and not entries[0].is_symlink():
         (only,) = entries

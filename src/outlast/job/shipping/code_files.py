@@ -1,11 +1,7 @@
 """Lists the files in a code directory, and packs them into an archive.
 
-    entries = listed(root)
-    pack(root, entries, Path("code.tar.gz"))
-
-The archive leaves out files that `.gitignore` or `.outlastignore` excludes (the latter takes precedence, and its `!` includes
-files again), files that are never code and, as in git, empty directories. It depends only on names, contents, links and
-executable bits, not on times, owners or the order on disk.
+The archive leaves out files excluded by `.gitignore` or `.outlastignore` (the latter takes precedence, and its `!` includes files
+again), files that are never code, and empty directories. Its bytes depend only on names, contents, links and executable bits.
 """
 
 from __future__ import annotations
@@ -31,9 +27,8 @@ NEVER = frozenset(
     {".git", ".hg", ".svn", ".outlast", ".venv", "venv", "__pycache__", ".mypy_cache", ".ruff_cache", ".pytest_cache"}
     | {".hypothesis", ".ipynb_checkpoints", "node_modules", ".DS_Store"}
 )
-"""Names that are never part of a job's code."""
 FILES = (".gitignore", ".outlastignore")
-"""Names of ignore files; later files override earlier ones."""
+"""Names of ignore files. Later files override earlier ones."""
 CREDENTIALS = """
 .env
 .env.*
@@ -70,10 +65,9 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""Rules for files that usually hold credentials. Anyone who can read ConfigMaps in the namespace can read the code, so these
-files are included only if an `.outlastignore` says so."""
+"""Rules for files that usually hold credentials. They are left out unless an `.outlastignore` includes them, because anyone who
+can read ConfigMaps in the namespace can read the code."""
 _TRIES = 3
-"""Number of attempts to pack files that change meanwhile."""
 
 
 @dataclass(frozen=True)
@@ -84,9 +78,7 @@ class Entry:
     """Path below the directory, with slashes."""
     kind: Literal["file", "link"]
     size: int = 0
-    """A file's size in bytes."""
     target: str = ""
-    """A link's target."""
 
 
 class TooLarge(Exception):
@@ -113,13 +105,12 @@ def listed(
     ignored: NameCallback = _nothing,
     outside: NameCallback | None = None,
 ) -> list[Entry]:
-    """Return the files and links in a code directory, sorted by name. A run on this machine and pods get the same list.
+    """Return the files and links in a code directory, sorted by name, the same for a run on this machine and for pods.
 
-    `but` lists paths below `root` that are not code. `withheld` receives the names left out as probable credentials, and
-    `ignored` those that an ignore file excludes. A link that leads outside is an error, since pods would not have its target. If
-    `outside` is set, it receives the link's name instead, and the link gets an absolute target.
-
-    Raises OutlastError for such links, for unreadable files, and for too many files or bytes.
+    `but` lists paths below `root` that are not code. `withheld` receives the names of probable credentials, `ignored` the names
+    that an ignore file excludes. A link that leads out of `root` is an error, because pods lack its target. If `outside` is
+    given, it receives the link's name instead, and the link gets an absolute target. Raises OutlastError for such links,
+    unreadable files, and too many files or bytes.
     """
     top = root.resolve()
     layers = _above(top)
@@ -151,10 +142,7 @@ def digest(root: Path, entries: Iterable[Entry]) -> str:
 
 def not_code(fields: spec.Spec, root: Path, but: Collection[Path] = ()) -> list[Path]:
     """Return the paths in a code directory that are not code: those in `but`, the job's data, models and output, and this
-    command's log.
-
-    The script counts as code even if it is in `but`, as when the user runs a script without a job file.
-    """
+    command's log. The script counts as code even if it is in `but`."""
     but = [place for place in but if place.absolute() != root / (fields.script or "")]
     return [*but, *_redirected(), *(place for place in _named(fields) if place != root and place not in root.parents)]
 
@@ -174,7 +162,6 @@ def check_script(fields: spec.Spec, root: Path, names: Collection[str]) -> None:
 
 
 def _named(fields: spec.Spec) -> Iterator[Path]:
-    """Yield the local paths of the job's data, models and output."""
     given = [*(each.from_ for each in fields.data), *(each.from_ for each in fields.models), fields.output or ""]
     for place in given:
         if place and (path := spec.local(place)):
@@ -188,7 +175,7 @@ def some(names: Collection[str]) -> str:
 
 
 def without_credentials(withheld: Collection[str]) -> str:
-    """Return the message about files that look like credentials."""
+    """Return the message about left-out files that look like credentials."""
     return f"without {some(withheld)}, which may hold credentials ({bring_back(withheld)})"
 
 
@@ -338,8 +325,8 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """Return the rules that apply to a directory from the git work tree above it. Returns none if these would ignore the
-    directory itself, since the user has named it."""
+    """Return the rules that apply to a directory from the git work tree above it. There are none if these rules would ignore the
+    directory itself, because the user has named it."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

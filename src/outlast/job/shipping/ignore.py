@@ -1,8 +1,7 @@
-"""The rules of `.gitignore` files. Pure; called by `code_files`.
+"""The rules of `.gitignore` files (https://git-scm.com/docs/gitignore). Pure; called by `code_files`.
 
-An ignore file's rules apply to its directory and everything below. Later rules and deeper files take precedence, and nothing
-below an excluded directory can be included again (https://git-scm.com/docs/gitignore). As in git, a rule is matched against one
-entry at a time, never against the entries below it, so that `*`, `!*/`, `!*.py` works as people expect.
+Later rules and deeper files take precedence, and nothing below an excluded directory can be included again. As in git, a rule is
+matched against one entry at a time, never against the entries below it, so `*`, `!*/`, `!*.py` works as people expect.
 """
 
 from __future__ import annotations
@@ -35,7 +34,7 @@ class Rule:
 
     pattern: re.Pattern[str]
     path: bool
-    """True if the rule is matched against the path below the ignore file's directory, rather than against the name alone."""
+    """True if the rule is matched against the path below the ignore file's directory instead of the name alone."""
     directories: bool
     """True if the rule applies to directories only."""
     back: bool
@@ -119,7 +118,7 @@ def _expression(text: str, *, path: bool) -> str:
 
 
 def _class(text: str, at: int) -> tuple[str, int]:
-    """Translate the character class `[...]` at index `at`, and return the translation and the index of the class's end."""
+    """Translate the character class `[...]` at index `at`, and return the translation and the index after the class."""
     at += 1
     negated = text[at : at + 1] in ("!", "^")
     at += negated
@@ -146,7 +145,7 @@ def _class(text: str, at: int) -> tuple[str, int]:
 
 
 def _letter(text: str, at: int) -> tuple[str, int]:
-    """Return the character at index `at` in a class, without any backslash, and the index after it."""
+    """Return the character at index `at` of a class, without its backslash, and the index after the character."""
     if text[at] == "\\" and at + 1 < len(text):
         at += 1
     return text[at], at + 1

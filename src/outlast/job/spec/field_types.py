@@ -163,7 +163,7 @@ def auto_or_count(value: Any) -> Any:
 
 
 def unreserved(value: dict[str, str]) -> dict[str, str]:
-    """Accept environment variables with valid names, except those that Outlast sets itself."""
+    """Accept environment variables with valid names, except those that Outlast or torchrun sets."""
     broken: list[tuple[Place, str]] = []
     for name in value:
         if not re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name):

@@ -25,8 +25,8 @@ _SECRET = re.compile(r"KEY|TOKEN|SECRET|PASSW|CREDENTIAL", re.IGNORECASE)
 def load(path: Path | str, *, code: bool = False, data: bool = False) -> Job:
     """Read the job in a file. Paths relative to the file's directory become absolute.
 
-    If `code` is set, the job's code and requirements must exist; if `data` is set, its data and models must exist. Raises
-    InvalidJob with every mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
+    With `code`, the job's code and requirements must exist; with `data`, its data and models. Raises InvalidJob with every
+    mistake, and NotFound or another OutlastError if the job file does not exist or cannot be read.
     """
     path = Path(path)
     read = _document(text(path), str(path))
@@ -54,7 +54,7 @@ def dump(job: Job) -> str:
 
 
 def without_secrets(job: Job) -> Job:
-    """Hide values in `env` that look like secrets, so that readers of the output cannot see them."""
+    """Return a copy of the job for the output, in which values in `env` that look like secrets are hidden."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
@@ -85,8 +85,8 @@ def anchor(job: Job, directory: Path) -> Job:
 
 
 def code_of(script: Path) -> Path:
-    """Return the directory that serves as `code` if there is no job file: the working directory if the script is below it, so
-    that the script finds the same files as under plain python; otherwise the script's own directory. `script` is absolute."""
+    """Return the directory that serves as `code` without a job file: the working directory if `script`, an absolute path, is
+    below it, so that the script finds the same files as under plain python; otherwise the script's own directory."""
     here = Path.cwd()
     return here if here in script.parents and here != Path.home() else script.parent
 
@@ -98,7 +98,7 @@ def absent(spec: Spec) -> Iterator[str]:
 
 
 def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
-    """Return the error for a missing file. The error suggests the most similar name that matches `pattern`."""
+    """Return the error for a missing file, with the most similar name that matches `pattern`."""
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
     remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {expected}"
     return NotFound(f"{path}: there is no such file; {remedy}")
@@ -130,8 +130,7 @@ def _document(text: str, source: str) -> document.Document:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value is kept as written: in arguments, environment variables and labels, `3e-3` is not a number, and
-    `yes` is not a boolean."""
+    """Return whether a value is kept as written: in args, env and labels, `3e-3` is not a number, and `yes` is not a boolean."""
     return place[:-1] in (
         ("spec", "args"),
         ("spec", "env"),
@@ -142,7 +141,6 @@ def _verbatim(place: Place) -> bool:
 
 
 def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield a place and a sentence for code and requirements that are missing on this machine."""
     place, checksum = pinned(spec.code or "")
     code = local(place) if place else None
     if code and not code.exists():
@@ -160,7 +158,6 @@ def _absent_code(spec: Spec) -> Iterator[tuple[Place, str]]:
 
 
 def _absent_data(spec: Spec) -> Iterator[tuple[Place, str]]:
-    """Yield a place and a sentence for data and models that are missing on this machine."""
     sources = [(("data", i, "from"), data.from_) for i, data in enumerate(spec.data)]
     sources += [(("models", i, "from"), model.from_) for i, model in enumerate(spec.models)]
     for place, source in sources:

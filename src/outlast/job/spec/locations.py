@@ -9,7 +9,6 @@ STORES = ("s3", "gs", "az", "file", "memory")
 WEB = ("http", "https")
 """URL schemes for single files, which can also serve as data and models if they have a checksum."""
 ARCHIVES = (".tar.gz", ".tgz", ".tar", ".zip")
-"""File name extensions of code archives."""
 OTHER_ARCHIVES = (".tbz", ".tbz2", ".txz", ".bz2", ".xz", ".zst", ".gz", ".rar", ".7z")
 
 

@@ -1,7 +1,5 @@
-"""The model of a job file: every field with its default, its documentation and the rules between fields.
-
-The text below a field is its public documentation: in the reference, in editors and in `kubectl explain`.
-"""
+"""The model of a job file: every field with its default, its documentation and the rules between fields. The docstring of a field
+is its public documentation: in the reference, in editors and in `kubectl explain`."""
 
 from __future__ import annotations
 
@@ -20,13 +18,12 @@ from outlast.job.spec.validation import Checked
 from outlast.job.spec.yaml_document import Place
 
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
-"""Directories of a pod that must not be mount points, since programs need their files. Valid RE2."""
+"""Directories of a pod that must not be mount points, because programs need their files. Valid RE2."""
 
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
 """Values of `tracking.mlflow`: a URI, the name of a Databricks profile, or an absolute path. Valid RE2."""
 
 MOST_REPLICAS = 3
-"""Maximum number of replicas of a rank's part of a snapshot."""
 
 
 class Metadata(Checked):
@@ -46,11 +43,12 @@ class Data(Checked):
     """A dataset that every worker can read."""
 
     from_: field_types.Source
-    """Directory on this machine, or URL of a store: a prefix (`s3://bucket/prefix`) with everything below it, or one object; or
-    of a file on the web with its checksum (`https://host/set.tar.gz#sha256=...`), which is unpacked if it is an archive. It is
-    downloaded once per machine, for all workers and jobs, and again only when it has changed. Read only."""
+    """Directory on this machine, URL of a store, or URL of a file on the web with its checksum
+    (`https://host/set.tar.gz#sha256=...`). The URL of a store is a prefix (`s3://bucket/prefix`) with everything below it, or one
+    object. A file from the web is unpacked if it is an archive. The data is read-only. It is downloaded once per machine, for all
+    workers and jobs, and again only when it has changed."""
     to: field_types.Mount = "/data"
-    """Mount point in a pod. On this machine `OUTLAST_DATA` holds the path."""
+    """Mount point in a pod. On this machine, `OUTLAST_DATA` holds the path."""
 
 
 class Weights(Checked):
@@ -59,12 +57,12 @@ class Weights(Checked):
     from_: field_types.Source
     """Directory on this machine, or URL of a store or file, as for data."""
     name: field_types.Directory
-    """The weights are in `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
+    """Name of the directory with the weights: `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
-    """Return the given numbers of workers. Before pydantic 2.12, this function also runs for invalid values, which are missing
-    from `given`."""
+    """Return the given numbers of workers. Before pydantic 2.12, this also runs for invalid values, which are missing from
+    `given`."""
     return list(given.get("sizes") or [given.get("replicas", 1) or 1])
 
 
@@ -72,11 +70,11 @@ class Workers(Checked):
     """How many workers train together. `outlast scale` changes `replicas` while the job runs."""
 
     replicas: Annotated[int, Field(strict=True, ge=0, le=contract.MOST_WORKERS)] = 1
-    """Number of workers to run. On Kubernetes, 0 suspends the job until this is raised."""
+    """Number of workers to run. On Kubernetes, 0 suspends the job until the number is raised."""
     step: field_types.Count = 1
-    """Allowed numbers of workers are `min`, `min` + `step`, ... up to `max`."""
+    """Allowed numbers of workers are `min`, `min` + `step`, and so on up to `max`."""
     sizes: Annotated[tuple[field_types.Count, ...], Field(min_length=1)] | None = None
-    """The allowed numbers of workers, listed, instead of `step`: `[1, 2, 4]`."""
+    """List of the allowed numbers of workers, instead of `step`: `[1, 2, 4]`."""
     min: int = Field(strict=True, ge=1, le=contract.MOST_WORKERS, default_factory=lambda given: min(_sizes(given)))
     """Smallest number of workers to train with. Default: the smallest of `sizes`, else `replicas`."""
     max: int = Field(
@@ -121,11 +119,12 @@ class Resources(Checked):
     cpu: field_types.Cores | None = None
     """CPU cores: `4`, `500m`. With `kubectl apply`, write fractions as text, since API servers reject them as numbers."""
     cpu_limit: field_types.Cores | None = None
-    """CPU limit, such as `8`, where a namespace requires one. Kubernetes only. None by default: data loaders use idle cores."""
+    """CPU limit, such as `8`, where a namespace requires one. Kubernetes only. There is none by default, so data loaders can use
+    idle cores."""
     memory: field_types.Memory | None = None
     """Memory: `16Gi`."""
     gpu: field_types.Whole = 0
-    """Number of GPUs. Each worker sees only its own. Without GPUs on this machine `outlast run` trains on the CPU."""
+    """Number of GPUs. Each worker sees only its own GPUs. Without GPUs on this machine, `outlast run` trains on the CPU."""
     accelerator: field_types.Accelerator = Field(
         default="nvidia", description=f"Kind of GPU: {accelerators.described()}, or the full name of a Kubernetes resource."
     )
@@ -139,11 +138,12 @@ class Rendezvous(Checked):
     """How the workers find each other and agree on a world."""
 
     backend: contract.Backend = "auto"
-    """The coordinator of the rendezvous. `auto`: the launcher on this machine; in a cluster the operator, or worker 0 where there
-    is no operator. `etcd`: a worker elected through an etcd v3, where there is no operator. `c10d`: worker 0."""
+    """The coordinator of the rendezvous. `auto`: the launcher on this machine; in a cluster, the operator, or worker 0 if there
+    is no operator. `etcd`: a worker elected through etcd v3, if there is no operator. `c10d`: worker 0."""
     endpoint: field_types.Endpoint | None = None
-    """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, several separated by commas. Credentials come from the variables
-    `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d: `host:29400`."""
+    """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, or several addresses separated by commas. Credentials come from
+    the variables `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d:
+    `host:29400`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.backend == "etcd" and not self.endpoint:
@@ -171,16 +171,17 @@ class Checkpoint(Checked):
     mode: Literal["min", "max"] = "min"
     """Which value is best: the lowest or the highest."""
     memory: field_types.SnapshotMemory = "auto"
-    """A worker's memory for snapshots of the training state: `auto`, `off` or a quantity such as `8Gi`. With a quantity, the
-    memory of the worker's pod grows by that quantity. `auto` uses up to a quarter of the memory that a worker may use, and leaves
-    a tenth free. With `kubectl apply`, quote `"off"`."""
+    """A worker's memory for snapshots of the training state: `auto`, `off` or a quantity such as `8Gi`, by which the memory of
+    the worker's pod grows. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth free. With
+    `kubectl apply`, quote `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
-    """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP: that many workers may
-    be lost at once without reading a checkpoint. 0 to 3. State that every rank has, as with DDP, needs no memory for replicas."""
+    """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP, from 0 to 3. That many
+    workers may be lost at once without reading a checkpoint. State that every rank has, as with DDP, needs no memory for
+    replicas."""
     go_back: field_types.Flag = False
-    """If true, and under DDP one rank's weights or optimizer state turn out to differ from most other ranks', training goes back
-    to the last state in which all were equal, and a new worker replaces that rank's worker. Checkpoints saved since then are
-    renamed and not used. Needs at least three workers. Default: the rank is named, and training continues."""
+    """If true, and under DDP one rank's weights or optimizer state differ from most other ranks' state, training goes back to the
+    last state in which all were equal, and a new worker replaces that rank's worker. Checkpoints saved since then are renamed and
+    not used. Needs at least three workers. By default, the rank is only reported, and training continues."""
 
     @property
     def reserved(self) -> int:
@@ -188,7 +189,7 @@ class Checkpoint(Checked):
         return self.memory if isinstance(self.memory, int) else 0
 
     def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables for workers; `checkpoints.Retention.parse` reads the retention."""
+        """Return the fields as environment variables for workers. `checkpoints.Retention.parse` reads the retention."""
         best = f"{self.best} {self.mode} {self.by}".strip()
         return {
             contract.Env.CHECKPOINT_EVERY: str(self.every),
@@ -233,7 +234,7 @@ class Scheduling(Checked):
     """Where and when pods may run. Kubernetes only."""
 
     queue: Annotated[str, field_types.object_name(63)] = ""
-    """Queue of Kueue or Volcano. In a cluster with Kueue it is a Kueue queue, unless `gang` is `volcano`."""
+    """Queue of Kueue or Volcano. In a cluster with Kueue, it is a Kueue queue unless `gang` is `volcano`."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
     """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one
     when it first sees the job, `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
@@ -242,16 +243,16 @@ class Scheduling(Checked):
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
     """Use of spot machines: `prefer` or `require` them, `avoid` them, or run on `any` machine."""
     worker0: Literal["any", "on-demand"] = "any"
-    """`on-demand`: worker 0 does not run on a spot machine, whatever `spot` says about the other workers. Not for Indexed Jobs
-    and StatefulSets, whose pods are all alike."""
+    """With `on-demand`, worker 0 does not run on a spot machine, whatever `spot` says about the other workers. Not for Indexed
+    Jobs and StatefulSets, whose pods are all alike."""
 
 
 class Environment(Checked):
     """Packages to install before training starts, once per machine for all workers and jobs. Set one of the two fields."""
 
     requirements: field_types.Text | None = None
-    """Requirements file for pip. Its packages are added to the Python that Outlast runs in; packages that this Python already
-    has, above all PyTorch, are not installed again. With `code` from an archive or a store this may be a file in the code."""
+    """Requirements file for pip. Its packages are added to the Python that Outlast runs in. Packages that this Python already
+    has, above all PyTorch, are not installed again. With `code` from an archive or a store, the file may be in the code."""
     conda: field_types.Text | None = None
     """Environment file for micromamba, mamba or conda, one of which must be installed. The environment must include Python 3.11
     or newer and PyTorch."""
@@ -263,15 +264,15 @@ class Environment(Checked):
 
 
 class Compile(Checked):
-    """Programs that compilers make from the model: `torch.compile`, Triton, and those for Trainium."""
+    """Programs that compilers make from the model: `torch.compile`, Triton, and compilers for Trainium."""
 
     cache: field_types.Flag = False
     """If true, keep compiled programs in `<output>/.compiled/` for all jobs of that output. Each worker fetches them before
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training itself.
-    It runs in the directory of the code with the job's environment and data; anything it writes to `OUTLAST_OUTPUT` is thrown
+    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training itself. It
+    runs in the directory of the code with the job's environment and data. Anything that it writes to `OUTLAST_OUTPUT` is thrown
     away. Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -285,8 +286,8 @@ class Hang(Checked):
     """When a process counts as hung. Its stacks are written to `logs/`, and training restarts."""
 
     limit: field_types.Duration = timedelta(minutes=10)
-    """A process counts as hung when it does nothing for this long: no step, no movement of its main thread, no CPU time and,
-    for a plain script, no output. Before the first step of a session the limit is at least 10 minutes."""
+    """A process counts as hung when it does nothing for this long: no step, no movement of its main thread, no CPU time and, for
+    a plain script, no output. Before the first step of a session, the limit is at least 10 minutes."""
 
 
 class Volume(Checked):
@@ -348,13 +349,14 @@ class Tracking(Checked):
     Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: field_types.Flag = False
-    """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them:
-    it makes such files from any job's metrics."""
+    """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them,
+    because it makes event files from any job's metrics."""
     mlflow: (
         Annotated[str, field_types.Pattern(MLFLOW, "must be a URI, such as http://mlflow:5000, or an absolute path")] | None
     ) = None
-    """URI of an MLflow server, `http://mlflow:5000`, or an absolute path that all workers can reach. Default: the variable
-    `MLFLOW_TRACKING_URI`, if it is set. `none`: no MLflow even then. Credentials come from MLflow's own variables."""
+    """URI of an MLflow server, such as `http://mlflow:5000`, or an absolute path that all workers can reach. Default: the
+    variable `MLFLOW_TRACKING_URI`, if it is set. `none` disables MLflow even then. Credentials come from MLflow's own
+    variables."""
     experiment: field_types.Text | None = None
     """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
     `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
@@ -368,7 +370,7 @@ class Tracking(Checked):
             )
 
     def variables(self) -> dict[str, str]:
-        """Return the fields as environment variables for workers; see `tracking.tracker_interface.settings`."""
+        """Return the fields as environment variables for workers (see `tracking.tracker_interface.settings`)."""
         return {
             **({contract.Env.TENSORBOARD: "1"} if self.tensorboard else {}),
             **({contract.Env.MLFLOW: self.mlflow} if self.mlflow else {}),
@@ -390,8 +392,8 @@ class Spec(Checked):
     image: field_types.Text | None = None
     """Container image of the pods, with Python 3.11 and PyTorch 2.11 or newer. `outlast run` ignores it."""
     inject: bool | None = None
-    """Whether each pod gets Outlast from an init container. An image that has Outlast uses its own, but its pods then start a
-    second or two later than with `false`. Default: true unless the image's name contains `outlast`."""
+    """Whether each pod gets Outlast from an init container. A pod whose image has Outlast uses that version, but starts a second
+    or two later than with `false`. Default: true unless the image's name contains `outlast`."""
     module: field_types.Module | None = None
     """Python module to run, as with `python -m`."""
     script: field_types.Script | None = None
@@ -401,10 +403,9 @@ class Spec(Checked):
     code: field_types.Code | None = None
     """The code that every worker gets: a directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store, which
     names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
-    Default: with `script` the directory of the job file, with `module` none."""
+    Default: with `script`, the directory of the job file; with `module`, none."""
     data: tuple[Data, ...] = ()
-    """Datasets. `OUTLAST_DATA` is the path of the dataset; if there are several, the path of the directory that contains them
-    all."""
+    """Datasets. `OUTLAST_DATA` is the path of the dataset or, if there are several, of the directory that contains them all."""
     models: tuple[Weights, ...] = ()
     """Weights to start from, below `OUTLAST_MODELS`. If there are any, Hugging Face's libraries run offline (`HF_HUB_OFFLINE=1`,
     `TRANSFORMERS_OFFLINE=1`) unless `env` overrides that."""
@@ -439,7 +440,7 @@ class Spec(Checked):
     or the worker's environment; `$$(NAME)` stands for `$(NAME)` itself. Variables that Outlast or torchrun set (`OUTLAST_*`,
     `PET_*`, `RANK` and so on) are not allowed."""
     suspend: field_types.Flag = False
-    """If true, save, stop, and hold the job until this is false again."""
+    """If true, the job saves, stops, and waits until this is false again."""
     active_deadline_seconds: field_types.Seconds | None = None
     """The job fails when it has run for longer than this. Default: no limit."""
     startup_deadline_seconds: field_types.Seconds | None = None

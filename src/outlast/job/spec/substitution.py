@@ -1,7 +1,7 @@
-"""`$(NAME)` in a job's `args` and `env`: references to environment variables, as in a pod's containers. Pure.
+"""References `$(NAME)` to environment variables in a job's `args` and `env`, as in a pod's containers. Pure.
 
-A variable in `env` may refer to any other variable in `env`, whatever their order, since API servers do not preserve it.
-`$$(NAME)` stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
+A variable in `env` may refer to any other, whatever their order, because API servers do not preserve it. `$$(NAME)` stands for
+`$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 
@@ -23,7 +23,7 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `env` with their references to `env` and `environ` replaced."""
+    """Return the variables in `env`, with the references in their values to `env` and `environ` replaced."""
     circle = circular(env)
     values = {name: value for name, value in environ.items() if name not in env}
 
@@ -39,7 +39,7 @@ def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]
 
 
 def circular(env: Mapping[str, str]) -> set[str]:
-    """Return the variables that refer to themselves, directly or through others, and therefore stay unchanged."""
+    """Return the variables that refer to themselves, directly or through other variables, and therefore stay unchanged."""
 
     def reached(name: str, seen: set[str]) -> set[str]:
         for other in _named(env[name]):

@@ -1,8 +1,5 @@
-"""Warnings about fields in a job file that have no effect where the job runs, or anywhere.
-
-`run`, `submit` and `render` print the surprising ones; `validate` prints all. `manifests.warnings` adds the fields that a
-topology ignores. Pure.
-"""
+"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. `validate` prints all of them, `run`,
+`submit` and `render` the surprising ones. `manifests.warnings` adds the fields that a topology ignores. Pure."""
 
 from __future__ import annotations
 
@@ -70,7 +67,6 @@ def pods(job: Job) -> Iterator[str]:
 
 
 def _given(part: BaseModel, path: str) -> bool:
-    """Return whether the field at `path` has a value other than its default."""
     first, _, rest = path.partition(".")
     value = getattr(part, first)
     if rest:

@@ -1,7 +1,7 @@
 """Validates a document and reports all mistakes at once, each as a sentence with the line, the value and the remedy.
 
-Unknown fields are checked first. If it is clear which field was meant, the value is validated, too, so that a misspelt name does
-not hide further mistakes. Then pydantic validates the rest, and its errors are rewritten as sentences for users.
+Unknown fields are checked first. If it is clear which field was meant, its value is validated as well. Then pydantic validates
+the rest, and its errors are rewritten as sentences for users.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Checked(BaseModel):
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Yield mistakes in which fields are given, whatever their values, as pairs (place below this part, sentence)."""
+        """Yield mistakes in the choice of the given fields, whatever their values, as pairs (place below this part, sentence)."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -73,7 +73,7 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
     data = document.data
     if isinstance(data, dict):
         group, slash, _ = str(data.get("apiVersion")).partition("/")
-        if slash and group != contract.GROUP:  # another program's document: its fields are not mistakes in ours
+        if slash and group != contract.GROUP:  # another program's document: its fields are not checked
             ways = "outlast init SCRIPT writes a job file, outlast convert FILE translates Kubeflow's"
             said = f"apiVersion ({group}/...) must be {contract.API_VERSION}; {ways}"
             raise InvalidJob([(document.line(("apiVersion",)), said)], source=source)
@@ -92,14 +92,13 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: reports unknown names, with the field that was probably meant, and names that exclude each
-    other."""
+    """Checks the names in a document: reports unknown names, with the field probably meant, and names that exclude each other."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of fields, by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:
@@ -151,7 +150,6 @@ class _Names:
         return spelt[near[0]] if near else None
 
     def _rename(self, old: Place, new: Place) -> None:
-        """Move the lines of values at `old` to `new`."""
         for place, line in list(self.document.lines.items()):
             if place[: len(old)] == old:
                 self.document.lines[(*new, *place[len(old) :])] = line
@@ -180,7 +178,7 @@ def _sentences(error: ValidationError) -> Iterator[tuple[Place, str]]:
             yield from (((*place, *below), sentence) for below, sentence in cause.rules)
         elif kind == "missing":
             yield place, f"{name(place)} is missing; add it"
-        elif kind != "default_factory_not_called":  # this one only follows from another mistake
+        elif kind != "default_factory_not_called":  # pydantic reports this only after another mistake
             yield place, _sentence(name(place) or "the document", found["input"], kind, context, found["msg"])
 
 
@@ -194,7 +192,6 @@ _SENTENCES = {
     "tuple_type": "must be a list; put it in brackets: [ ... ]",
     **dict.fromkeys(("model_type", "dict_type"), "must be a mapping of names to values"),
 }
-"""The sentence for each of pydantic's error types."""
 
 
 def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallback: str) -> str:

@@ -1,4 +1,4 @@
-"""Differences between two versions of a job, and whether the newer one only extends the training. Pure."""
+"""Differences between two versions of a job, and whether the newer version only extends the training. Pure."""
 
 from __future__ import annotations
 
@@ -15,16 +15,13 @@ _SECRET = re.compile(r"(-[\w-]*(?:token|key|secret|passw|credential)[\w-]*(?:=|\
 _LENGTH = re.compile(r"-*(?:.*\.)?(?:(?:max|n|num|total|train|training)[-_])*(?:steps|iters|iterations|epochs)", re.IGNORECASE)
 """Options that set how long to train, such as `--max_iters`, but not `--warmup-steps`."""
 _ELSEWHERE = ("args", "code", "environment", "output", "suspend", "workers")
-"""Fields that may change in a version that only extends the training; `args` are compared separately."""
+"""Fields that may change in a version that only extends the training. `args` are compared separately."""
 _LONGEST = 60
-"""Maximum length of a quoted value, in characters."""
 
 
 def between(old: Job, new: Job, but: Collection[str] = ()) -> Iterator[str]:
-    """Yield a sentence for each changed field in `spec`, except fields whose names begin with an entry in `but`.
-
-    Values in `env` are not shown, since they may be secret.
-    """
+    """Yield a sentence for each changed field in `spec`, except fields whose names begin with an entry in `but`. Values in `env`
+    are not shown, because they may be secret."""
     before, after = (dict(_flat(job.spec.model_dump(mode="json", by_alias=True))) for job in (old, new))
     for path in dict.fromkeys([*before, *after]):
         was, now = before.get(path), after.get(path)

@@ -1,9 +1,8 @@
-"""A YAML document as plain data, with the line of each value.
+"""A YAML document as plain data, with the line of each value, so that mistakes can be reported with their lines.
 
-`spec` reads job files with this module, so that it can report each mistake with its line. The reader is stricter than
-`yaml.safe_load` where that function hides a mistake (two equal keys, two documents in a file). It is more lenient where YAML is a
-trap: keys are always text, and scalars in `verbatim` places are kept as written: `3e-3` and `yes`, not `0.003` and true. The
-only library that this module imports is PyYAML.
+The reader is stricter than `yaml.safe_load` where that function hides a mistake (two equal keys, two documents in a file). It is
+more lenient where YAML is a trap: keys are always text, and scalars in `verbatim` places are kept as written (`3e-3`, not
+`0.003`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ class Document:
 
 
 def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _: False) -> Document:
-    """Parse the only document in `text`. Raises InvalidJob if the text has no document, has several, or is not YAML."""
+    """Parse the only document in `text`. Raises InvalidJob if the text has no document or several, or is not YAML."""
 
     def wrong(line: int | None, sentence: str) -> InvalidJob:
         return InvalidJob([(line, sentence)], source=source)
@@ -87,7 +86,7 @@ class _Walk:
     document: Document
     verbatim: Callable[[Place], bool]
     seen: set[int] = field(default_factory=set)
-    """Ids of visited nodes. A second visit means that the node is an alias, or below an alias."""
+    """Ids of visited nodes. A node that is visited again is an alias, or below an alias."""
     repeats: int = 0
 
     def value(self, node: yaml.Node, place: Place) -> Any:

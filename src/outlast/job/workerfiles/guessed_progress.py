@@ -1,7 +1,5 @@
-"""Guesses a plain script's checkpoints and steps from file names and from common log lines.
-
-Guesses are only shown: they refund no restarts, and no files are removed because of them.
-"""
+"""Guesses a plain script's checkpoints and steps from file names and common log lines. Guesses are only shown: they refund no
+restarts, and no file is removed because of them."""
 
 from __future__ import annotations
 
@@ -19,19 +17,17 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""Checkpoint directory of the Hugging Face Trainer. If it is a file, the number may be an epoch."""
+"""Checkpoint directory of the Hugging Face Trainer. In a file's name, the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
 _ELSEWHERE = (contract.CHECKPOINTS, contract.LOGS, contract.LEDGER, "previous", "__pycache__")
-"""Directories in the output that do not belong to the script."""
 _MOST = 20_000
-"""Maximum number of directory entries visited in one search."""
 _DEPTH = 4
 
 
 def step_of(directory: str) -> int | None:
-    """Return the step in a checkpoint directory's name: 140 for `checkpoint-140`, 500 for `global_step500`."""
+    """Return the step in the name of a checkpoint directory: 140 for `checkpoint-140`, 500 for `global_step500`."""
     match = _TRAINER.fullmatch(directory) or (None if _FILE.fullmatch(directory) else _STEP.search(directory))
     return int(match[1]) if match else None
 
@@ -46,7 +42,7 @@ def step_of_file(name: str) -> tuple[bool, int | None]:
 
 
 def newest(directory: Path, since: float) -> SavedStatus | None:
-    """Return the newest file or directory below `directory` that looks like a checkpoint and was written after `since`."""
+    """Return the newest file or directory below `directory` that looks like a checkpoint and was not written before `since`."""
     from outlast.job.status import SavedStatus
 
     best: SavedStatus | None = None
@@ -81,7 +77,7 @@ def newest(directory: Path, since: float) -> SavedStatus | None:
 
 
 def sentence(saved: SavedStatus | None, now: float) -> str:
-    """Describe a plain script's newest checkpoint, guessed from its files."""
+    """Describe a plain script's newest checkpoint, as guessed from its files."""
     if saved is None:
         return "no file that looks like a checkpoint is in the output; the script saves by itself"
     step = "" if saved.step is None or str(saved.step) in saved.name else f" of step {saved.step}"
@@ -93,9 +89,8 @@ class Logged(NamedTuple):
 
     step: int
     steps: int | None = None
-    """Total number of steps, if the line gives it."""
     epoch: int | None = None
-    """The epoch within which steps are counted, or UNNAMED if the line does not name it. None if steps are counted over the whole
+    """The epoch within which the line counts steps, or UNNAMED if the line does not name it. None if steps count over the whole
     run."""
 
 
@@ -103,9 +98,11 @@ UNNAMED = -1
 
 
 def begun_anew(before: SavedStatus | None, reached: Logged, now: Logged, first: Logged | None) -> str:
-    """Return a warning if a restarted script seems to train from the beginning: `now`, its first step after the restart, is near
-    `first`, the run's first step, although the run had got as far as `reached`. Empty if the script continues, or if this is
-    uncertain. `before` is the checkpoint that the script had saved."""
+    """Return a warning if a restarted script seems to train from the beginning; empty if it continues, or if this is uncertain.
+
+    A script that starts over is at step `now` after the restart, near the run's first step, `first`, although the run had reached
+    the step `reached`. `before` is the checkpoint that the script had saved.
+    """
     begin = first or Logged(0, None, None if now.epoch is None else 0)
     epochs = [each.epoch for each in (begin, now, reached)]
     if UNNAMED in epochs or len({epoch is None for epoch in epochs}) > 1:
@@ -145,8 +142,8 @@ _PATTERNS = tuple(
         rf"^{_RANK}{_EPOCH}(?:/\d+)?\s*[━╸╺]+\s*{_NUMBER}/{_NUMBER}\s",
     )
 )
-"""Patterns for `Step: 120/2000`; `step 120`, `iter 120:`, `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`, and
-rich's `Epoch 2/9 ━━━━ 120/2000 0:00:12`, as Lightning draws it."""
+"""Patterns for `Step: 120/2000`; `step 120`, `iter 120:` and `{"step": 120`; `[120/2000]`; tqdm's ` 6%|#   | 120/2000 [00:12<`;
+and rich's `Epoch 2/9 ━━━━ 120/2000 0:00:12`, as Lightning draws it."""
 _EMPTY = re.compile(r"\b0%\||[━╸╺]\s*0/")
 _LINES = re.compile(r"[\r\n]+")
 _COLOR = re.compile(r"\x1b\[[\d;]*m")
@@ -155,8 +152,7 @@ _LINE = 400
 
 
 def step_in(line: str) -> Logged | None:
-    """Parse the step in a log line, with the total if the line contains one, and the epoch if the line names one before the
-    step."""
+    """Parse the step in a log line, with the total and the preceding epoch if the line contains them."""
     plain = _COLOR.sub("", line[:_LINE])
     for pattern in _PATTERNS:
         if match := pattern.search(plain):
@@ -169,7 +165,7 @@ def step_in(line: str) -> Logged | None:
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
     """Return the step in the last log line that has one, or `before` if none does. A progress bar with a smaller total than
-    before is a different bar, such as an evaluation's. A counter that decreases is one that restarts with each epoch."""
+    before is a different bar, such as an evaluation's. A counter that decreases restarts with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -182,6 +178,5 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line that has one. Empty progress bars do not count: a resumed run's bar starts empty,
-    too."""
+    """Return the step in the first log line that has one, except empty progress bars, with which a resumed run also starts."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

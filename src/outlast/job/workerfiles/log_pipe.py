@@ -1,6 +1,5 @@
-"""A worker's output, which the agent copies from a pipe to the log. A full disk therefore costs log lines but does not stop
-training: if a process wrote to the log directly, its prints would fail with ENOSPC.
-"""
+"""A worker's output, which the agent copies from a pipe to the log. A full disk costs log lines but does not stop training: if a
+process wrote to the log itself, its prints would fail with ENOSPC."""
 
 from __future__ import annotations
 
@@ -16,31 +15,24 @@ from pathlib import Path
 
 _RECENT = 4096
 _EARLY = 1 << 20
-"""Maximum number of bytes buffered until `keep`."""
 TAIL_LINES = 20
 TAIL_BYTES = 2048
-"""Maximum size in bytes of a tail, which is sent in reports. Equal to Kubernetes' limit for a termination message taken from a
-log."""
+"""Maximum size of a tail in reports, in bytes; equal to Kubernetes' limit for a termination message taken from a log."""
 _TAIL_WITHIN = 1 << 18
-"""How many bytes at the end of a log are searched for a tail. Arbitrary: other ranks keep writing after the first has failed."""
+"""Number of bytes at the end of a log searched for a tail. Arbitrary: other ranks keep writing after the first has failed."""
 _TAIL_S = 0.5
 """Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, or forever if the disk is full."""
 
 
 class Output:
-    """Copies the output of this process and its children to its log, the current standard output.
-
-    In pods, standard output is the container's log, and the log in the job's output is a copy, whose path is set by `keep` once
-    it is known.
-    """
+    """Copies the output of this process and its children to its log, the current standard output. In pods, that is the
+    container's log, and the log in the job's output is a second copy, at the path passed to `keep`."""
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
-        """Output from before the call to `keep`."""
         self.written = 0
-        """Number of bytes written to the log so far."""
         self.recent = b""
-        """The latest part of the output so far; see `guessed_progress.last_step`."""
+        """The latest part of the output (see `guessed_progress.last_step`)."""
         self._copy_to: int | None = None
         self._log = os.dup(1)
         self._pipe, write = os.pipe()
@@ -68,7 +60,7 @@ class Output:
                             _write(file, data)
 
     def keep(self, path: Path | None) -> None:
-        """Also append all output to this file, or to no file if `path` is None."""
+        """Also append all output, including the output so far, to this file, or to no file if `path` is None."""
         with self._copying:
             early, self._early = self._early, None
             if path is None:
@@ -108,8 +100,8 @@ def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error. The tail has at
     most TAIL_LINES and TAIL_BYTES, and only lines that begin with `prefix`. It is empty if the log cannot be read.
 
-    Waits for the line, which passes through the pipe after all earlier output. If the line does not arrive, the tail ends with
-    the log.
+    Waits for `line`, which passes through the pipe after all earlier output. If `line` does not arrive, the tail ends where the
+    log ends.
     """
     deadline = time.monotonic() + _TAIL_S
     while True:

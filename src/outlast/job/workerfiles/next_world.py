@@ -1,8 +1,6 @@
-"""A waiting training process's place in the next world: a file with the environment variables that have changed.
-
-The agent writes it (`launch.rank_processes`), the process reads it (`training.kept_process`). A file that an earlier process has
-not read does no harm, since only a later generation or attempt counts.
-"""
+"""A waiting training process's place in the next world: a file with the environment variables that have changed. The agent writes
+it (`launch.rank_processes`), the process reads it (`training.kept_process`). A leftover file does no harm, because the process
+waits for a later generation or attempt."""
 
 from __future__ import annotations
 
@@ -20,11 +18,11 @@ def write(state: Path, local_rank: int, environ: Mapping[str, str]) -> None:
 
 
 def read(state: Path, local_rank: int, after: tuple[int, int]) -> dict[str, str]:
-    """Return the variables of the place, if its generation and attempt are later than `after`; otherwise empty."""
+    """Return the variables of the place if its generation and attempt are later than `after`, otherwise an empty mapping."""
     environ: dict[str, str] = files.mapping(state / NEXT.format(local_rank=local_rank))
     return environ if environ and start(environ) > after else {}
 
 
 def start(environ: Mapping[str, str]) -> tuple[int, int]:
-    """Return the generation and attempt that an environment describes."""
+    """Return the generation and attempt in an environment."""
     return int(environ.get(Env.GENERATION, "0")), int(environ.get(Env.ATTEMPT, "0"))

@@ -1,8 +1,7 @@
 """The notice: a file that asks this worker's training to save its state at the next step and leave (`contract.NOTICE`).
 
-The agent writes a notice when the worker is interrupted (`leave`), and its membership writes one when a new rendezvous is
-requested (`call`, with the next generation). Training only checks whether the file exists. Unlike a signal, a file needs no
-handler in the training process, and it outlives its writer.
+The agent writes a notice when the worker is interrupted (`leave`); its membership writes one when a new rendezvous is requested
+(`call`). Unlike a signal, a file needs no handler in the training process, and it outlives its writer.
 """
 
 from __future__ import annotations
@@ -21,8 +20,8 @@ _WRITING = threading.Lock()
 
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Write a notice; a call does not replace a leave. `deadline` is when the agent kills the training, in seconds since the
-    epoch. Raises OSError."""
+    """Write a notice; a call does not replace a leave. The agent kills the training at `deadline`, in seconds since the epoch.
+    Raises OSError."""
     until = time.monotonic() + deadline - time.time()
     notice = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
     with _WRITING:
@@ -31,14 +30,14 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
 
 
 def end_call(path: Path) -> None:
-    """Remove a call, now that the next world has formed; a leave stays."""
+    """Remove a call because the next world has formed. A leave stays."""
     with _WRITING:
         if read(path).get("kind") == "call":
             path.unlink(missing_ok=True)
 
 
 def left_s(path: Path | None) -> float:
-    """Return the seconds to the deadline, by the monotonic clock, which all local processes share; infinity if there is none."""
+    """Return the seconds until the deadline, by the monotonic clock that all local processes share; infinity without a notice."""
     notice = read(path) if path else {}
     if "until" in notice:
         return max(0.0, float(notice["until"]) - time.monotonic())

@@ -1,8 +1,6 @@
-"""One training process's progress: a small file that the process rewrites at each step and its agent reads.
-
-The agent uses the file to detect hangs, `outlast status` shows the step, and the committed step refunds restarts. Each record is
-one positioned write of a fixed size, so a process killed at any point leaves either the old record or the new one.
-"""
+"""One training process's progress: a small file that the process rewrites at each step and its agent reads to detect hangs, show
+the step and refund restarts. Each record is one positioned write of a fixed size, so a process killed at any point leaves either
+the old record or the new one."""
 
 from __future__ import annotations
 
@@ -21,7 +19,7 @@ _PULSE_SIZE = 4096
 
 @dataclasses.dataclass(frozen=True)
 class Progress:
-    """One record of a process's progress: its phase, step and time."""
+    """One record of a process's progress."""
 
     generation: int
     rank: int
@@ -29,22 +27,19 @@ class Progress:
     """started | open | restore | first step | train | save | waiting (for the next world) | done"""
     step: int = 0
     steps: int | None = None
-    """Total steps of the run, if known."""
     committed: int = 0
     """Step of the newest committed checkpoint that this process knows of."""
     bytes: int = 0
     """Size in bytes of the checkpoint at step `committed`; 0 if unknown."""
     snapshot: int = 0
-    """Step of the newest complete snapshot in memory; 0 if there is none."""
     every: int = 0
-    """Number of steps between snapshots; 0 if unknown."""
+    """Step of the newest complete snapshot in memory, and the number of steps between snapshots; 0 if there is none."""
     batch: int = 0
-    """Number of samples per step, shared equally by all ranks; 0 if unknown, or if any number of ranks will do."""
+    """Number of samples per step, shared equally by all ranks; 0 if unknown, or if any number of ranks is possible."""
     stepped: int = 0
-    """Number of steps after this process's first one, and the seconds that they took, not counting stalls for saves."""
+    """Number of steps after this process's first step, and the seconds that they took without stalls for saves."""
     stepped_s: float = 0.0
     waited_s: float = 0.0
-    """Total seconds that steps have waited for data."""
     stalls: int = 0
     """Number of saves that this process has begun, and the total seconds that training stalled for them."""
     stalled_s: float = 0.0
@@ -54,17 +49,14 @@ class Progress:
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
     slow: float = 0.0
-    """If the rank is slow, the fraction by which its own time exceeds the other ranks'; otherwise 0."""
+    """Fraction by which a slow rank's own time exceeds the other ranks' time; 0 if the rank is not slow."""
     differs: int = 0
-    """Step of the first snapshot in which the rank's state was found to differ from the other ranks' (`job.differing_ranks`); 0
-    if there is none."""
+    """Step of the first snapshot in which the rank's state differed (`job.differing_ranks`); 0 if there is none."""
     warning: str = ""
-    """A problem that training survives, such as a failed save."""
     pid: int = 0
     started: int = 0
-    """When the process started, in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
+    """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
     attempt: int = 0
-    """The process's `contract.Env.ATTEMPT`."""
     time: float = 0.0
     """When the record was written, in seconds since the epoch. Only for people: the agent measures silence with its own clock."""
 
@@ -81,7 +73,7 @@ class Writer:
         """End of the last step, minus the stalls so far. None until the first step, which includes preparation, has ended."""
 
     def write(self, record: Progress) -> None:
-        """Replace the record, adding the process, the time, and the duration of its steps."""
+        """Replace the record, adding the process, the time, and the measured duration of its steps."""
         if record.step != self._step:
             self._measure(record)
         measured = {"stepped": self._stepped, "stepped_s": round(self._stepped_s, 6)}
@@ -106,14 +98,14 @@ class Writer:
 
 
 def _opened(path: Path) -> int:
-    """Return a writable descriptor for the file, or of /dev/null if the file cannot be created."""
+    """Open a file for writing, or /dev/null if the file cannot be created."""
     with contextlib.suppress(OSError):
         return os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
     return os.open(os.devnull, os.O_RDWR)
 
 
 def read(directory: Path, local_rank: int) -> Progress | None:
-    """Return the newest record; None before the first one, or while it is being replaced."""
+    """Return the newest record; None before the first record, or if the record cannot be read."""
     try:
         record = json.loads((directory / contract.PROGRESS.format(local_rank=local_rank)).read_bytes())
         return Progress(**{field.name: record[field.name] for field in dataclasses.fields(Progress) if field.name in record})
@@ -122,8 +114,7 @@ def read(directory: Path, local_rank: int) -> Progress | None:
 
 
 def kernel(pid: int) -> tuple[str, int]:
-    """Return a process's state letter, and its start time in clock ticks since boot (proc(5)); `("", 0)` if there is no such
-    process."""
+    """Return a process's state letter and its start time in clock ticks since boot (proc(5)); `("", 0)` if it does not exist."""
     fields = _stat(pid)
     return (fields[0].decode(), int(fields[19])) if fields else ("", 0)
 
@@ -147,7 +138,7 @@ def _stat(pid: int) -> list[bytes]:
 
 @dataclasses.dataclass(frozen=True)
 class Pulse:
-    """A training process's heartbeat: about once a second, a separate thread reports on the main thread."""
+    """A training process's heartbeat. About once a second, a separate thread reports on the main thread."""
 
     pid: int
     started: int
@@ -161,7 +152,7 @@ class Pulse:
     """Where the main thread is in the code or, if no rank moves, where all ranks are: `rank 0 is in run.save(20) (train.py:20),
     rank 1 is in ...`. Empty while the main thread moves."""
     alone: int = 0
-    """The number of processes in the world until this process has joined the process group; after that, 0."""
+    """Number of processes in the world while this process has not joined the process group; 0 after that."""
 
 
 class Beat:

@@ -1,7 +1,7 @@
 """Divides the time that an interrupted worker has left. Pure.
 
-The agent divides it between training and the last upload (`for_training`), and training checks whether another save fits
-(`too_late_to_save`). Estimates come from the durations of the previous save and upload; the first upload's is assumed.
+The agent divides it between training and the last upload (`for_training`); training checks whether another save fits
+(`too_late_to_save`). Estimates are the durations of the previous save and upload.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from typing import TypedDict
 END_S = 2.0
 """Maximum seconds for the processes to end and for the log to be uploaded."""
 UPLOAD_S = 30.0
-"""Seconds assumed for the last upload if none has been measured; equal to `contract.Pod.LAST_PUSH_S`."""
+"""Seconds assumed for the last upload before any upload has been measured; equal to `contract.Pod.LAST_PUSH_S`."""
 MARGIN = 1.5
-"""The time reserved for the last upload, as a multiple of the previous upload's duration."""
+"""Time reserved for the last upload, as a multiple of the previous upload's duration."""
 
 
 class Share(TypedDict):
@@ -26,8 +26,8 @@ class Share(TypedDict):
 def for_training(left_s: float, *, stored: bool, upload_s: float | None = None) -> float:
     """Return how many of the `left_s` seconds until the machine is gone are for the current step and its save.
 
-    If the output is `stored` elsewhere, the rest is for the last upload: the previous upload's duration, `upload_s`, plus a
-    margin, but never more than half of the time, since unsaved state cannot be uploaded.
+    If the output is `stored` elsewhere, the rest is for the last upload: the previous upload's duration `upload_s` plus a margin,
+    but at most half of the time, because unsaved state cannot be uploaded.
     """
     rest_s = END_S
     if stored:
@@ -46,11 +46,9 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Return why another save does not fit into `left_s` seconds; empty if the save may fit.
-
-    `save_s` is the minimum duration of the previous save; if it is None because nothing was measured, another save is tried.
-    `running_s` is the time that a save in progress still needs, since it has to end first.
-    """
+    """Return why another save does not fit into `left_s` seconds; empty if it may fit. `save_s` is the minimum duration of the
+    previous save; if it is None, another save is tried. A save in progress, which has to end first, still needs `running_s`
+    seconds."""
     if save_s is None or running_s + save_s <= left_s:
         return ""
     first = f", after {running_s:.0f} s for the one in progress" if running_s else ""
@@ -58,7 +56,7 @@ def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0
 
 
 def too_late_to_upload(left_s: float, upload_s: float | None) -> str:
-    """Return why the last upload cannot finish within `left_s` seconds; empty if it may."""
+    """Return why the last upload cannot finish within `left_s` seconds; empty if it may finish."""
     if upload_s is None or upload_s <= left_s:
         return ""
     return f"the last upload of a checkpoint took {upload_s:.0f} s, and {left_s:.0f} s are left: this one may not be complete"
