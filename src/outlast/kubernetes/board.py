@@ -1,10 +1,10 @@
-"""The rendezvous transport between a worker's pod in an ElasticJob and the operator (`kubernetes://<job>`). Both write to the API
-server, and each keeps working while the other is down.
+"""The rendezvous transport between the workers' pods of an ElasticJob and the operator (`kubernetes://<job>`). Both write only to
+the API server, and each keeps working while the other is down.
 
-    member -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
-    operator -> member   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
+    worker -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
+    operator -> worker   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-The pod that started last owns the Lease. If a pod on a lost node comes back, it finds that another pod has written the Lease, and
+The pod that started last owns the Lease. A pod that returns from a lost node finds that another pod has written the Lease, and
 exits. See docs/decisions/0013-the-operator.md.
 """
 
@@ -42,20 +42,21 @@ RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
 """Interval between progress reports from rank 0's worker, in seconds. Users see the steps in these reports."""
 LONGEST_PAUSE_S = 1.0
-"""Maximum pause between attempts to send a changed report, or to watch, in seconds. For a plain renewal, it is RENEW_S."""
+"""Maximum pause between attempts to watch, or to send a changed report, in seconds. For a plain renewal, it is the interval."""
 ANSWER_S = 10.0
-"""How long to wait for the API server's response to a report, in seconds. Arbitrary: a newer report soon follows."""
+"""Timeout of the request that sends a report, in seconds. The value is arbitrary: a newer report soon follows."""
 
 
 def board(endpoint: str, member: Member) -> Board:
-    """Return the member's side of an endpoint; see `rendezvous.transport`."""
+    """Return the member's board for an endpoint; see `rendezvous.transport`. Raises OutlastError if the pod's uid is not set."""
     if not member.environ.get(Env.MEMBER):
         raise OutlastError(f"{Env.MEMBER} is not set; set it to the uid of this pod (fieldRef metadata.uid)")
     return Board(endpoint.removeprefix(contract.KUBERNETES), member)
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the interval between Lease renewals, in seconds, for this many workers. With `mesh`, peers watch one another."""
+    """Return the interval between Lease renewals, in seconds. It is longer in large jobs, and with `mesh`, where peers watch each
+    other."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
@@ -77,7 +78,7 @@ class _Rendezvous(Published):
 
 
 class Board:
-    """A member's side: its Lease, and the newest state that the operator published; see `member_client.Board`."""
+    """A member's Lease, and the newest state that the operator has published; see `member_client.Board`."""
 
     def __init__(self, job: str, member: Member) -> None:
         environ = member.environ
@@ -93,19 +94,17 @@ class Board:
         """Entries from the operator that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
-        """Owner reference to the ElasticJob. None until the watch shows the job; reports are written only after that."""
+        """Owner reference to the ElasticJob, None until the watch shows the job. Reports are written only after that."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. The member belongs to no world up to that generation, even if a world
-        lists its id."""
+        """Newest generation before this member started. The member belongs to no world up to it, even if a world lists its id."""
         self._resource_version = ""
-        """Our Lease's version after our last write."""
+        """The Lease's version after this pod's last write."""
         self._report: Report | None = None
-        """The last report that we tried to write, successfully or not."""
+        """The last report that this pod tried to write, successfully or not."""
         self._changed_at = 0.0
         self._away = False
         self._deadline: _Leaving | None = None
-        """The latest deadline for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
         """The client for `put`. No other thread uses it, so it may be closed when its login expires."""
@@ -120,7 +119,7 @@ class Board:
         try:
             self._cluster = self._cluster or _connected(self._namespace)
             self._renew(self._cluster, self._lease(report))
-        except Unauthorized:  # the login has expired: Kubernetes has replaced the token in the account's file before
+        except Unauthorized:  # the token has expired; Kubernetes has already renewed the account's file
             self.leave(reachable=True)
             raise
         self._away = False
@@ -201,7 +200,7 @@ class Board:
         self._published = Published(called, ours, closed or self._published.closed)
 
     def _copy_ledger(self, entries: object, world: World | None) -> None:
-        """On rank 0's worker, copy the operator's new entries into the run's ledger."""
+        """Copy the operator's new ledger entries into the run's ledger. Only rank 0's worker does this."""
         if self._output is None or world is None or world.members[0] != self.id or not isinstance(entries, list):
             return
         new = [entry for entry in entries if entry not in self._copied_entries]
@@ -214,7 +213,7 @@ class Board:
     # This member's reports
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
-        """Write the Lease. After the first write, require that no other process has written it since. Raises Superseded."""
+        """Write the Lease. Raises Superseded if another pod has written it since this pod's first write."""
         meta = lease["metadata"]
         while True:
             precondition = {"resourceVersion": self._resource_version} if self._resource_version else {}
@@ -234,8 +233,8 @@ class Board:
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _interval_s(self, report: Report) -> float:
-        """Return the seconds until the next renewal. The interval is long where peers watch this member. After a change it is
-        short, so that the operator sees the first steps of a world."""
+        """Return the seconds until the next renewal. With a mesh, renewals are rare, except on rank 0's worker and after a
+        change, so that the operator sees the first steps of a world."""
         world = self._published.world
         if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
@@ -259,8 +258,8 @@ class Board:
         return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
-        """Return the progress of this worker's training processes. None for scripts that do not call `training.progress`, and
-        before the checkpoint is restored, since step 0 would look like lost steps."""
+        """Return the progress of this worker's training processes. It is None for scripts that do not call `training.progress`,
+        and before the checkpoint is restored, because step 0 would look like lost steps."""
         all_records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [
             record for record in all_records if record and (record.phase not in ("started", "open", "restore") or record.step)
@@ -282,7 +281,7 @@ class Board:
 
 
 def _account(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the run's goodput and losses from an `agent.upload.Report`; empty if that process does not compute them."""
+    """Return the goodput and losses from an `agent.upload.Report`; empty if the report has none."""
     if report.get("goodput") is None:
         return {}
     return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}
@@ -300,5 +299,5 @@ def report_account(job: str, worker: int, environ: Mapping[str, str], report: Ma
 
 
 def _connected(namespace: str) -> api.Cluster:
-    """Log in. Raises ClusterError."""
+    """Connect to the API server. Raises ClusterError."""
     return api.connect(namespace=namespace or None, prefer_pod=True)

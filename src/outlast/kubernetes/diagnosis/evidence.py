@@ -1,8 +1,7 @@
-"""The snapshot of a job or a namespace that the rules of `outlast why` and `outlast doctor` are based on.
+"""The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
 
-A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
-document or field may be missing, since a controller may be older. A forbidden list is empty, and its kind is in
-`forbidden`. An event may outlive its pod.
+`diagnosis.gather_evidence` reads it from the API server. Any document or field may be missing, because a controller may be older.
+An event may outlive its pod.
 """
 
 from __future__ import annotations
@@ -34,8 +33,7 @@ class Right:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents of one job or one namespace, in no particular order. Kinds that could not be read are empty, and are listed
-    in `forbidden`."""
+    """The documents of one job or one namespace, in no particular order. Kinds that could not be read have no documents."""
 
     name: str = ""
     namespace: str = "default"
@@ -68,20 +66,19 @@ class Snapshot:
     served_kinds: frozenset[Kind] = frozenset()
     """The optional kinds that Outlast can use and that are installed."""
     missing_rights: tuple[Right, ...] = ()
-    """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()
-    """Replaced controllers' running Deployments, as `namespace/name`."""
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`."""
     dry_run_error: ClusterError | None = None
-    """The API server's refusal of a small worker; None if the API server would admit it."""
+    """The API server's refusal of a small worker; None if it would admit one."""
 
     @property
     def kind(self) -> str:
         return str(self.workload.get("kind", ""))
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
-        """Return the events about a document, newest last. With `reasons`, return only events with one of these reasons."""
+        """Return the events about a document, newest last; with `reasons`, only those with one of these reasons."""
         meta = document.get("metadata", {})
         events = [
             event
@@ -110,8 +107,8 @@ Rule = Callable[[Snapshot, float], Iterator[Finding]]
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """Make a rule about all pods from a rule about a single pod, whose sentences begin with a verb. Pods with the same sentence
-    share one finding, which has the evidence of the first pod."""
+    """Turn a rule about a single pod, whose sentences begin with a verb, into a rule about all pods. Pods with the same sentence
+    and remedy share one finding, which has the first pod's evidence."""
 
     @functools.wraps(rule)
     def for_all_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:

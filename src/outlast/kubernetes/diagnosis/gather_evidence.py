@@ -1,7 +1,4 @@
-"""Reads the documents of a `Snapshot` from a cluster, with one list request for each kind.
-
-Kinds that are forbidden or not installed are omitted.
-"""
+"""Reads the documents of a `Snapshot` from a cluster. Kinds that are forbidden or not installed have no documents."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read, starting with those of failed pods, then the newest."""
+"""Maximum number of logs to read. Failed pods come first, then the newest pods."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -92,7 +89,7 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
 
 
 def workload(cluster: api.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
-    """Return the snapshot of a workload that is not a job: the workload of this kind and name, and the pods with these labels."""
+    """Return the snapshot of a workload that is not a job. `labels` selects its pods."""
     read = _Reader(cluster, namespace)
     document = next((each for each in read(kind) if pod_status.name(each) == name), {})
     return _snapshot(read, name, document, read(kinds.POD, labels))
@@ -163,8 +160,7 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 
 
 def namespace(cluster: api.Cluster) -> Snapshot:
-    """Return a snapshot of the cluster's namespace, without changing it. Raises Unanswered or Unauthorized if the cluster cannot
-    be queried."""
+    """Return a snapshot of the cluster's namespace. Raises Unanswered or Unauthorized if the cluster cannot be queried."""
     read = _Reader(cluster, cluster.namespace)
     served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
     rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if kinds.ELASTIC_JOB in served else ()))
@@ -191,14 +187,15 @@ def operator_namespace(binding: Document) -> str:
 
 
 def _operator(read: _Reader) -> Document | None:
-    """Return the operator's Deployment, from its binding's namespace or else from any namespace where reading is allowed."""
+    """Return the operator's Deployment, from its binding's namespace or else from any namespace that may be read."""
     namespace_ = operator_namespace(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     deployments = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not namespace_ else []
     return deployments[0] if deployments else read.one(kinds.DEPLOYMENT, OPERATOR, namespace_ or OPERATOR_NAMESPACE)
 
 
 def conflicting_controllers(cluster: api.Cluster) -> list[str]:
-    """Return the running Deployments of controllers that the operator replaces, as `namespace/name`, if reading is allowed."""
+    """Return the running Deployments of controllers that the operator replaces, as `namespace/name`; empty if listing is
+    forbidden."""
     running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
     conflicting = [
         each["metadata"] for each in running if any(one.functions.is_replaced_controller(each) for one in dropins.DROP_INS)
@@ -214,8 +211,7 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:
-    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Quotas, LimitRanges, Pod
-    Security, policies and webhooks can cause refusals."""
+    """Return the API server's refusal of a small worker in a dry run, for example by a quota or a webhook, or None."""
     try:
         cluster.apply(sample_pod.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

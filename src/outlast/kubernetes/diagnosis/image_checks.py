@@ -1,11 +1,10 @@
-"""Checks of Python, of an image, and of the services that a pod must reach. `outlast doctor` runs them, on this machine or in a
-pod.
+"""Checks of Python, of an image, and of services that a pod must reach. `outlast doctor` runs them, on this machine or in a pod.
 
     python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
-Each check prints a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. A pod receives
-this file's source, so that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file
-therefore imports only the standard library. Each check imports the packages that it tests.
+Each check prints MARK and a line of JSON: name, outcome (pass, warn, fail), what, remedy. A pod receives this file's source, so
+that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file therefore imports only the
+standard library.
 """
 
 from __future__ import annotations
@@ -47,8 +46,8 @@ def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcom
 
 
 def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
-    """Yield a check that passes with the text that `check` returns, or has `failure_outcome` if `check` raises. An empty string
-    yields no check."""
+    """Yield the text that `check` returns as a passed check, or `failure_outcome` if `check` raises. Yield nothing for an empty
+    text."""
     try:
         if what := check():
             yield name, "pass", what, ""
@@ -60,7 +59,7 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
 
 
 def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check Python, Outlast (whose version should be `expected`), torch and the command. `accelerators` is as in `torch`."""
+    """Check Python, Outlast (whose version should be `expected`), torch and the command. See `torch` for `accelerators`."""
     yield python()
     if injected := shutil.which("outlast") is None and importlib.util.find_spec("outlast") is None:
         yield "outlast", "pass", "not in the image; an init container brings it to each pod (inject in the job file)", ""
@@ -137,19 +136,15 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Return whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
-
-    `sm_80` runs on capability 8.0 and higher capabilities of the same generation; `compute_90`, which the driver compiles, runs
-    on 9.0 and all newer capabilities.
-    """
+    """Return whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability. `sm_80`
+    runs on 8.0 and later 8.x; `compute_90`, which the driver compiles, runs on 9.0 and all newer capabilities."""
     matches = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
     pairs = [(kind, (int(major), int(minor))) for kind, major, minor in matches]
     return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 def bytecode() -> Iterator[Check]:
-    """Check that torch and Outlast have bytecode. This check runs after the imports above, which write missing bytecode if the
-    directory is writable."""
+    """Check that torch and Outlast have bytecode. Call this after importing them, which writes missing bytecode if possible."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # the check `outlast` reports it
@@ -172,7 +167,7 @@ def command() -> Check:
 
 
 def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Warn if the kernel kills all processes of this cgroup (v2) at once, the kubelet's default since Kubernetes 1.28."""
+    """Warn if running out of memory kills all processes of this cgroup (v2), the kubelet's default since Kubernetes 1.28."""
     with contextlib.suppress(OSError), open(path) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
@@ -208,7 +203,7 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, dev
 
 
 def _receive(port: int, timeout_s: float) -> str:
-    """Count the bytes that arrive over one connection, and report the number to the other side."""
+    """Count the bytes that arrive over one connection, and send the number back."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:

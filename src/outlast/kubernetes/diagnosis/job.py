@@ -1,5 +1,4 @@
-"""Rules about the job as a whole: suspended, not admitted, in a queue, waiting for a gang or for other workers, finished or
-failed."""
+"""Rules about the job as a whole, such as its suspension, its queue, its gang and its end."""
 
 from __future__ import annotations
 
@@ -48,7 +47,7 @@ def repeatedly_failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find an ElasticJob's workers that are temporarily excluded from worlds because their peers could not reach them."""
+    """Find workers that are temporarily excluded from worlds because their peers could not reach them."""
     status = snapshot.workload.get("status", {})
     left_s: dict[int, float] = {}
     count, nodes = 1, set[str]()
@@ -88,8 +87,7 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether an event reports that one of the workload's pods could not be created. A Deployment's ReplicaSets report
-    this."""
+    """Return whether an event reports that a pod of the workload, or of a Deployment's ReplicaSet, could not be created."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (
         involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")
@@ -142,7 +140,7 @@ def _condition_text(condition: Document | None) -> tuple[str, ...]:
 
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find a gang that has not started because its PodGroup waits for its queue, or for room for all its workers."""
+    """Find a gang whose PodGroup waits for its queue, or for room for all workers."""
     pods = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Pending"]
     for group in snapshot.pod_groups:
         minimum = group.get("spec", {}).get("minMember", 1)
@@ -182,7 +180,7 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find workers that run but are too few for a world."""
+    """Find workers that run but are in no world, because there are too few or because they are still starting."""
     ready = [pod for pod in snapshot.pods if pod_status.condition(pod, "Ready")]
     running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     replicas = snapshot.replicas()
@@ -284,7 +282,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return a failed workload's condition, or None. The workload's pods may still be terminating."""
+    """Return the condition of a failed workload, or None. Its pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

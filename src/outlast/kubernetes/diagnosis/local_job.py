@@ -17,7 +17,7 @@ _MAX_INCIDENTS = 3
 """Maximum number of incidents in the evidence; the newest are used."""
 _SLOW_START_S = 120.0
 _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""Kinds of events that the rules use. A ledger has many other kinds."""
+"""Kinds of events that the rules use."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
@@ -99,7 +99,7 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """Return a sentence if the job has failed several times without progress; otherwise empty."""
+    """Return a sentence if the job has failed several times without progress; otherwise an empty string."""
     relevant = [
         event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))
     ]
@@ -120,7 +120,7 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the first failing rank with its traceback, or else the newest failures in the ledger."""
+    """Return the reason and the traceback of the first failing rank, or else the newest failures in the ledger."""
     if failure is not None:
         step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
@@ -136,7 +136,8 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step exceeds the others', or whose weights differ from the others', for any kind of job."""
+    """Find ranks that are slower than the other ranks, or whose weights differ from the other ranks' weights, for any kind of
+    job."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

@@ -26,7 +26,7 @@ _MIN_SHARED = 2**30
 _TORCH_S = 120
 
 EXTRAS = (("store", ("obstore", "botocore"), "outputs, code and data in a store"), ("kubernetes", ("lightkube",), "clusters"))
-"""The package's extras, with their modules and the features that require them."""
+"""The package's extras, with their modules and what they are needed for."""
 
 
 def checks() -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def checks() -> Iterator[Finding]:
 
 
 def torch(interpreter: str) -> list[Finding]:
-    """Check torch in a separate process, since its import is slow and may crash."""
+    """Check torch in a separate process, because importing it is slow and may crash."""
     command = [interpreter, "-c", check_pods.source(), json.dumps([("torch", {"accelerators": check_pods.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
@@ -67,7 +67,8 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
 
 
 def devices() -> Finding:
-    """Report the accelerators that the drivers list. If torch does not find them, the installation is at fault."""
+    """Report the accelerators that a vendor's driver tool lists. If torch does not find them, torch's installation is at
+    fault."""
     rows = [row for row in accelerators.TABLE if row.query]
     row = next((row for row in rows if shutil.which(row.query[0])), None)
     if row is None:

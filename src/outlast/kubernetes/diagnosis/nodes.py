@@ -1,8 +1,8 @@
 """Rules about nodes: which nodes accept workers, why pods find no node, and which workers have lost their node.
 
 The scheduler's message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption:
-...` (kubernetes/pkg/scheduler/framework/types.go, FitError). This module compares its parts about resources, labels and taints
-with the nodes. `messages` has the meanings of the other parts.
+...` (kubernetes/pkg/scheduler/framework/types.go, FitError). Its parts about resources, labels and taints are compared with the
+nodes here; `messages` explains the other parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
-"""Workers' default tolerations, for nodes with accelerators and for spot nodes."""
+"""Workers' default tolerations of taints on nodes with accelerators and on spot nodes."""
 _LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
@@ -31,7 +31,7 @@ def offered(node: Document) -> dict[str, float]:
 
 
 def usable(node: Document) -> bool:
-    """Return whether workers may be scheduled on the node: it is ready, not cordoned, and has only tolerated taints."""
+    """Return whether workers may be scheduled on the node: it is ready and not cordoned, and all its taints are tolerated."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
     ready = bool(pod_status.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
@@ -47,15 +47,12 @@ def _covers(toleration: Document, taint: Document) -> bool:
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""Pattern for messages about claims and gangs, which other rules report."""
+"""Matches messages about claims and gangs, which other rules report."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """Return the parts of a message, each with its number of nodes. The number is 0 for a part about the pod.
-
-    `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives (1, Insufficient cpu), (2, Too many
-    pods).
-    """
+    """Return the parts of a message, each with its number of nodes; the number is 0 for a part about the pod. `0/3 nodes are
+    available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives (1, Insufficient cpu), (2, Too many pods)."""
     head = _HEAD.match(message)
     if not head:
         return [(0, message.strip())]
@@ -147,7 +144,7 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """Return the nodes' values for a label as text; empty if reading nodes is forbidden."""
+    """Format the nodes' values for a label; empty if nodes may not be read."""
     if "nodes" in snapshot.forbidden:
         return ""
     values = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -171,7 +168,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find pods that have not ended, on nodes that are missing or unreachable."""
+    """Find unfinished pods on nodes that are missing or unreachable."""
     nodes = {pod_status.name(node): node for node in snapshot.nodes}
     alive = [pod for pod in snapshot.pods if not pod_status.finished(pod) and pod["spec"].get("nodeName")]
     for name, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
@@ -201,7 +198,7 @@ def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def _restore_remedy(pods: list[Document]) -> str:
-    """Return the remedy for pods on lost nodes. Controllers create no second pod for a worker that may still run."""
+    """Return the remedy for pods on lost nodes. Controllers do not replace a pod that may still run."""
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "

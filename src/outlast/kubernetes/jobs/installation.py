@@ -1,12 +1,9 @@
 """Installs, upgrades and removes Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.installed` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
-version changes only what differs, and an interrupted installation is completed by the next run. The definition of ElasticJob
-comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
-it.
-
-A namespace that existed before is left as it was. A cluster has only one operator, since its roles and their binding are
-cluster-wide: nothing is done while they serve an operator in another namespace.
+`manifests.installed` renders the documents. Each is applied server-side, so a new version changes only what differs, and an
+interrupted installation can be repeated. ElasticJob's definition is applied before the documents that need it. It is deleted only
+on demand, because all jobs are deleted with it. An existing namespace is left as it is. A cluster has only one operator, because
+its roles and their binding are cluster-wide.
 """
 
 from __future__ import annotations
@@ -34,7 +31,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout for a deletion, in seconds: pods have 15 s to end, and the namespace controller works in rounds."""
+"""Timeout for a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -49,13 +46,11 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""A namespace must not be deleted if it contains objects of these kinds that are not Outlast's."""
+"""Kinds of objects that protect a namespace from deletion unless they are Outlast's."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome for one document."""
-
     action: str
     """created | changed | unchanged | deleting | deleted | kept | absent"""
     document: Document
@@ -70,8 +65,8 @@ class Outcome:
 def documents(
     *, namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, watch: bool = False, on_demand: bool = False
 ) -> list[Document]:
-    """Return all documents for an installation, in creation order. `watch` includes the node watcher; for `on_demand` see
-    `operator_deployment.files`."""
+    """Return all documents for an installation, in creation order. `watch` adds the node watcher; see `operator_deployment.files`
+    for `on_demand`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
@@ -81,11 +76,8 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents one after another, and yield the outcome for each.
-
-    Raises ClusterError; or OutlastError, before anything is changed, if the operator is in another namespace, or if another
-    controller that makes the same pods is running.
-    """
+    """Apply the documents in order, and yield each outcome. Raises ClusterError; or OutlastError, before any change, if the
+    operator is in another namespace or another controller makes the same pods."""
     _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
@@ -94,7 +86,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create: the server cannot dry-run the creation of objects in it."""
+    """The namespace that a dry run would create. The server cannot dry-run creations in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Outcome("created", document)
@@ -171,7 +163,7 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. Returns findings about why it does not, if the wait times out."""
+    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -196,8 +188,8 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """Return all ElasticJobs whose definitions are Outlast's, as `namespace/name`. Raises Forbidden: a user who may not list jobs
-    may not delete them."""
+    """Return all of Outlast's ElasticJobs, as `namespace/name`. Raises Forbidden if the user may not list, and thus not delete,
+    jobs."""
     elastic_jobs: list[Document] = []
     for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -209,11 +201,8 @@ def jobs(cluster: Cluster) -> list[str]:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
-    """Delete the objects that `ensure` created, in reverse order. The definitions are deleted first, and only with `crds`, since
-    all jobs are deleted with them.
-
-    Raises OutlastError, before anything is changed, if the operator is in another namespace.
-    """
+    """Delete the objects that `ensure` created, in reverse order. The definitions are deleted only with `crds`, and first,
+    because all jobs are deleted with them. Raises OutlastError, before any change, if the operator is in another namespace."""
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
@@ -252,7 +241,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete our namespace, and wait until it is gone, since nothing can be installed there before that."""
+    """Delete Outlast's namespace, and wait until it is gone, because nothing can be installed there before that."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -281,8 +270,8 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` created an object, or the cluster itself creates such an object in every namespace. A job's objects
-    also have the label of what `ensure` creates, but they have their job's label, too."""
+    """Return whether `ensure` created an object, or every namespace has such an object. A job's objects have the ownership label
+    of `ensure`, too, but also their job's label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:

@@ -1,14 +1,13 @@
 """Ships a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
-`pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
-nothing.
+`pack` packs local code and sets its location in the job. Only `upload` writes to a store, so that rendering has no effects.
 
     with pack(job, excluded=[job_file]) as parcel:
         parcel.upload()                                                  only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named after their SHA-256, so that an
-archive that has been shipped once is not shipped again.
+A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named after their SHA-256, so that the
+same archive is not shipped twice.
 """
 
 from __future__ import annotations
@@ -32,17 +31,16 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONFIG_MAP_BYTES = 700 << 10
-"""Maximum size of an archive in a ConfigMap, which may hold 1 MiB; in JSON, the archive is a third larger."""
+"""Maximum size of an archive in a ConfigMap, which may hold 1 MiB. In base64, the archive is a third larger."""
 CLIENT_APPLY_BYTES = 190 << 10
-"""Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
-256 KiB."""
+"""Maximum size of an archive for kubectl's client-side apply, which copies the ConfigMap to an annotation of at most 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store that jobs write to. It holds archives named by their SHA-256, shared by all jobs."""
+"""Directory in the store for archives, which all jobs share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """Code to be shipped to pods. Made by `pack`."""
+    """Code to be shipped to pods. `pack` creates it."""
 
     job: spec.Job
     """The job, with its code's location in pods."""
@@ -51,13 +49,13 @@ class Parcel:
     sentence: str = ""
     """A sentence such as `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
     url: str = ""
-    """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
+    """URL to which the archive must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()
-    """Path of the archive, valid until the end of `pack`'s `with` block."""
+    """Path of the archive, valid within `pack`'s `with` block."""
 
     def upload(self) -> bool:
-        """Put the archive into the store, unless no store is used or the archive is already there. Returns whether it was
-        uploaded. Raises StoreError."""
+        """Upload the archive, unless no store is used or the archive is already there. Returns whether it was uploaded. Raises
+        StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
@@ -75,8 +73,8 @@ class Parcel:
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
     """Yield a job's code, packed if it is on this machine and pods cannot see it there.
 
-    `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
-    code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.
+    `excluded` are paths in the code's directory that are not code, above all the job file, so that suspending a job does not
+    change its code. The job's data, models and output are also excluded. `limit` is an archive's maximum size in a ConfigMap.
     Raises OutlastError.
     """
     local_code = volumes.code_to_ship(job.spec)
@@ -161,7 +159,7 @@ def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parc
 
 
 def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the environment's files that are shipped with the code: (field, name of the file in the code)."""
+    """Yield the environment's files that are shipped with the code, as (field, name of the file in the code)."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:
             name = Path(file).relative_to(root).as_posix()

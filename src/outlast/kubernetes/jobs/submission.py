@@ -25,7 +25,7 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied without `submit`."""
+"""Annotation on a submitted workload: the `run` label that the file has when it is applied without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
@@ -38,7 +38,7 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner from the unfinished run in a store. Returns a sentence about it."""
+    """Remove the owner from the unfinished run in a store, and return a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 
@@ -50,15 +50,12 @@ _REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
 class Submission:
-    """Submits one job to a namespace."""
-
     def __init__(self, workloads: Workloads, documents: Callable[[Job, Path, str | None, bool], list[Document]]) -> None:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that is
-        currently training the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
-        job."""
+        """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. `take_over` takes the run in
+        the store from the job that trains it elsewhere. Raises AlreadyRunning if that may be this job."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
@@ -102,7 +99,7 @@ class Submission:
                     self.workloads.adopt(each, result.new)
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
-        """Reopen a succeeded job's run if the job now requests more steps or epochs, so that workers continue the run."""
+        """Reopen a succeeded job's run, so that workers continue it, if the job now requests more steps or epochs."""
         from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
@@ -129,7 +126,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store that has the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -143,8 +140,8 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret that workers use to authenticate each other, unless it exists already. Returns the Secret, if the job
-        is to adopt it, and a sentence."""
+        """Create the Secret with which workers authenticate each other, unless it exists. Return a sentence, and the Secret if
+        the job is to adopt it."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
