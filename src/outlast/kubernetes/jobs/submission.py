@@ -161,15 +161,14 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return a workload's final state, or None if it has not ended. For a StatefulSet, the agents are queried."""
+        """Return a workload's final state, or None if it has not ended. Only the agents know a StatefulSet's end."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
 
     def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Return whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not
-        ended."""
+        """Return whether two workloads are from the same file. False if the existing one is an ElasticJob that has not ended."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -178,13 +177,13 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """Return a phrase about how a failed job's run continues when the job is submitted again."""
+        """Return how a failed job's run continues when the job is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
     def _resume_existing(self, existing: Document, desired: Document, ended: State | None) -> str:
-        """Resume the existing workload if it is suspended. Returns a sentence about it."""
+        """Resume the existing workload if it is suspended, and return a sentence."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
@@ -194,9 +193,8 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """Return the existing object with a document's name, or None if there is none or if its owners are gone. In the
-        latter case the object is deleted here, since garbage collection may otherwise delete it after the new workload has begun
-        to use it."""
+        """Return the existing object with a document's name, or None. An object whose owners are gone is deleted first: garbage
+        collection might otherwise delete it after the new workload has begun to use it."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)
@@ -211,7 +209,7 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """Delete workloads that block a new job. Returns messages for the user. Raises AlreadyRunning if one must stay."""
+        """Delete workloads that block a new job, and return messages for the user. Raises AlreadyRunning if one must stay."""
         desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
@@ -235,7 +233,7 @@ class Submission:
 
 
 def _training_spec(elastic_job: Document) -> Document:
-    """Return an ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
+    """Return an ElasticJob's spec without `replicas`, which scaling changes."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 

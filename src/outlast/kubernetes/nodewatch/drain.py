@@ -1,6 +1,6 @@
-"""Plans which pods to evict now from a node that is about to be terminated, and their grace periods. Pure.
+"""Plans which pods to evict from a node that is about to be terminated, and with which grace periods. Pure.
 
-Pods of DaemonSets, static pods and finished pods stay. The operator moves its workers because of the node's taint; they are
+Pods of DaemonSets, static pods and finished pods stay. The operator moves its workers because of the node's taint, so they are
 evicted only near the deadline. Outlast's own pods leave after the workers, which need them. All other pods are evicted at once.
 """
 
@@ -15,9 +15,9 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pod_status
 
 END_MARGIN_S = 2.0
-"""Seconds between a pod's end and the deadline, for the kubelet to report the end."""
+"""Seconds between a pod's end and the deadline, in which the kubelet reports the end."""
 WORKER_RESERVE_S = 30.0
-"""The remaining workers are evicted this many seconds before the deadline."""
+"""Seconds before the deadline at which the remaining workers are evicted."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,15 @@ class Step:
 
     pod: Mapping[str, Any]
     grace_s: int
-    """Grace period in seconds: the pod's configured grace period, or the remaining time if that is shorter."""
+    """The pod's configured grace period, or the remaining time if it is shorter, in seconds."""
     last: bool = False
-    """True if the remaining time is shorter than the pod's configured grace period. If a PodDisruptionBudget then forbids the
-    eviction, the pod is deleted, since it would be lost with the machine."""
+    """True if time is too short for the configured grace period. Then the pod is deleted if a PodDisruptionBudget forbids its
+    eviction."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. If there is no deadline, each pod has its
-    configured grace period."""
+    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. Without a deadline, pods have their full
+    grace period."""
     evictable = [pod for pod in pods if _evictable(pod)]
     remaining_s = math.inf if deadline is None else max(0.0, deadline - END_MARGIN_S - now)
     workers = [managed_by_operator(pod) or Label.JOB in _labels(pod) for pod in evictable]
@@ -51,7 +51,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name with its namespace: `namespace/name`."""
+    """Return `namespace/name` of a pod."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 

@@ -2,8 +2,7 @@
 
     files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
 
-They come from the YAML files next to this module, with `<namespace>` and `<image>` filled in; `crd` adds a job's specification
-to its own file.
+They come from the YAML files in this folder, with `<namespace>` and `<image>` filled in; see `crd` for crd.yaml.
 """
 
 from __future__ import annotations
@@ -23,7 +22,7 @@ CONTAINER = "operator"
 USER_ROLES = ("outlast-view", "outlast-edit")
 """ClusterRoles for users of ElasticJobs."""
 NODE_WATCH = "outlast-node-watch"
-"""Name of the node watcher's DaemonSet, its account, its role and its namespace."""
+"""Name of the node watcher's DaemonSet, account, role and namespace."""
 
 
 def files(
