@@ -40,11 +40,11 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Interval between progress reports from rank 0's worker, in seconds. Users see the steps in these reports."""
+"""Interval between progress reports from rank 0's worker, in seconds."""
 LONGEST_PAUSE_S = 1.0
-"""Maximum pause between attempts to watch, or to send a changed report, in seconds. For a plain renewal, it is the interval."""
+"""Maximum pause between attempts to watch, or to send a changed report, in seconds."""
 ANSWER_S = 10.0
-"""Timeout of the request that sends a report, in seconds. The value is arbitrary: a newer report soon follows."""
+"""Timeout of a report's request, in seconds. A newer report soon follows."""
 
 
 def board(endpoint: str, member: Member) -> Board:
@@ -55,8 +55,7 @@ def board(endpoint: str, member: Member) -> Board:
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the interval between Lease renewals, in seconds. It is longer in large jobs, and with `mesh`, where peers watch each
-    other."""
+    """Return the interval between Lease renewals, in seconds. It is longer with a mesh and in large jobs."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
@@ -99,7 +98,6 @@ class Board:
         self._previous_generation = 0
         """Newest generation before this member started. The member belongs to no world up to it, even if a world lists its id."""
         self._resource_version = ""
-        """The Lease's version after this pod's last write."""
         self._report: Report | None = None
         """The last report that this pod tried to write, successfully or not."""
         self._changed_at = 0.0
@@ -107,7 +105,7 @@ class Board:
         self._deadline: _Leaving | None = None
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client for `put`. No other thread uses it, so it may be closed when its login expires."""
+        """The client for `put`. Only one thread uses it, so it may be closed when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:
@@ -200,7 +198,7 @@ class Board:
         self._published = Published(called, ours, closed or self._published.closed)
 
     def _copy_ledger(self, entries: object, world: World | None) -> None:
-        """Copy the operator's new ledger entries into the run's ledger. Only rank 0's worker does this."""
+        """Copy the operator's new ledger entries into the run's ledger, on rank 0's worker."""
         if self._output is None or world is None or world.members[0] != self.id or not isinstance(entries, list):
             return
         new = [entry for entry in entries if entry not in self._copied_entries]
@@ -233,8 +231,8 @@ class Board:
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _interval_s(self, report: Report) -> float:
-        """Return the seconds until the next renewal. With a mesh, renewals are rare, except on rank 0's worker and after a
-        change, so that the operator sees the first steps of a world."""
+        """Return the seconds until the next renewal. Renewals are rare with a mesh, except on rank 0's worker and after a
+        change."""
         world = self._published.world
         if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
@@ -258,8 +256,7 @@ class Board:
         return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
-        """Return the progress of this worker's training processes. It is None for scripts that do not call `training.progress`,
-        and before the checkpoint is restored, because step 0 would look like lost steps."""
+        """Return the training progress, or None while there is none. During a restore, step 0 would look like lost steps."""
         all_records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [
             record for record in all_records if record and (record.phase not in ("started", "open", "restore") or record.step)
@@ -281,7 +278,7 @@ class Board:
 
 
 def _account(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the goodput and losses from an `agent.upload.Report`; empty if the report has none."""
+    """Return the goodput and losses in an `agent.upload.Report`; empty if it has none."""
     if report.get("goodput") is None:
         return {}
     return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}
@@ -299,5 +296,4 @@ def report_account(job: str, worker: int, environ: Mapping[str, str], report: Ma
 
 
 def _connected(namespace: str) -> api.Cluster:
-    """Connect to the API server. Raises ClusterError."""
     return api.connect(namespace=namespace or None, prefer_pod=True)

@@ -47,13 +47,12 @@ RULES: tuple[Rule, ...] = (
     job.waiting_for_workers,
 )
 _CONSEQUENCES = ("failed", "gang", "others")
-"""Names of findings that only follow from other findings. They are listed last."""
+"""Findings that only follow from other findings. They are listed last."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """Return what keeps a job on a cluster from training, most important cause first. If all is well, a single finding says
-    so."""
+    """Return what keeps a cluster's job from training, most important cause first. If nothing does, one finding says so."""
     if finished_ := job.finished(snapshot):
         return [finished_]
     findings = [each for rule in RULES for each in rule(snapshot, now)]

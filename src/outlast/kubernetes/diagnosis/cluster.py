@@ -110,13 +110,13 @@ def conflicting_controllers(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def stop(controllers: Sequence[str]) -> str:
-    """Return a shell command that scales these Deployments, given as `namespace/name`, to zero."""
+    """Return a shell command that scales these Deployments (`namespace/name`) to zero."""
     names = [controller.split("/") for controller in controllers]
     return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
 
 def nodes(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that at least one node accepts pods, and warn about nodes that do not."""
+    """Check that a node accepts pods, and name the nodes that do not."""
     ready = [node for node in snapshot.nodes if usable(node)]
     unusable = joined(sorted(pod_status.name(node) for node in snapshot.nodes if not usable(node)))
     if "nodes" in snapshot.forbidden:
@@ -138,7 +138,7 @@ def _size(node: Document) -> str:
 
 
 def devices(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report the accelerators that the nodes offer, and find GPUs that no device plugin offers."""
+    """Report the nodes' accelerators, and find GPUs that no device plugin offers."""
     if "nodes" in snapshot.forbidden:
         remedy = "a job with resources.gpu that waits is explained by `outlast why`"
         yield warned("accelerators", "you may not list nodes", remedy)
@@ -177,7 +177,7 @@ def storage(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def optional(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report which optional add-ons are installed: metrics, queues and gangs."""
+    """Report which optional add-ons are installed."""
     if kinds.POD_METRICS in snapshot.served_kinds:
         yield passed("metrics", "served")
     else:
@@ -189,7 +189,7 @@ def optional(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def quotas(snapshot: Snapshot) -> Iterator[Finding]:
-    """Warn about the namespace's quotas that are used up."""
+    """Warn about quotas that are used up."""
     for quota in snapshot.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
@@ -232,6 +232,6 @@ CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
 
 
 def checks(snapshot: Snapshot) -> Iterator[Finding]:
-    """Run all checks on the snapshot of a namespace. Raises ClusterError if the API server's version is invalid."""
+    """Run all checks. Raises ClusterError if the API server's version is invalid."""
     for check in CHECKS:
         yield from check(snapshot)

@@ -25,7 +25,7 @@ class Right:
     kind: Kind
     subresource: str = ""
     required: bool = True
-    """True if `submit` requires the right."""
+    """Whether `submit` requires the right."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
@@ -33,19 +33,19 @@ class Right:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents of one job or one namespace, in no particular order. Kinds that could not be read have no documents."""
+    """The documents of one job or namespace, in no particular order."""
 
     name: str = ""
     namespace: str = "default"
     nodes: tuple[Document, ...] = ()
     storage_classes: tuple[Document, ...] = ()
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read, such as `jobs.batch`, with the reason."""
+    """Why kinds, such as `jobs.batch`, could not be read. Their documents are missing."""
 
     # For a job
 
     workload: Document = field(default_factory=dict)
-    """The ElasticJob, Job or StatefulSet; empty if none exists."""
+    """An ElasticJob, Job or StatefulSet; empty if none exists."""
     pods: tuple[Document, ...] = ()
     events: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()
@@ -56,7 +56,7 @@ class Snapshot:
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The last lines of logs, by pod name."""
+    """The last lines, by pod name."""
 
     # For a namespace
 
@@ -64,7 +64,7 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """The optional kinds that Outlast can use and that are installed."""
+    """The optional kinds that are installed."""
     missing_rights: tuple[Right, ...] = ()
     operator: Document | None = None
     """The operator's Deployment."""
@@ -103,12 +103,12 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""A function that yields the findings about a snapshot. Its second argument is the time in seconds since the epoch."""
+"""A rule yields findings about a snapshot. Its second argument is the time in seconds since the epoch."""
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """Turn a rule about a single pod, whose sentences begin with a verb, into a rule about all pods. Pods with the same sentence
-    and remedy share one finding, which has the first pod's evidence."""
+    """Make a rule about all pods from a rule about one pod, whose sentences begin with a verb. Pods with the same finding share
+    it."""
 
     @functools.wraps(rule)
     def for_all_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -124,7 +124,7 @@ def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
 
 
 def event_time(event: Document) -> str:
-    """Return the time of an event's last occurrence as RFC 3339, which sorts by time."""
+    """Return the RFC 3339 time of an event's last occurrence."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
     return next((str(time) for time in times if time), "")

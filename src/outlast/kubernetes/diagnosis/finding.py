@@ -19,12 +19,12 @@ class Finding:
     """One fact about a job, a cluster or a machine."""
 
     name: str
-    """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
+    """A machine-readable name, such as `out-of-memory`."""
     what: str
     remedy: str = ""
     """What the user should do; empty if nothing needs to be done."""
     evidence: tuple[str, ...] = ()
-    """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
+    """Verbatim messages or log lines."""
     outcome: Outcome = "fail"
     """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
 
@@ -34,12 +34,12 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """Return a finding that is not a problem, such as a finished job or a check that passes."""
+    """Return a finding that is not a problem."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
 def warned(name: str, what: str, remedy: str) -> Finding:
-    """Return a finding about a problem that does not keep jobs from training."""
+    """Return a finding that does not keep jobs from training."""
     return Finding(name, what, remedy, outcome="warn")
 
 
@@ -69,7 +69,7 @@ def workers(pods: Iterable[Document], verb: str = "") -> str:
 
 
 def joined(words: Iterable[str], last: str = "and") -> str:
-    """Join words: `a, b and c`. Of more than six words, only five are shown: `a, b, c, d, e and 3 more`."""
+    """Join words as in `a, b and c`. A list of more than six is shortened."""
     items = list(words)
     if len(items) > 6:
         items = [*items[:5], f"{len(items) - 5} more"]

@@ -22,7 +22,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def not_reconciled(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find an ElasticJob that no operator has reconciled. The evidence is `outlast doctor`'s finding about the operator."""
+    """Find an ElasticJob that no operator has reconciled."""
     if snapshot.unreconciled():
         (operator,) = cluster.operator(snapshot)
         remedy = operator.remedy or "see what it says: `kubectl logs` of its pods"
@@ -71,7 +71,7 @@ def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that could not be created, if the job has fewer pods than it requests."""
+    """Find pods that could not be created and are still missing."""
     existing = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.replicas() - len(existing), snapshot.replicas()
     if missing <= 0:
@@ -87,7 +87,7 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether an event reports that a pod of the workload, or of a Deployment's ReplicaSet, could not be created."""
+    """Return whether a pod of the workload, or of its ReplicaSets, could not be created."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (
         involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")
@@ -161,7 +161,7 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 @per_pod
 def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find pods that no scheduler handles: their scheduler does not run, or they have scheduling gates."""
+    """Find pods that no scheduler handles, because theirs does not run or because of scheduling gates."""
     if pod_status.phase(pod) != "Pending":
         return
     scheduler = pod["spec"].get("schedulerName", "default-scheduler")
@@ -180,7 +180,7 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find workers that run but are in no world, because there are too few or because they are still starting."""
+    """Find running workers that are in no world."""
     ready = [pod for pod in snapshot.pods if pod_status.condition(pod, "Ready")]
     running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     replicas = snapshot.replicas()
@@ -199,7 +199,7 @@ def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def starting(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Report pods that are starting: their images are being pulled, or their volumes mounted."""
+    """Report pods that are starting, for example while their images are pulled."""
     for pod in snapshot.pods:
         if pod_status.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
@@ -282,7 +282,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return the condition of a failed workload, or None. Its pods may still be terminating."""
+    """Return a failed workload's condition, or None. Its pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

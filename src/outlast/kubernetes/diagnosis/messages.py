@@ -20,7 +20,7 @@ def tables() -> dict[str, Any]:
 
 
 def has_meaning(component: str, message: str) -> bool:
-    """Return whether the component's table has a specific meaning for the message."""
+    """Return whether a message has a specific meaning."""
     return any(re.search(entry["pattern"], message) for entry in tables()[component]["meanings"] if "pattern" in entry)
 
 
@@ -42,7 +42,7 @@ def refusal(namespace: str, message: str) -> Finding:
 
 
 def _amounts(message: str) -> str:
-    """Format the amounts in a message about a quota, such as `pods: a pod asks for 1, 3 of 3 are used`."""
+    """Format a quota message's amounts, as in `pods: a pod asks for 1, 3 of 3 are used`."""
     if (match := re.search(r"requested: (\S+), used: (\S+), limited: (\S+)", message)) is None:
         return ""
     requested, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in match.groups())

@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
-"""Workers' default tolerations of taints on nodes with accelerators and on spot nodes."""
+"""Workers' default tolerations for nodes with accelerators and spot nodes."""
 _LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
@@ -38,7 +38,6 @@ def usable(node: Document) -> bool:
 
 
 def _covers(toleration: Document, taint: Document) -> bool:
-    """Return whether a toleration without a value covers this taint."""
     return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
 
 
@@ -47,12 +46,12 @@ def _covers(toleration: Document, taint: Document) -> bool:
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""Matches messages about claims and gangs, which other rules report."""
+"""Messages about claims and gangs, which other rules report."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """Return the parts of a message, each with its number of nodes; the number is 0 for a part about the pod. `0/3 nodes are
-    available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives (1, Insufficient cpu), (2, Too many pods)."""
+    """Return a message's parts, each with its number of nodes, or 0 if the part is about the pod. `0/3 nodes are available: 1
+    Insufficient cpu, 2 Too many pods.` gives (1, Insufficient cpu), (2, Too many pods)."""
     head = _HEAD.match(message)
     if not head:
         return [(0, message.strip())]
@@ -80,7 +79,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _part_meaning(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """Return the finding for one part of a message about `count` nodes, or None if another rule reports it."""
+    """Return the finding for one part of a message, or None if another rule reports it."""
     if match := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, match[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
@@ -144,7 +143,6 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """Format the nodes' values for a label; empty if nodes may not be read."""
     if "nodes" in snapshot.forbidden:
         return ""
     values = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -207,7 +205,7 @@ def _restore_remedy(pods: list[Document]) -> str:
 
 
 def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that were evicted, preempted or drained, and have not been replaced."""
+    """Find pods that were evicted, preempted or drained and not replaced."""
     removed: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         if any(pod_status.created_at(other) > pod_status.created_at(pod) for other in snapshot.pods_of_worker(pod)):

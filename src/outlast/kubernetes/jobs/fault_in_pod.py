@@ -17,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return an Outlast worker's training processes as pids by rank, from their progress files."""
+    """Return an Outlast worker's training processes as pids by rank."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -31,7 +31,7 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Return the processes that plain torchrun started as pids by rank. Data loaders inherit a rank, but so has their parent."""
+    """Return plain torchrun's processes as pids by rank. Data loaders have a rank, too, but so has their parent process."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

@@ -31,7 +31,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout for a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
+"""Timeout of a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -46,7 +46,7 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""Kinds of objects that protect a namespace from deletion unless they are Outlast's."""
+"""Kinds of objects that protect a namespace from deletion, unless they are Outlast's."""
 
 
 @dataclass(frozen=True)
@@ -65,8 +65,8 @@ class Outcome:
 def documents(
     *, namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, watch: bool = False, on_demand: bool = False
 ) -> list[Document]:
-    """Return all documents for an installation, in creation order. `watch` adds the node watcher; see `operator_deployment.files`
-    for `on_demand`."""
+    """Return all documents to install, in creation order. `watch` adds the node watcher; `on_demand` is as for
+    `operator_deployment.files`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
@@ -76,8 +76,8 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents in order, and yield each outcome. Raises ClusterError; or OutlastError, before any change, if the
-    operator is in another namespace or another controller makes the same pods."""
+    """Apply the documents in order, and yield each outcome. Raises OutlastError, before any change, if the cluster has another
+    operator or a controller that the operator replaces; raises ClusterError."""
     _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
@@ -86,7 +86,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create. The server cannot dry-run creations in it."""
+    """The namespace that a dry run would create, in which the server cannot dry-run creations."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Outcome("created", document)
@@ -140,7 +140,7 @@ def _still_deleting(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves a CustomResourceDefinition's kind. Raises ClusterError on timeout."""
+    """Wait until the API server serves a definition's kind. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pod_status.condition(definition, "NamesAccepted", "False"):
@@ -154,7 +154,7 @@ def _wait_established(cluster: Cluster, name: str) -> None:
 def wait_for(
     cluster: Cluster, kind: Kind, name: str, holds: Callable[[Document], bool], *, timeout_s: float, namespace: str | None = None
 ) -> Document | None:
-    """Wait until `holds` is true for an object, and return the object, or None on timeout."""
+    """Return an object once `holds` is true for it; None on timeout."""
     with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and holds(change.document):
@@ -188,8 +188,7 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """Return all of Outlast's ElasticJobs, as `namespace/name`. Raises Forbidden if the user may not list, and thus not delete,
-    jobs."""
+    """Return Outlast's ElasticJobs as `namespace/name`. Raises Forbidden if the user may not list them."""
     elastic_jobs: list[Document] = []
     for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -201,8 +200,8 @@ def jobs(cluster: Cluster) -> list[str]:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
-    """Delete the objects that `ensure` created, in reverse order. The definitions are deleted only with `crds`, and first,
-    because all jobs are deleted with them. Raises OutlastError, before any change, if the operator is in another namespace."""
+    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only with `crds`.
+    Raises OutlastError, before any change, if the operator is in another namespace."""
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
@@ -241,7 +240,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete Outlast's namespace, and wait until it is gone, because nothing can be installed there before that."""
+    """Delete the namespace and wait until it is gone, because nothing can be installed in it before that."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -254,7 +253,7 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    """Return why a namespace must not be deleted, or an empty string if everything in it is Outlast's."""
+    """Return why a namespace must not be deleted; empty if everything in it is Outlast's."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []
@@ -270,8 +269,7 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` created an object, or every namespace has such an object. A job's objects have the ownership label
-    of `ensure`, too, but also their job's label."""
+    """Return whether `ensure` or the cluster itself created an object. A job's objects have a job's label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:
@@ -280,7 +278,7 @@ def _goes_with_namespace(kind: Kind, document: Document) -> bool:
 
 
 def check_namespace(name: str) -> str:
-    """Check that the operator may be installed in a namespace, and return its name. Raises OutlastError."""
+    """Return a namespace's name if the operator may be installed in it. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

@@ -20,11 +20,10 @@ Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 REPLICAS = "outlast.dev/replicas"
-"""Annotation on a suspended workload: the number of workers before the suspension."""
+"""Annotation with a suspended workload's former number of workers."""
 
 RECONCILED_WITHIN_S = 15.0
-"""Maximum time until an operator reconciles a new job, in seconds. It is usually a second, but longer if the leader has just
-failed."""
+"""Maximum time until an operator reconciles a new job, in seconds. It is needed if the leader has just failed."""
 
 
 @dataclass(frozen=True)
@@ -35,20 +34,19 @@ class Snapshot:
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """The agents' metrics, by pod name."""
+    """By pod name."""
     allowed_sizes: tuple[int, int] | None = None
-    """`workers.min` and `max` of the job file, or None if the file could not be read."""
+    """`workers.min` and `max`, or None if the job file could not be read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Names of unfinished workloads from earlier versions of the job file."""
+    """Unfinished workloads from earlier versions of the job file."""
     query_error: str = ""
     now: float = float("inf")
     """In seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Parse one agent's metrics from Prometheus' text format. Names lack the prefix `outlast_`; per-rank metrics are called
-    `name/rank`."""
+    """Parse an agent's metrics. Names lack the prefix `outlast_`; per-rank metrics are called `name/rank`."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
@@ -103,7 +101,7 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
-    """Return the observed status, completed by the status that the operator has written to the ElasticJob."""
+    """Return the observed status, completed by what the operator has written."""
     written = workload.get("status") or {}
     if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
@@ -121,8 +119,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Return a run's events that only the cluster has recorded: the operator's ledger entries and, if they lack them, the
-    submission and the end."""
+    """Return events that only the cluster has recorded: the operator's ledger entries, and the submission and the end if these
+    lack them."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
@@ -139,13 +137,13 @@ def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
 
 
 def _desired_workers(workload: Document) -> int:
-    """Return the number of workers, or for a suspended workload the number before its suspension."""
+    """Return the number of workers; for a suspended workload, the number before its suspension."""
     annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workload_template.replicas(workload) or int(annotation or 0)
 
 
 def is_suspended(workload: Document) -> bool:
-    """Return whether a workload is suspended, so that it should have no pods."""
+    """Return whether a workload should have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
@@ -221,7 +219,7 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """Return a StatefulSet's final state, or None until all workers have ended. Its pods outlive their workers."""
+    """Return a StatefulSet's final state, or None. Its pods outlive their workers."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
@@ -252,7 +250,7 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
-    """Return the newest in-memory snapshot that an agent of the newest generation reports."""
+    """Return the newest generation's newest snapshot in memory."""
     newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
@@ -292,7 +290,7 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
 
 
 def _largest(told: Metrics, name: str) -> tuple[float, int]:
-    """Return the largest value of a per-rank metric and its rank, or (0, 0) if no rank has the metric."""
+    """Return a per-rank metric's largest value and its rank, or (0, 0)."""
     values = ((value, key.rpartition("/")) for key, value in told.items())
     return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
 

@@ -22,18 +22,16 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
-"""Maximum number of queued log lines, pod changes and messages."""
+"""Maximum number of queued items."""
 _POLL_S = 1.0
-"""Interval between checks of whether the job is over, in seconds."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""Matches RFC 3339, the nodes' time format."""
+"""The nodes' time format, RFC 3339."""
 _QUIET_S = 30.0
-"""Once the job has ended, a worker that writes nothing for this many seconds is no longer followed. It may still be uploading its
-output. Its pod's phase may not show its end: the node may be lost, and no controller may delete the pod."""
+"""Once the job has ended, a worker that writes nothing for this many seconds is no longer followed. Until then it may upload its
+output. Its pod's phase may never show its end, for example on a lost node."""
 _MAX_FOLLOW_S = 300.0
-"""Maximum time to follow a worker after the job has ended, in seconds."""
+"""How long to follow a worker after the job's end, in seconds."""
 _PAUSE_S = 0.5
-"""Pause before reconnecting to a log, in seconds."""
 
 
 def merge(
@@ -44,8 +42,8 @@ def merge(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """Yield the lines of all pods, ordered by time; with `tail`, the last lines of each worker's newest pod. `say` reports pods
-    whose node does not answer. Raises Unanswered if no node answers."""
+    """Yield the pods' lines by time; with `tail`, the last lines of each worker's newest pod. `say` reports nodes that do not
+    answer. Raises Unanswered if none does."""
     begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
@@ -87,10 +85,10 @@ class Follower:
     cluster: api.Cluster
     labels: str
     is_over: Callable[[], bool]
-    """Returns whether the job has ended. It is called every second in a separate thread."""
+    """Called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     is_finished: Callable[[str], bool] = lambda _: False
-    """Returns whether the pod with this name will write nothing more, although it stays up."""
+    """Returns whether a pod will write nothing more, although it stays up."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     tail: int | None = None
     since_s: float | None = None
@@ -105,8 +103,7 @@ class Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the remaining
-        pods have written nothing for `_QUIET_S`."""
+        """Yield the lines of all present and future pods, until the job is over and its logs are read or quiet for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that are still open; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
@@ -137,8 +134,7 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, because a thread
-        queues its last line before it ends."""
+        """Return whether all is read. Threads are checked first, because a thread queues its last line before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
@@ -174,7 +170,7 @@ class Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """Return all pods if the job is over, otherwise None. The watch may not have reported some of them yet."""
+            """Return all pods once the job is over. The watch may not have reported them all."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -227,8 +223,7 @@ class _Reader:
         """Number of container restarts when the reader last looked."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
-        """Time of the newest line, and the number of lines with that time. A restart does not reset them, so that lines that were
-        read before the restart was noticed are not repeated."""
+        """The newest line's time, and the number of lines with that time. A restart keeps them, so that no line is repeated."""
 
     def read(self) -> None:
         if self._restarts and self._tail is None:
@@ -264,7 +259,6 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Queue the lines that have not been queued yet."""
         skip, begin = self._lines_at_last, self._last
         if self._stop.is_set():
             return
@@ -298,13 +292,12 @@ class _Reader:
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Return the time and text of a line. None for the kubelet's own messages, which have no time, such as that a log no longer
-    exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return a line's time and text; None for the kubelet's own messages, such as `unable to retrieve container logs`."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Return a sortable form of a time from one node. Go omits trailing zeros in fractions."""
+    """Make a node's times comparable. Go omits trailing zeros in fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

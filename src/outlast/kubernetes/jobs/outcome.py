@@ -26,11 +26,11 @@ OUTPUTS = (
 )
 """Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
-"""The file with all outputs. Each output also has a file of its own."""
+"""The file with all outputs. Each also has a file of its own."""
 _LINES = 500
-"""Number of lines to read from the end of the metrics. Not every line contains a loss."""
+"""Number of last lines of the metrics to read. Not every line contains a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
-"""Files with metrics that the recipes write into their output, in order of precedence."""
+"""Metrics files that the recipes write, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 
@@ -91,15 +91,14 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metric outputs, from the recipes' files in order of precedence and then from lines of metrics.jsonl, newest
-    last."""
+    """Return metric outputs from `evaluations`, in order of precedence, or else from the newest lines of `logged`."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with null in place of infinite numbers and NaN, which JSON lacks."""
+    """Replace infinite numbers and NaN, which JSON lacks, by null."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
@@ -112,7 +111,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """Return the outputs from a job's store, or a sentence about why the store cannot be read."""
+    """Return the outputs from a job's store, or why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"

@@ -40,11 +40,8 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded before that.
-
-    `run` and `fresh` are as for `manifests.render`; `room` is the maximum size of code in a ConfigMap, by default
-    `CONFIG_MAP_BYTES`. Raises InvalidJob with the job file's name.
-    """
+    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded first. `run` and `fresh` are as
+    for `manifests.render`; `room` limits code in a ConfigMap. Raises InvalidJob with the job file's name."""
     with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
         files = _texts(volumes.files(parcel.job.spec))
         try:

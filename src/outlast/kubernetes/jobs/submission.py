@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation on a submitted workload: the `run` label that the file has when it is applied without `submit`."""
+"""Annotation with the `run` label that the file has when it is applied without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return a job's documents for the operator. `run` identifies the submission (a digest of the file if None); `fresh` starts a
-    new run."""
+    """Return a job's documents for the operator. `run` defaults to a digest of the file."""
     from outlast.kubernetes import manifests
 
     del source
@@ -38,7 +37,7 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner from the unfinished run in a store, and return a sentence about it."""
+    """Remove the owner from a store's unfinished run, and return a sentence."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 
@@ -99,7 +98,7 @@ class Submission:
                     self.workloads.adopt(each, result.new)
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
-        """Reopen a succeeded job's run, so that workers continue it, if the job now requests more steps or epochs."""
+        """Reopen a succeeded job's run if the job now requests more steps or epochs."""
         from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
@@ -126,7 +125,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store with the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store of the run to take over. Raises AlreadyRunning if this namespace has the job."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -140,8 +139,8 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, unless it exists. Return a sentence, and the Secret if
-        the job is to adopt it."""
+        """Create the Secret with which workers authenticate each other, if missing. Return it if the job is to adopt it, and a
+        sentence."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
@@ -161,14 +160,14 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return a workload's final state, or None if it has not ended. Only the agents know a StatefulSet's end."""
+        """Return a workload's final state, or None. Only the agents know a StatefulSet's end."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
 
     def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Return whether two workloads are from the same file. False if the existing one is an ElasticJob that has not ended."""
+        """Return whether two workloads are from the same file. An unfinished ElasticJob counts as different."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -177,7 +176,6 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """Return how a failed job's run continues when the job is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
@@ -193,8 +191,8 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """Return the existing object with a document's name, or None. An object whose owners are gone is deleted first: garbage
-        collection might otherwise delete it after the new workload has begun to use it."""
+        """Return the existing object, or None. An object whose owners are gone is deleted first: garbage collection might
+        otherwise delete it while the new workload uses it."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)

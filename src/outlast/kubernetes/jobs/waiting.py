@@ -30,13 +30,13 @@ from outlast.kubernetes.jobs.job_documents import Workloads
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""Poll interval for the job's status, in seconds."""
+"""Interval between status requests, in seconds."""
 PROGRESS_S = 60.0
-"""Interval between progress reports, in seconds. A change of state is reported immediately."""
+"""Interval between reports, in seconds. A change of state is reported at once."""
 _SUBMIT_S = 600.0
 """How long to retry the submission, in seconds."""
 _UNSERVED_S = 300.0
-"""How long the job's kind may be unserved, in seconds. An API server that has just started may not serve it yet."""
+"""How long the job's kind may be unserved, in seconds, for example by an API server that has just started."""
 _CANCEL_S = 15.0
 """How long to retry the cancellation, in seconds. A pod has 30 s after SIGTERM."""
 
@@ -63,7 +63,7 @@ class WaitResult:
 
 @dataclass
 class Waiter:
-    """Submits one job and waits for its end. `now` and `sleep` are replaced in tests."""
+    """Submits one job and waits for its end."""
 
     workloads: Workloads
     name: str
@@ -79,7 +79,7 @@ class Waiter:
     _uid: str = ""
 
     def submit(self, apply: Callable[[], Iterator[str]]) -> None:
-        """Submit the job, or attach to it if it is already submitted, and report each step. Raises OutlastError."""
+        """Submit the job, or attach to it, and report each step. Raises OutlastError."""
 
         def attempt() -> None:
             with self.defer_sigterm():
@@ -110,7 +110,7 @@ class Waiter:
         return self._ended_elsewhere(None)
 
     def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
-        """Cancel the job after SIGTERM if `mode` is `cancel`; leave it running if it is `leave`."""
+        """Cancel the job after SIGTERM, unless `mode` is `leave`."""
         reason = "--on-terminate is leave" if mode == "leave" else "" if self.may_cancel else "it was not submitted yet"
         try:
             outcome = f"is not cancelled: {reason}" if reason else self._retry(lambda: self._cancel(read_step), _CANCEL_S)
@@ -121,7 +121,7 @@ class Waiter:
         return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, read_step: ReadStep) -> str:
-        """Cancel the job, unless it has ended or should continue. Return a phrase for the result. Raises ClusterError."""
+        """Cancel the job, unless it has ended or should continue, and return a phrase. Raises ClusterError."""
         if reason := reason_to_continue(*read_step()):
             return f"is not cancelled: {reason}"
         if self._uid:
@@ -181,7 +181,7 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows that it ended before."""
+        """Return the result for a job that is gone. Its store may show that it ended before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -221,8 +221,8 @@ def progress(status: JobStatus) -> str:
 
 
 def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Return why a job should continue although its pipeline step received SIGTERM; empty if the pipeline is being terminated.
-    `pod` is the step's pod, or None if it cannot be read; `owner` is the Workflow that owns it, or None if it is gone."""
+    """Return why a job should continue although its step received SIGTERM; empty if the pipeline is being terminated. `pod` is
+    the step's pod, or None if it cannot be read; `owner` is its Workflow, or None if that is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
     terminated = spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0  # Kubeflow Pipelines sets 0
@@ -238,8 +238,8 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """Return the pod that this process runs in, and the Workflow that owns it, if they can be read. After a forced deletion, the
-    pod may be gone before its processes; then `last`, marked as being deleted, is returned. Raises Unanswered."""
+    """Return this process's pod and the Workflow that owns it, if they can be read. After a forced deletion, the pod may be gone
+    before its processes; then `last` is returned, marked as being deleted. Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.in_pod(environ):
         return None, None

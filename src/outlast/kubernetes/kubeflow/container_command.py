@@ -15,9 +15,9 @@ from collections.abc import Iterator, Sequence
 from outlast.job import contract
 
 HONOURED = ("nnodes", "nproc-per-node", "module", "m", "no-python")
-"""The torchrun options that affect a job whose workers find each other by themselves."""
+"""torchrun options that matter although workers find each other by themselves."""
 _FLAGS = ("standalone", "module", "m", "no-python", "run-path", "use-env", "virtual-local-rank")
-"""The torchrun options that take no value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
+"""torchrun options without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
 _FUNCTION = re.compile(
     r"""(?P<before>.*?)read -r -d '' SCRIPT << EOM\n(?P<code>.*)\nEOM\n"""
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",
@@ -27,7 +27,7 @@ _FUNCTION = re.compile(
 
 
 class Unknown(ValueError):
-    """A command that cannot be translated. The message completes a sentence that begins with the command."""
+    """A command that cannot be translated. The message continues a sentence that begins with the command."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -39,11 +39,10 @@ class Program:
     code: str = ""
     args: tuple[str, ...] = ()
     options: dict[str, str] | None = None
-    """Values of the torchrun options by name, such as `nnodes`; None without torchrun."""
+    """torchrun's options by name; None without torchrun."""
     directory: str = ""
     """Directory that the shell changes to first."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Variables that the shell exports first."""
 
 
 def read(words: Sequence[str]) -> Program:

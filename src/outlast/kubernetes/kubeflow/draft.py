@@ -24,12 +24,11 @@ class Draft:
 
     source: str
     directory: Path
-    """The document's directory, which may contain the code."""
     spec: Document = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Values of the torchrun options by name, such as `nnodes`, with the key `python` if training starts without torchrun."""
+    """torchrun's options by name, with the key `python` if training starts without torchrun."""
 
     def say(self, field: str, sentence: str) -> None:
         self.said.append(f"{field} {sentence}")
@@ -48,8 +47,7 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`. What a job file has no field for is put into `template`. Raises
-        InvalidJob."""
+        """Translate a pod template with the container `trainer`. The rest is put into `template`. Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])
         trainer = next((dict(each) for each in containers if each.get("name") == contract.Pod.TRAINER), None)
@@ -105,8 +103,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate the container's command. Files next to the document become the job's code; other files must be in the
-        image."""
+        """Translate the command. Files next to the document become the job's code; other files must be in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)
@@ -134,8 +131,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, otherwise from `replicas`, with a minimum of 1
-        if `elastic`."""
+        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, or else from `replicas`. `elastic` sets the
+        minimum to 1."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

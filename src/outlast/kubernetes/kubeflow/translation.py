@@ -20,7 +20,7 @@ from outlast.kubernetes.manifests import overlay
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
 """Image of Kubeflow Trainer 2.3's torch-distributed runtime."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
-"""The frameworks of Kubeflow's other runtimes, by the first word of a runtime's name."""
+"""Frameworks of Kubeflow's other runtimes, by the first word of a runtime's name."""
 _KINDS = {"TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1"}
 _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "a mapping of names to values"}
 _QUEUE, _MULTIKUEUE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/multikueue"
@@ -28,9 +28,8 @@ _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
-    """Translate a Kubeflow document to an ElasticJob and a sentence for each field that is assumed or dropped; both are empty for
-    other documents. `directory` contains the document and perhaps its script; `source` names the document in errors. Raises
-    InvalidJob."""
+    """Translate a Kubeflow document to an ElasticJob and sentences about fields that are assumed or dropped; both are empty for
+    other documents. `directory` may contain the script; `source` names the document in errors. Raises InvalidJob."""
     document = yaml_document.read(text, source=source, verbatim=_verbatim)
     fields: Document = _without_nulls(document.data) if isinstance(document.data, dict) else {}
     version, kind = str(fields.get("apiVersion")), str(fields.get("kind"))
@@ -85,7 +84,7 @@ def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[P
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a document without nulls, which Kubernetes treats as absent."""
+    """Remove nulls, which Kubernetes treats as absent."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value if each is not None] if isinstance(value, list) else value

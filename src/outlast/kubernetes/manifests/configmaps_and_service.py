@@ -14,7 +14,7 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """Return the ConfigMap with the job file. It is immutable, so different content has a different name."""
+    """Return the immutable ConfigMap with the job file."""
     return kinds.CONFIG_MAP.document(
         labels.metadata(request, request.names.config), immutable=True, data=volumes.config_data(request)
     )
@@ -31,8 +31,7 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """Return the headless Service for the workers' DNS names. It includes pods that are not ready, because a pod is ready only in
-    a world."""
+    """Return the headless Service for the workers' DNS names. It includes pods that are in no world and thus not ready."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 
@@ -54,7 +53,6 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
-    """Return the name of the Secret that a workload's pods refer to; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     containers = workload["spec"]["template"]["spec"]["containers"]
@@ -63,7 +61,7 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """Return the PersistentVolumeClaims to create for volumes with a size. `mode` is the default access mode."""
+    """Return the claims to create, for volumes with a size. `mode` is the default access mode."""
     claims = volumes.claims(request.spec, mode)
     return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
@@ -94,9 +92,9 @@ def worker_account(job: str) -> str:
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights of one job's workers: to create and change their own Leases, and to read their job. Creating by name can
-    be allowed because server-side apply, unlike a POST, is authorized with the object's name. `bound_account` is the pods'
-    account, by default the account that is created here."""
+    """Return the rights of one job's workers to write their own Leases and to read their job. They can create only these Leases,
+    because server-side apply, unlike a POST, is authorized with the object's name. `bound_account` defaults to the account
+    created here."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
 

@@ -26,25 +26,25 @@ class Download:
     """A dataset and its destination."""
 
     dataset: str
-    """Name or URL of the dataset, as on the command line."""
+    """Name or URL, as on the command line."""
     directory: str
     """The dataset's name as a directory name."""
     to: str = ""
-    """Directory on the claim, or URL in a store. The default is `directory` on the claim."""
+    """Directory on the claim, or URL in a store; by default `directory` on the claim."""
     claim: str = ""
     """The claim and its mount path, as `NAME:/PATH`."""
     image: str = OPERATOR_IMAGE
     """An image with Outlast. The default has no torch."""
     secrets: Sequence[str] = ()
-    """Names of Secrets whose keys become environment variables, such as a store's credentials."""
+    """Names of Secrets that become environment variables."""
 
     @property
     def name(self) -> str:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """Return the destination, and the claim's name and mount path, or empty strings. Raises OutlastError if the destination
-        is missing or not on the claim."""
+        """Return the destination, and the claim's name and mount path or empty strings. Raises OutlastError if the destination is
+        invalid."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(
@@ -69,8 +69,7 @@ def parse_claim(option: str) -> tuple[str, str]:
 
 
 def document(download: Download) -> Document:
-    """Return the Job that downloads the dataset. Raises OutlastError for an invalid destination, or if a URL contains
-    credentials."""
+    """Return the Job that downloads the dataset. Raises OutlastError for an invalid destination or credentials in a URL."""
     for url in (download.dataset, download.to):
         if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")

@@ -18,12 +18,12 @@ _TTL_S = 3600
 
 
 def _identifies_workload(label: str) -> bool:
-    """Return whether a label identifies a pod or its workload. The API server adds some of these to a Job's template."""
+    """Return whether a label identifies a pod or its workload."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """Return the Job that evaluates a model, made from the workers' pod template. `unique` makes its name unique."""
+    """Return the Job that evaluates a model in a worker's pod. `unique` makes its name unique."""
     name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

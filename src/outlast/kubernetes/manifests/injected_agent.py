@@ -10,7 +10,7 @@ from outlast.worker.launch import relocatable
 NAME = "outlast-agent"
 """Name of the init container and of the volume."""
 _SHARED = ("cpu", "memory")
-"""The worker's resources that the init container gets, too. Devices are not among them."""
+"""Resources that the init container shares with the worker, which exclude devices."""
 
 
 def program(request: Request) -> list[str]:

@@ -12,8 +12,7 @@ from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-"""Keeps Istio, for example in Kubeflow's namespaces, from adding a proxy to pods. The proxy would outlive the training, so that a
-Job never completes, and would reject other workers' connections.
+"""Keeps Istio from adding a proxy to pods, which would outlive the training and reject other workers' connections.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -21,15 +20,15 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""Prefixes of labels that Kubernetes' controllers set and select by. The API server rejects (422) a Job whose template has
-another value. https://kubernetes.io/docs/reference/labels-annotations-taints/"""
+"""Prefixes of labels that Kubernetes' controllers set. The API server rejects (422) a Job with other values.
+https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-"""Matches names of arguments that may be secrets, which must not become labels."""
+"""Names of arguments that may be secrets, which must not become labels."""
 
 
 def selector(job: str) -> dict[str, str]:
-    """Return the selector for a job's workers in all runs. It never changes, because selectors are immutable."""
+    """Return the selector for a job's workers in all runs, which is immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
@@ -55,8 +54,7 @@ def worker(request: Request) -> dict[str, str]:
 
 
 def settings(args: Sequence[str]) -> dict[str, str]:
-    """Return the arguments as labels, by which pods can be found: `--batch=128` is `args.outlast.dev/batch: "128"`. Possible
-    secrets and arguments that are invalid in a label are left out."""
+    """Return the arguments as labels, such as `args.outlast.dev/batch: "128"`, without possible secrets and invalid labels."""
     options = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
     return {name: value for name, value in options.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
 

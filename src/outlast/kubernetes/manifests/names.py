@@ -48,9 +48,9 @@ class Names:
 
     @property
     def service(self) -> str:
-        """Name of the headless Service, the same for all runs because the Service selects pods by job."""
+        """The headless Service's name, the same for all runs because it selects pods by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the pods' owner, which fits a host name even when followed by `suffix`."""
+        """Return the name of the pods' owner, which leaves room for `suffix` in host names."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

@@ -32,7 +32,7 @@ _DIRECTIVES = ("merge", "replace", "delete")
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -> dict[str, Any]:
-    """Return `base` merged with `patch`. Raises ValueError, which names the part that cannot be merged."""
+    """Return `base` merged with `patch`. Raises ValueError for a part that cannot be merged."""
     if _directive(patch, path) == "replace":
         return _without_directive(patch)
     result = dict(base)

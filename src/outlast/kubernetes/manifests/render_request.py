@@ -25,9 +25,9 @@ class Request:
     run: str
     """Id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Contents of the local files that pods need, by path; see `volumes.files`."""
+    """Contents of local files that pods need, by path."""
     code: bytes = b""
-    """The code archive for the ConfigMap; empty if there is none or the ConfigMap already exists."""
+    """The archive for the ConfigMap; empty if there is none or it already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
@@ -51,14 +51,14 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def with_zero_as_suspended(self) -> Request:
-        """Return the request, with a job of 0 workers turned into a suspended job with the smallest allowed number."""
+        """Turn a job of 0 workers into a suspended job with the smallest allowed number."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request with this number of workers as the maximum, so that no worker waits for more."""
+        """Return the request with at most this many workers, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

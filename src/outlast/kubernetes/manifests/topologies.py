@@ -73,8 +73,8 @@ def single_pod_job(request: Request) -> list[Document]:
 
 
 def indexed_job(request: Request) -> list[Document]:
-    """Return the Indexed Job and its other objects. A failed worker is replaced by a worker with the same index.
-    `backoffLimitPerIndex` is not used: it would end one index, and with it all workers' world."""
+    """Return the Indexed Job and its other objects. `backoffLimitPerIndex` is not used, because it would end one index and thus
+    all workers' world."""
     placement.reject_on_demand(request, "an Indexed Job")
     request = request.with_zero_as_suspended()
     replicas = request.spec.workers.replicas
@@ -176,9 +176,9 @@ def render(
 ) -> list[Document]:
     """Return a job's objects, in the order to apply them.
 
-    `run` is the id of this submission, by default a digest of the job, so that the same file is the same run. `files` are the
-    contents of `volumes.files`, and `code` is the archive for a ConfigMap. A `fresh` run ignores checkpoints, even of an
-    unfinished run. Raises InvalidJob if the topology cannot render the job, and OutlastError for an unknown topology.
+    `run` identifies this submission and defaults to a digest of the job. `files` are the contents of `volumes.files`, and `code`
+    is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises InvalidJob if the topology cannot render the job,
+    and OutlastError for an unknown topology.
     """
     if topology == "volcano":
         raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
@@ -214,5 +214,5 @@ def warnings(job: spec.Job, topology: str) -> list[str]:
 
 
 def _run(job: spec.Job) -> str:
-    """Return a digest of the job as its pods see it, which is the same on every machine and for a suspended job."""
+    """Return a digest of the job as its pods see it."""
     return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"

@@ -11,7 +11,7 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 KEY = "key"
 """Key in the Secret with which a job's workers authenticate each other."""
 Source = str | dict[str, object]
-"""A variable's value, or the source from which Kubernetes takes it: `{"fieldRef": ...}`."""
+"""A variable's value, or the source from which Kubernetes takes it, such as `{"fieldRef": ...}`."""
 
 
 def field_source(path: str) -> Source:
@@ -20,15 +20,15 @@ def field_source(path: str) -> Source:
 
 
 def has_peers(request: Request, rendezvous: str) -> bool:
-    """Return whether there may be several workers, which must authenticate each other."""
+    """Return whether there may be several workers."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
 
 
 def container_env(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """Return the container's `env`. References to known variables are replaced here; others are escaped, so that the agent
-    replaces them."""
+    """Return the container's `env`. References to known variables are replaced here; the agent replaces others, which are
+    escaped."""
     standard = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     defined = {name: source for name, source in standard.items() if isinstance(source, str)}
     own = {name: escaped(value) for name, value in substitution.values(request.spec.env, defined).items()}
@@ -78,8 +78,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def _process(request: Request) -> dict[str, Source]:
-    """Return variables that programs expect, such as a writable home, and settings that make results the same on every
-    machine."""
+    """Return variables that programs expect, or that make results the same on every machine."""
     return {
         "HOME": Pod.HOME,
         "USER": "outlast",

@@ -30,7 +30,7 @@ class Worker:
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """Name of the headless Service for the pod's DNS name."""
+    """The headless Service for the pod's DNS name."""
     has_peers: bool = True
     """Whether the job may have other workers."""
     stay: bool = False
@@ -43,8 +43,7 @@ class Worker:
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """Return the PodTemplateSpec of a job's workers. Raises InvalidJob if there is no image, or if the user's template cannot be
-    merged."""
+    """Return the workers' PodTemplateSpec. Raises InvalidJob if there is no image, or if the user's template cannot be merged."""
     volumes, mounts = places.volumes(request)
     init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
     base: Document = {
@@ -143,8 +142,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> Document:
 
 
 def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:
-    """Return the template with the user's template merged over it, except for the required labels. Raises InvalidJob if it cannot
-    be merged."""
+    """Merge the user's template over a template, except for the required labels. Raises InvalidJob."""
     try:
         result = overlay.merge(base, job.spec.template)
     except ValueError as error:

@@ -26,15 +26,13 @@ class Step:
 
     pod: Mapping[str, Any]
     grace_s: int
-    """The pod's configured grace period, or the remaining time if it is shorter, in seconds."""
+    """The configured grace period, or the remaining time if that is shorter, in seconds."""
     last: bool = False
-    """True if time is too short for the configured grace period. Then the pod is deleted if a PodDisruptionBudget forbids its
-    eviction."""
+    """True if the remaining time is shorter. Then the pod is deleted if a PodDisruptionBudget forbids its eviction."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. Without a deadline, pods have their full
-    grace period."""
+    """Return the evictions that are due, and the pods to wait for, as `namespace/name`."""
     evictable = [pod for pod in pods if _evictable(pod)]
     remaining_s = math.inf if deadline is None else max(0.0, deadline - END_MARGIN_S - now)
     workers = [managed_by_operator(pod) or Label.JOB in _labels(pod) for pod in evictable]
@@ -56,7 +54,7 @@ def full_name(pod: Mapping[str, Any]) -> str:
 
 
 def managed_by_operator(pod: Mapping[str, Any]) -> bool:
-    """Return whether the operator runs the pod's job. If so, the node's taint makes the operator move the pod."""
+    """Return whether the operator moves the pod because of the node's taint."""
     return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
 
 

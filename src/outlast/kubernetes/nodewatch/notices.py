@@ -24,7 +24,7 @@ SPOT_S = 120.0
 MAINTENANCE_LEAD_S = 900.0
 """Seconds before maintenance at which the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""Seconds after the deadline at which a machine that still runs has survived, for example because it was restarted."""
+"""A machine that still runs this many seconds after the deadline has survived."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -53,8 +53,8 @@ def spot(text: str, now: float) -> Notice:
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """Parse `events/maintenance/scheduled`, a list of events. Once maintenance has begun, its deadline is the end of its window;
-    after the window, it has no deadline. Raises ValueError for any other text."""
+    """Parse `events/maintenance/scheduled`. The deadline is the start of the window, then its end, and None after the window.
+    Raises ValueError."""
     parsed = json.loads(text)
     if not isinstance(parsed, list) or not all(isinstance(event, dict) for event in parsed):
         raise ValueError("they are no list of events")
@@ -69,8 +69,8 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 
 def effective(current: Sequence[Notice], recorded: Notice | None, now: float) -> Notice | None:
-    """Return the current or recorded notice with the earliest deadline. AWS may withdraw a recommendation or maintenance, but
-    never an interruption: a response that lacks it counts as wrong until SURVIVED_S after the deadline."""
+    """Return the current or recorded notice with the earliest deadline. AWS never withdraws an interruption, so one that a
+    response lacks still counts until SURVIVED_S after its deadline."""
     candidates = [each for each in current if each.deadline is None or each.deadline - now <= MAINTENANCE_LEAD_S]
     if recorded and recorded.kind is LeavingKind.SPOT and recorded.deadline is not None and now < recorded.deadline + SURVIVED_S:
         candidates.append(recorded)

@@ -152,8 +152,7 @@ def unsupported(job: Document) -> Iterator[str]:
 
 
 def _stored_status(job: Document) -> Document:
-    """Return the status that the operator last stored, or else derive it from what the archived controller or an earlier operator
-    wrote."""
+    """Return the operator's stored status, or derive one from what earlier controllers wrote."""
     status = job.get("status") or {}
     if "job" in status:
         return dict(status["job"])
@@ -171,7 +170,7 @@ def _stored_status(job: Document) -> Document:
 
 
 def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
-    """Return the status in the archived controller's format, with the operator's own status under `job`."""
+    """Return the status in the archived controller's format."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}

@@ -51,7 +51,7 @@ def containers(job: Document) -> Sequence[Document]:
 
 
 def torchrun(job: Document) -> str | None:
-    """Return the name of the container that runs torchrun, or None if there are several and none is called CONTAINER."""
+    """Return the name of the container that runs torchrun, or None if that is unclear."""
     container_names = [str(each["name"]) for each in containers(job)]
     return CONTAINER if CONTAINER in container_names else container_names[0] if len(container_names) == 1 else None
 
@@ -62,8 +62,7 @@ def annotation(job: Document, name: str) -> str | None:
 
 
 def count(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an integer in the spec. Null counts as absent, as in the archived definition. Raises OutlastError for any other
-    value."""
+    """Return an integer in the spec; null counts as absent. Raises OutlastError for other values."""
     value = fields.get(name)
     if value is not None and not isinstance(value, int):
         raise OutlastError(f"its {name} ({value!r}) is not a whole number; correct it")
@@ -71,7 +70,7 @@ def count(fields: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def sizes(job: Document) -> tuple[int, int, int]:
-    """Return the minimum, requested and maximum number of workers. The requested number is 0 or between the other two."""
+    """Return the minimum, requested and maximum number of workers. The requested number may be 0."""
     requested = count(worker(job), "replicas", 1)
     minimum = count(job["spec"], "minReplicas", 0) or max(1, requested)
     maximum = max(minimum, count(job["spec"], "maxReplicas", 0) or max(minimum, requested))
@@ -90,7 +89,7 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """Return the restartPolicy of the job's pods. If the operator handles failures, the kubelet must not restart containers."""
+    """Return the pods' restartPolicy. If the operator handles failures, the kubelet must not."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
@@ -107,20 +106,20 @@ def etcd(job: Document) -> str:
 
 
 def endpoint(job: Document) -> str:
-    """Return the rendezvous endpoint on worker 0, by its full DNS name because the Service's name resolves to any worker."""
+    """Return worker 0's full DNS name and port. The Service's name resolves to any worker."""
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
     return f"{_host(name, 0)}.{_service(name)}.{namespace}.svc.{contract.CLUSTER_DOMAIN}:{contract.Pod.RENDEZVOUS_PORT}"
 
 
 def service(job: Document) -> Document:
-    """Return the headless Service that gives workers their DNS names even before they are ready."""
+    """Return the headless Service for the workers' DNS names."""
     name = job["metadata"]["name"]
     meta = _metadata(job, _service(name), selector(name))
     return configmaps_and_service.headless(meta, selector(name), contract.Pod.RENDEZVOUS_PORT)
 
 
 def pod(job: Document, index: int) -> Document:
-    """Return a worker's pod: the user's template with the worker's name, labels and variables for torchrun."""
+    """Return a worker's pod: the user's template with its name, labels and torchrun's variables."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     template_metadata, spec = template.get("metadata") or {}, template["spec"]
     labels = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}

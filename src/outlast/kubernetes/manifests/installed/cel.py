@@ -39,7 +39,7 @@ TEXT_BOUNDS = {
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """Return a rule that makes a field of the specification, or of its section `within`, immutable."""
+    """Return a rule that makes a field, or a field of the section `within`, immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -60,7 +60,7 @@ _MUTABLE = {
 }
 IMMUTABLE = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Immutable fields of `scheduling`. Its priority is mutable; a change affects pods that are created later."""
+"""Immutable fields of `scheduling`. A changed priority affects pods that are created later."""
 
 
 @functools.cache

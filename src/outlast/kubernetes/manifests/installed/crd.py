@@ -50,7 +50,7 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return a field's schema. Its description is the field's own, not its model's, followed by its default."""
+    """Return a field's schema, with the field's own description and default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))
@@ -64,7 +64,7 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
 
 
 def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the structural schema for a part of pydantic's schema. Raises ValueError if there is none."""
+    """Convert a part of pydantic's schema. Raises ValueError if no structural schema can express it."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
     if "const" in part:
@@ -111,15 +111,14 @@ def _text(description: str) -> str:
 
 
 def _default_text(default: Any) -> str:
-    """Return a default as written in a job file; empty if there is none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _overlay() -> Schema:
-    """Return untyped schemas for the parts of a pod template, which CEL compares as a whole. With types, CEL ignores unknown
-    fields and considers objects with equal numbers of them equal (Kubernetes 1.36)."""
+    """Return untyped schemas for a pod template's parts. CEL would consider objects equal that have equally many undeclared
+    fields and none in common (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))

@@ -22,7 +22,7 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups that show which scheduler a cluster has. The first group that exists wins."""
+"""API groups that show which scheduler a cluster has; the first one wins."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 
@@ -42,8 +42,8 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
-    """Return the gang scheduler of a job in a cluster with these API groups. `auto` means none for a job that may train with one
-    worker, and for a job that Kueue admits (`admitted`), because Kueue waits until there is quota for all workers."""
+    """Return the gang scheduler of a job in a cluster with these API groups. With `auto`, there is none for a job that may train
+    with one worker, or that Kueue admits as a whole (`admitted`)."""
     requested = fields.scheduling.gang
     if requested != "auto":
         return requested

@@ -52,8 +52,8 @@ def queue_name(job: Mapping[str, Any]) -> str:
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """Return a job's priority by Kueue's rules, from the class in its label, the pods' class, or the cluster's default; or an
-    error message if the class does not exist."""
+    """Return a job's priority from the class in its label, the pods' class, or the cluster's default. Return an error message if
+    the class is missing."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
@@ -109,8 +109,7 @@ def admitted_count(workload: Mapping[str, Any]) -> int:
 
 
 def with_admission(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
-    """Return the pod with its Workload's node labels (`flavors_` are ResourceFlavors by name) and the updates that admission
-    checks require."""
+    """Return the pod with its flavors' node labels and the updates that admission checks require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Labels of spot nodes with their values, as set by Karpenter, EKS, GKE, AKS and self-managed groups on AWS."""
+"""Labels of spot nodes, as set by Karpenter, EKS, GKE, AKS and self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -63,7 +63,6 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Return the node affinity. One of the required terms must match with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
@@ -94,7 +93,7 @@ def avoid_spot(affinity: Document) -> Document:
 
 
 def reject_on_demand(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 is to be kept off spot machines, which is impossible if all pods are alike."""
+    """Raise InvalidJob if worker 0 must avoid spot machines, which is impossible if all pods are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise invalid_job(
@@ -111,7 +110,6 @@ def _expression(label: str, value: str, operator: str = "In") -> Document:
 
 
 def _tolerations(fields: spec.Spec) -> list[Document]:
-    """Return the user's tolerations, and those for nodes with accelerators and for spot machines."""
     own = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
     device = resources.accelerator(fields.resources)
     return own + tolerations([device] if device else [], spot=fields.scheduling.spot != "avoid")
