@@ -1,11 +1,10 @@
-"""The rendezvous transport between the workers' pods of an ElasticJob and the operator (`kubernetes://<job>`). Both write only to
-the API server, and each keeps working while the other is down.
+"""The rendezvous transport between the workers' pods of an ElasticJob and the operator (`kubernetes://<job>`).
 
     worker -> operator   the Lease <job>-worker-<id>: its report and its progress as annotations, renewed every RENEW_S
     operator -> worker   .status.rendezvous of the ElasticJob: {run, world, called, closed}, by a watch
 
-The pod that started last owns the Lease. A pod that returns from a lost node finds that another pod has written the Lease, and
-exits. See docs/decisions/0013-the-operator.md.
+Each side keeps working while the other is down. The pod that started last owns the Lease; an older pod that returns from a lost
+node finds the Lease changed, and exits. See docs/decisions/0013-the-operator.md.
 """
 
 from __future__ import annotations

@@ -1,14 +1,12 @@
-"""Diagnose why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
+"""Diagnoses why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
-    gather_evidence.job(cluster, name) -> Snapshot   reads a job's documents from a cluster
-    causes(snapshot, now) -> [Finding]               why the job does not train; pure
-    local_job.causes(status, events, now)            the same for a job on this machine
-    gather_evidence.namespace(cluster) -> Snapshot   reads the documents in a namespace for jobs
-    cluster.checks(snapshot) -> [Finding]            whether jobs would train there; pure
-    machine.checks(), check_pods.checks(...)         the same for this machine, and from inside temporary pods
+    causes(gather_evidence.job(cluster, name), now)        why a job on a cluster does not train
+    local_job.causes(status, events, now)                  the same for a job on this machine
+    cluster.checks(gather_evidence.namespace(cluster))     whether jobs would train there
+    machine.checks(), check_pods.checks(...)               the same for this machine, and from inside temporary pods
 
-A rule is a function from a `Snapshot` to findings. `RULES` begins with causes that ended the job, followed by causes that keep
-pods from being created, scheduled or started, and causes that stop training. messages.yaml explains Kubernetes' messages.
+`RULES` are pure functions from a `Snapshot` to findings. Causes that ended the job come first, then causes that keep pods from
+being created, scheduled or started, then causes that stop training. messages.yaml explains Kubernetes' messages.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """Checks from inside pods: the image, DNS, the network between pods, and a store.
 
-One or two small pods with a worker's restrictions run `diagnosis.image_checks`. The pods are always deleted, and end after a time
-limit if this process is killed before that.
+One or two small pods run `diagnosis.image_checks`. They are always deleted, and have a time limit in case this process is killed.
 """
 
 from __future__ import annotations

@@ -1,7 +1,6 @@
 """The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
 
-`diagnosis.gather_evidence` reads it from the API server. Any document or field may be missing, because a controller may be older.
-An event may outlive its pod.
+`diagnosis.gather_evidence` reads it. Any document or field may be missing, and an event may outlive its pod.
 """
 
 from __future__ import annotations

@@ -3,8 +3,7 @@
     python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
 Each check prints MARK and a line of JSON: name, outcome (pass, warn, fail), what, remedy. A pod receives this file's source, so
-that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file therefore imports only the
-standard library.
+the top of the file imports only the standard library, and must work with an older Python.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 The scheduler's message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption:
 ...` (kubernetes/pkg/scheduler/framework/types.go, FitError). Its parts about resources, labels and taints are compared with the
-nodes here; `messages` explains the other parts.
+nodes; `messages` explains the others.
 """
 
 from __future__ import annotations

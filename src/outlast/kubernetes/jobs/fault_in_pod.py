@@ -2,8 +2,7 @@
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-It needs only the standard library of Python 3.9, because an image may have no Outlast or another version. It prints the process's
-rank and pid, or exits with 3 if there is no training process.
+It needs only the standard library of Python 3.9. It prints the process's rank and pid, or exits with 3 if there is none.
 """
 
 import glob

@@ -1,4 +1,4 @@
-"""Fault injection for `outlast chaos`: applies `chaos.ACTIONS` to a worker's pod.
+"""Fault injection for `outlast chaos`.
 
 Pods are deleted or evicted. Faults in training processes are injected by `fault_in_pod`, which needs Python in the container.
 Cluster errors are passed on: `Forbidden` names the missing right.

@@ -1,7 +1,7 @@
 """Jobs' documents in a cluster: workloads, pods, job files, and the objects created along with a workload.
 
-A job is the newest workload (ElasticJob, Job, StatefulSet) with its name; `name` is always the name in the job file. No state is
-kept here, so any machine with the necessary rights may control any job.
+A job is the newest workload (ElasticJob, Job, StatefulSet) with its name, which is the name in the job file. No state is kept
+here.
 """
 
 from __future__ import annotations

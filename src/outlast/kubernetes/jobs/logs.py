@@ -1,7 +1,6 @@
 """Logs of a job's pods: merged, or followed across restarts and new pods.
 
-`KubernetesBackend.logs` uses this. The node's timestamp on each line lets a reader continue after a lost connection. No line is
-repeated, and none is lost while the node still has it.
+The node's timestamps let a reader continue after a lost connection. No line is repeated, and none is lost while the node has it.
 """
 
 from __future__ import annotations

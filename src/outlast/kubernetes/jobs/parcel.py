@@ -1,13 +1,11 @@
 """Ships a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
-`pack` packs local code and sets its location in the job. Only `upload` writes to a store, so that rendering has no effects.
-
     with pack(job, excluded=[job_file]) as parcel:
         parcel.upload()                                                  only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named after their SHA-256, so that the
-same archive is not shipped twice.
+Only `upload` writes to a store. A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named
+after their SHA-256, so that the same archive is not shipped twice.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A training container's command: the script, module or code that torchrun or python runs, and its options. Pure.
 
-It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`, `python
--c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
+It understands torchrun and `python -m torch.distributed.run`, python with a script, `-m` or `-c`, a shell's `-c` that ends with
+one of these, and a function as Kubeflow's SDK sends it.
 """
 
 from __future__ import annotations

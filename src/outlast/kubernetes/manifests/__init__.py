@@ -1,7 +1,6 @@
 """A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
 
-`outlast render`, the operator (`worker_pod.pod`) and `deploy/render.py` (`operator_deployment`, `crd`) use it. See
-docs/decisions/0009-the-workers-pod.md for a worker's pod.
+`outlast render` and the operator use it. See docs/decisions/0009-the-workers-pod.md.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """Names of Kubernetes objects, within the length limits.
 
-The names of Jobs and ConfigMaps, which are immutable, end with a digest of the content. Applying a changed file thus creates new
-objects, and applying the same file changes nothing.
+The names of immutable objects end with a digest of the content, so that applying a changed file creates new objects, and applying
+the same file changes nothing.
 """
 
 from __future__ import annotations

@@ -5,8 +5,8 @@
     indexed-job    one pod per worker, an Indexed Job
     statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
-Only an ElasticJob needs an operator. The others do not scale by themselves, and Kubernetes counts their failures by exit codes:
-progress does not reset the restart budget, and `restarts.window` has no effect.
+Without the operator, jobs do not scale by themselves, and Kubernetes counts failures by exit codes: progress does not reset the
+restart budget, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The volumes of a worker's pod, and the job file with paths as in the pod.
 
-A pod sees stores, its image and its volumes, but not the machine that submits the job. A local path in a job must be on a volume
-that is mounted at that path in the pod, or name a file that is sent along (`files`).
+A pod does not see the machine that submits the job. A local path in a job must be on a volume that is mounted at that path in the
+pod, or name a file that is sent along (`files`).
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """A worker's pod, the same in every topology: command, security, resources, probes.
 
 It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/), with a
-read-only root file system. The user's `template` is merged over it last. The agent answers the probes: a worker is alive while a
-step or a startup phase makes progress, and ready while it is in a world. The agent itself ends hangs, with stacks in the log; the
-liveness probe is for an agent that does not answer.
+read-only root file system. The user's `template` is merged over it last. A worker is alive while a step or a startup phase makes
+progress, and ready while it is in a world. The agent itself ends hangs, so the liveness probe is for an agent that does not
+answer.
 """
 
 from __future__ import annotations

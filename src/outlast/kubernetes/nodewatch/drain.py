@@ -1,7 +1,7 @@
 """Plans which pods to evict from a node that is about to be terminated, and with which grace periods. Pure.
 
-Pods of DaemonSets, static pods and finished pods stay. The operator moves its workers because of the node's taint, so they are
-evicted only near the deadline. Outlast's own pods leave after the workers, which need them. All other pods are evicted at once.
+DaemonSets' pods, static pods and finished pods stay. The operator moves its own workers, so they are evicted only near the
+deadline. Outlast's own pods leave after the workers, which need them. All other pods are evicted at once.
 """
 
 from __future__ import annotations

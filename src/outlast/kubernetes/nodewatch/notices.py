@@ -1,5 +1,4 @@
-"""AWS's notices about a machine, and the node's taints and annotations for them. Pure; times are in whole seconds since the
-epoch.
+"""AWS's notices about a machine, and how a node records them. Pure; times are in whole seconds since the epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html

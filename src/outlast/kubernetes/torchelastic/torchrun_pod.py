@@ -1,7 +1,7 @@
 """The pods and the Service of an ElasticJob of `elastic.pytorch.org`: its pod template, with torchrun's `PET_*` variables. Pure.
 
-Variables that the user has set are preserved. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains
-Outlast can use etcd (`RENDEZVOUS`); torch's own backends use API v2, which etcd 3.6 has removed.
+Variables that the user has set are preserved. Worker 0 hosts torch's store, unless the job uses etcd (`RENDEZVOUS`), for which
+its image needs Outlast: torch's own backends use API v2, which etcd 3.6 has removed.
 """
 
 from __future__ import annotations

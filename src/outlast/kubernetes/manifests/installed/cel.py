@@ -1,8 +1,7 @@
 """CEL rules for a job's fields, which the API server checks. Rules about several fields are in `cel.yaml`.
 
-The API server rejects rules that it estimates to be expensive, so lists that rules iterate over are bounded (`BOUNDS`). Fields
-that define the training are immutable (`IMMUTABLE`), because otherwise pods of the old and the new specification would train
-together.
+The API server rejects rules that it estimates to be expensive, so lists are bounded (`BOUNDS`). Fields that define the training
+are immutable, because otherwise pods of the old and the new specification would train together.
 https://kubernetes.io/docs/reference/using-api/cel/
 https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """

@@ -1,8 +1,7 @@
 """The CustomResourceDefinition of ElasticJob: `crd.yaml`, with the specification from the job file's model.
 
-The API server requires a structural schema: one type for every part, no references, and `anyOf` only for numbers or strings.
-Pydantic's schema is converted to that form. Only the number of workers has a default, for `kubectl scale`; other fields that the
-user did not set stay unset.
+Pydantic's schema is converted to a structural one: one type for every part, no references, and `anyOf` only for numbers or
+strings. Only the number of workers has a default, for `kubectl scale`; other fields that the user did not set stay unset.
 https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema
 """
 

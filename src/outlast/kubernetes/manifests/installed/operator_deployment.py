@@ -1,7 +1,5 @@
 """The objects to install: the namespace, CRDs, the operator and its rights, and optionally the node watcher and monitoring.
 
-    files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
-
 They come from the YAML files in this folder, with `<namespace>` and `<image>` filled in; see `crd` for crd.yaml.
 """
 

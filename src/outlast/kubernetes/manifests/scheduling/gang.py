@@ -1,6 +1,6 @@
 """Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
-With `auto`, the operator chooses a scheduler that the cluster has (`choose`); without a cluster, there is no gang. Kueue admits
+With `auto`, the operator chooses a scheduler that the cluster has (`choose`); without an operator, there is no gang. Kueue admits
 whole jobs by itself; see `labels.queue_label`.
 """
 
