@@ -60,7 +60,7 @@ def renewal_interval_s(workers: int, *, mesh: bool) -> float:
 
 @dataclass(frozen=True)
 class _Leaving:
-    """A pod that must leave by a deadline, in seconds since the epoch."""
+    """A pod's deadline to leave, in seconds since the epoch."""
 
     uid: str
     deadline: float
@@ -89,7 +89,7 @@ class Board:
         self._must_leave, self._run_ended = member.must_leave, member.run_ended
         self._output = Path(environ[Env.OUTPUT]) if Env.OUTPUT in environ else None
         self._copied_entries: list[Any] = []
-        """Entries from the operator that the run's ledger already contains."""
+        """The operator's entries that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
         """Owner reference to the ElasticJob, None until the watch shows the job. Reports are written only after that."""

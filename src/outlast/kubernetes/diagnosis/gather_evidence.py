@@ -137,7 +137,6 @@ def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
-    """Return the last lines of started pods' logs."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((pod_status.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))

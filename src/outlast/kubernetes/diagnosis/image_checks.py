@@ -30,7 +30,6 @@ MARK = "outlast-doctor "
 """Prefix of lines with a check's result."""
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
-"""Duration of the bandwidth measurement, in seconds."""
 ELEMENTS = 4 * 2**20
 """Size of the all-reduce tensor (16 MiB)."""
 ROUNDS = 5
@@ -217,7 +216,6 @@ def _receive(port: int, timeout_s: float) -> str:
 
 
 def _send(address: str, port: int, timeout_s: float) -> str:
-    """Send data for `SEND_S`, and return the bandwidth as text."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:

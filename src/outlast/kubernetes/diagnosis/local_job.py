@@ -98,7 +98,6 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """Return a sentence if the job fails repeatedly without progress; otherwise an empty string."""
     relevant = [
         event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))
     ]

@@ -17,7 +17,6 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import fault_in_pod
 
 _NO_PROCESS = 3
-"""Exit code of `fault_in_pod` if there is no training process."""
 _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
 
 

@@ -75,8 +75,8 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents in order, and yield each outcome. Raises OutlastError, before any change, if the cluster has another
-    operator or a controller that the operator replaces; raises ClusterError."""
+    """Apply the documents in order, and yield each outcome. Raises ClusterError, or OutlastError before any change if the cluster
+    has another operator or a controller that the operator replaces."""
     _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
@@ -268,7 +268,8 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` or the cluster itself created an object. A job's objects have a job's label."""
+    """Return whether `ensure` or the cluster created an object. Jobs' objects are managed by Outlast, too, but have a job's
+    label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:

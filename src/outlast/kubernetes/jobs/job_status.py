@@ -23,7 +23,7 @@ REPLICAS = "outlast.dev/replicas"
 """Annotation with a suspended workload's former number of workers."""
 
 RECONCILED_WITHIN_S = 15.0
-"""Maximum time until an operator reconciles a new job, in seconds. It is needed if the leader has just failed."""
+"""Maximum time until an operator reconciles a new job, in seconds. It takes this long if the leader has just failed."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """Return each worker's newest pod, preferring pods that are not being deleted."""
+    """Prefer pods that are not being deleted."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 

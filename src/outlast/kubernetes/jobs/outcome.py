@@ -156,7 +156,6 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
-    """Parse a JSON object; empty if the text is anything else."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

@@ -138,7 +138,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> O
 
 
 def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
-    """Return an archive's parcel, or None if neither a ConfigMap nor a store can hold it."""
+    """Return None if neither a ConfigMap nor a store can hold the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     url, data, parent = "", b"", volumes.store_parent(job.spec)

@@ -181,7 +181,6 @@ class Submission:
         return "begins anew, since its output was in its pods"
 
     def _resume_existing(self, existing: Document, desired: Document, ended: State | None) -> str:
-        """Resume the existing workload if it is suspended, and return a sentence."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"

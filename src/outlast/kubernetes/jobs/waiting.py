@@ -71,7 +71,7 @@ class Waiter:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
-    """True once the job is submitted, or if nobody else uses its name."""
+    """Whether the job may be cancelled, because it was submitted here or nobody else uses its name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
     """Defers SIGTERM until a submitted job is recorded in `may_cancel`."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
@@ -134,7 +134,6 @@ class Waiter:
         return "is cancelled; what it has saved stays"
 
     def _request_status(self, *, query_agents: bool) -> JobStatus | None:
-        """Return the submitted job's status, or None if the job is gone."""
         try:
             workload = self.workloads.cluster.get(self._kind, self._title)
         except Absent:
@@ -147,7 +146,6 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """Repeat a request while the API server is unavailable or no longer serves a kind."""
         since = self.now()
         unserved: float | None = None
 

@@ -41,7 +41,6 @@ class Program:
     options: dict[str, str] | None = None
     """torchrun's options by name; None without torchrun."""
     directory: str = ""
-    """Directory that the shell changes to first."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
 

@@ -91,7 +91,6 @@ def _without_nulls(value: Any) -> Any:
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value is kept as written, such as an argument or a label."""
     return place[-1:] == ("value",) or place[-2:-1] in (("command",), ("args",), ("labels",), ("annotations",))
 
 

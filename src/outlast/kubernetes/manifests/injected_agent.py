@@ -8,7 +8,6 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.worker.launch import relocatable
 
 NAME = "outlast-agent"
-"""Name of the init container and of the volume."""
 _SHARED = ("cpu", "memory")
 """Resources that the init container shares with the worker, which exclude devices."""
 

@@ -107,7 +107,6 @@ def _user_labels(job: spec.Job) -> dict[str, str]:
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of arguments like `--batch=128` and `--batch 128`."""
     for arg, following in itertools.pairwise([*args, "--"]):
         if found := _OPTION.fullmatch(arg):
             yield found[1], found[2]

@@ -54,7 +54,6 @@ def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -
 
 
 def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]:
-    """Return the merged list, with new items last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):

@@ -161,7 +161,6 @@ _IGNORED = {
     "indexed-job": _OPERATOR_ONLY,
     "statefulset": (*_OPERATOR_ONLY, "active_deadline_seconds", "ttl_seconds_after_finished"),
 }
-"""Fields that each topology ignores."""
 
 
 def render(

@@ -28,7 +28,7 @@ class Step:
     grace_s: int
     """The configured grace period, or the remaining time if that is shorter, in seconds."""
     last: bool = False
-    """True if the remaining time is shorter. Then the pod is deleted if a PodDisruptionBudget forbids its eviction."""
+    """True if the remaining time is shorter than the configured grace period. The pod is then deleted if it cannot be evicted."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:

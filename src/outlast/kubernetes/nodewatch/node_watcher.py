@@ -19,9 +19,9 @@ from outlast.kubernetes.nodewatch.notices import Notice
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
-"""Interval between attempts to mark a node or to evict its pods, in seconds."""
+"""Interval between attempts to mark or to drain the node, in seconds."""
 EVICT_S = 5.0
-"""Timeout of an eviction, in seconds, so that one hanging eviction does not delay the others."""
+"""Timeout of an eviction, in seconds."""
 
 
 class Watcher:

@@ -149,7 +149,6 @@ def _metadata(job: Document, name: str, labels: Mapping[str, str]) -> Document:
 
 
 def _env(job: Document, index: int, user_env: list[Document]) -> list[Document]:
-    """Return the user's variables, then torchrun's variables that the user has not set."""
     variables = {
         "PET_NNODES": nnodes(job),
         "PET_RDZV_ID": f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}",

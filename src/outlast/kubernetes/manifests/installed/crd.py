@@ -116,8 +116,8 @@ def _default_text(default: Any) -> str:
 
 
 def _overlay() -> Schema:
-    """Return untyped schemas for a pod template's parts. CEL would consider objects equal that have equally many undeclared
-    fields and none in common (Kubernetes 1.36)."""
+    """Declare a pod template's parts: CEL considers objects equal that have equally many undeclared fields and none in common
+    (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))

@@ -18,7 +18,6 @@ from outlast.kubernetes.manifests.scheduling import placement
 
 CONTAINER = "operator"
 USER_ROLES = ("outlast-view", "outlast-edit")
-"""ClusterRoles for users of ElasticJobs."""
 NODE_WATCH = "outlast-node-watch"
 """Name of the node watcher's DaemonSet, account, role and namespace."""
 

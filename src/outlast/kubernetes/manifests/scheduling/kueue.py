@@ -17,15 +17,12 @@ from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label with the name of a job's queue."""
 PRIORITY = "kueue.x-k8s.io/priority-class"
-"""Label with the name of a job's WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
 """Label on a Workload with its job's UID, which Kueue's own tools use."""
 WORKLOAD = "kueue.x-k8s.io/workload"
 """Annotation with the name of the Workload whose quota a pod uses."""
 PODS = "main"
-"""Name of the pod set in the operator's Workloads."""
 
 VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),

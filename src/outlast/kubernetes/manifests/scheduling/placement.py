@@ -28,7 +28,6 @@ _OLD_NAMES = {
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
     "beta.kubernetes.io/os": "kubernetes.io/os",
 }
-"""Deprecated node labels and their replacements."""
 
 
 ON_DEMAND = "on-demand"
