@@ -190,7 +190,7 @@ class Board:
             self._published = dataclasses.replace(self._published, closed=Closed(reason, contract.Exit.FAILED))
             raise Superseded(reason)
         if world and (called is None or called.generation < world.generation):
-            called = Called(world.generation, world.reason, False, world.at)  # the call happened, even if we did not receive it
+            called = Called(world.generation, world.reason, False, world.at)  # the call happened, even if this member missed it
         if closed and closed != self._published.closed and closed.code != contract.Exit.INTERRUPTED:
             self._run_ended(closed)
         ours = world if world and world.generation > self._previous_generation else self._published.world
@@ -227,7 +227,7 @@ class Board:
                 holder = current["spec"].get("holderIdentity")
                 if holder != self._member:
                     raise Superseded(f"pod {holder} is worker {self.id} now, in the place of this one") from None
-                self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
+                self._resource_version = current["metadata"]["resourceVersion"]  # this pod wrote it, and the response was lost
 
     def _interval_s(self, report: Report) -> float:
         """Return the seconds until the next renewal. Renewals are rare with a mesh, except on rank 0's worker and after a
@@ -255,7 +255,8 @@ class Board:
         return LEASE.document(meta, spec=fields)
 
     def _progress(self) -> dict[str, Any] | None:
-        """Return the training progress, or None while there is none. During a restore, step 0 would look like lost steps."""
+        """Return the training progress, or None. Until a checkpoint is restored it is None, because step 0 would look like lost
+        steps."""
         all_records = [progress_file.read(self._state, local_rank) for local_rank in range(self._processes)]
         records = [
             record for record in all_records if record and (record.phase not in ("started", "open", "restore") or record.step)

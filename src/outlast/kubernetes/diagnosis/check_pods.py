@@ -106,8 +106,8 @@ def pod(
     accelerator: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """Return a pod that runs the checks instead of the agent, with `peer` also those between two pods. Pod 0 listens on
-    `address`."""
+    """Return a worker's pod that runs the checks instead of the agent. With `peer`, it also tests the connection to the other
+    pod; pod 0 listens on `address`."""
     pod_ = sample_pod.worker(options.image, options.secrets)
     pod_["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
     spec, container = pod_["spec"], pod_["spec"]["containers"][0]

@@ -71,7 +71,7 @@ def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that could not be created and are still missing."""
+    """Find out why pods could not be created, while some are missing."""
     existing = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.replicas() - len(existing), snapshot.replicas()
     if missing <= 0:

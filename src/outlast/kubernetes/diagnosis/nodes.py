@@ -46,7 +46,7 @@ def _covers(toleration: Document, taint: Document) -> bool:
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""Messages about claims and gangs, which other rules report."""
+"""Matches messages about claims and gangs, which other rules report."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:

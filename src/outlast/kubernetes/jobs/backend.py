@@ -239,7 +239,7 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
     def steer(self, name: str, verb: str) -> None:
-        """Call the method of this name, but suspend the job for `interrupt`."""
+        """Call the method of this name, or `suspend` for `interrupt`."""
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:

@@ -268,8 +268,7 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` or the cluster created an object. Jobs' objects are managed by Outlast, too, but have a job's
-    label."""
+    """Return whether `ensure` or the cluster created an object. Jobs' objects, which Outlast also owns, have a job's label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:

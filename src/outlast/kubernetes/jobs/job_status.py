@@ -34,7 +34,7 @@ class Snapshot:
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """By pod name."""
+    """The agents' metrics, by pod name."""
     allowed_sizes: tuple[int, int] | None = None
     """`workers.min` and `max`, or None if the job file could not be read."""
     processes: int = 1
@@ -42,7 +42,7 @@ class Snapshot:
     """Unfinished workloads from earlier versions of the job file."""
     query_error: str = ""
     now: float = float("inf")
-    """In seconds since the epoch."""
+    """The current time, in seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
@@ -132,7 +132,7 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """Prefer pods that are not being deleted."""
+    """Return each worker's newest pod, preferring pods that are not being deleted."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
@@ -320,7 +320,7 @@ def _output(snapshot: Snapshot) -> str:
     if _is_download(snapshot.workload):
         return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
     if dropins.has(snapshot.workload):
-        return ""  # wherever its script writes it
+        return ""  # only its script knows the output
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 
 

@@ -21,7 +21,6 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
-"""Maximum number of queued items."""
 _POLL_S = 1.0
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 """The nodes' time format, RFC 3339."""
@@ -68,7 +67,7 @@ def _existing_lines(
     meta, index = pod["metadata"], pod_status.index(pod)
     restarted = tail is None and int(pod_status.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if restarted else (False,):
-        with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
+        with contextlib.suppress(Absent, Refused):  # the pod is gone, or its node has deleted that log
             options = api.LogOptions(
                 container=pod_status.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
             )
@@ -133,7 +132,8 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether all is read. Threads are checked first, because a thread queues its last line before it ends."""
+        """Return whether nothing is left to read. Threads are checked first, because a thread queues its last line before it
+        ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
@@ -150,7 +150,7 @@ class Follower:
         def guarded() -> None:
             try:
                 work()
-                self._put(None)  # so that the end of this thread is noticed
+                self._put(None)  # wakes up `lines`, which checks whether threads are alive
             except BaseException as error:
                 self._put(error)
 
@@ -160,7 +160,7 @@ class Follower:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            with contextlib.suppress(Unanswered):  # from the first list; later the watch retries, and the other thread says so
+            with contextlib.suppress(Unanswered):  # from the first list; after that, the watch retries
                 for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
@@ -219,7 +219,7 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
         self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
-        """Number of container restarts when the reader last looked."""
+        """Number of container restarts when this reader last read the pod."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
         """The newest line's time, and the number of lines with that time. A restart keeps them, so that no line is repeated."""
@@ -286,7 +286,7 @@ class _Reader:
                 self._last = stamp
                 self._last_line_at = time.monotonic()
                 self._put(LogLine(self._index, text))
-        except (Absent, Refused, Unanswered):  # gone, not restarted yet, or unreachable: `read` finds out which
+        except (Absent, Refused, Unanswered):  # the pod is gone, not restarted yet, or unreachable: `read` checks
             return
 
 
@@ -297,6 +297,6 @@ def _split(line: str) -> tuple[tuple[str, str], str] | None:
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Make a node's times comparable. Go omits trailing zeros in fractions."""
+    """Return a timestamp in a form that can be compared. Go omits trailing zeros in fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

@@ -131,8 +131,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, or else from `replicas`. `elastic` sets the
-        minimum to 1."""
+        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, or else from `replicas`, with a minimum of 1 if
+        `elastic`."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

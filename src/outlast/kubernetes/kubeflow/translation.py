@@ -53,7 +53,7 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
     metadata.get("annotations", {}).pop(_APPLIED, None)
     if queue := metadata.get("labels", {}).pop(_QUEUE, None):
         draft.put("scheduling.queue", queue)
-        draft.spec.pop("suspend", None)  # Kueue's, until it admits the job
+        draft.spec.pop("suspend", None)  # Kueue sets it until it admits the job
     own = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if metadata.get(name)}
     job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": own, "spec": draft.spec}
     spec.of(job, source=source)
@@ -167,7 +167,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
         draft.launcher.setdefault("nnodes", f"{least}:{elastic.get('maxReplicas', least)}")
     replicas = sum(each.get("replicas", 1) for each in specs.values())
     draft.take_sizes(replicas, f"{field}.replicas", elastic=False)
-    if "maxRestarts" in elastic:  # torchrun's; backoffLimit is the pods'
+    if "maxRestarts" in elastic:  # torchrun's limit; backoffLimit limits pods' failures
         draft.spec.setdefault("restarts", {"limit": elastic["maxRestarts"]})
     restarts = specs[kind].get("restartPolicy", "OnFailure")
     if restarts == "Never":

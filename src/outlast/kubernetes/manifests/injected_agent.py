@@ -21,7 +21,7 @@ def init_containers(request: Request) -> list[Document]:
     """Return the init containers of a worker's pod."""
     if not request.spec.injected():
         return []
-    share = resources.share(request.job).container()  # the pod's resources do not grow: the larger container counts
+    share = resources.share(request.job).container()  # the larger container counts, so the pod requests no more
     return [
         {
             "name": NAME,

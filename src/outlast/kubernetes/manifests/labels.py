@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-"""Keeps Istio from adding a proxy to pods, which would outlive the training and reject other workers' connections.
+"""Keeps Istio from adding a proxy to pods. The proxy would outlive the training and reject other workers' connections.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -24,7 +24,7 @@ _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.ku
 https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-"""Names of arguments that may be secrets, which must not become labels."""
+"""Matches names of arguments that may be secrets, which must not become labels."""
 
 
 def selector(job: str) -> dict[str, str]:

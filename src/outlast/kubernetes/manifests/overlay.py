@@ -63,7 +63,7 @@ def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]
     merged = {item[key]: item for item in base}
     for index, item in enumerate(patch):
         item_path = f"{path}[{index}]"
-        if name == "containers" and item.get(key) in Pod.AGENT:  # one container, under the name that it has in this pod
+        if name == "containers" and item.get(key) in Pod.AGENT:  # the agent's container has one of several names
             item = {**item, key: next((each for each in Pod.AGENT if each in merged), item[key])}
         if _directive(item, item_path) == "delete":
             merged.pop(item.get(key), None)

@@ -228,7 +228,7 @@ def _invisible_path(field: str, place: str, to: str) -> str:
 
 
 def _is_local(place: str | None) -> bool:
-    """Return whether a place is not in a store; True for None."""
+    """Return whether a path or URL is local; True for None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
 

@@ -44,7 +44,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
         if pod_status.terminating(pod) or stays:
             waiting.append(full_name(pod))
         else:
-            steps.append(Step(pod, max(1, math.floor(min(grace_s, remaining_s))), remaining_s < grace_s))  # 0 kills it at once
+            steps.append(Step(pod, max(1, math.floor(min(grace_s, remaining_s))), remaining_s < grace_s))  # 0 would kill the pod
     return steps, waiting
 
 

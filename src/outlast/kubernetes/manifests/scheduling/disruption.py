@@ -15,13 +15,13 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
 
 
 def min_available(workers: spec.Workers) -> int:
-    """Return how many workers must remain after evictions: `workers.min`, but never all, or draining a node would never end."""
+    """Return how many workers must remain after evictions. It is never all of them, because draining a node would never end."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 
 def budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
-    """Return a job's PodDisruptionBudget. Workers that are not ready may always be evicted, or a waiting job would block a drain.
-    https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy"""
+    """Return a job's PodDisruptionBudget. Workers that are not ready may always be evicted, because otherwise a waiting job would
+    block a drain. https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy"""
     meta = {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]}
     selector = {"matchLabels": labels.selector(job)}
     fields = {"minAvailable": min_available, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
