@@ -1,8 +1,8 @@
 """Installs, upgrades and removes Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
 Documents are applied server-side, so an upgrade changes only what differs, and an interrupted installation can be repeated.
-ElasticJob's definition is applied first, and deleted only on demand, because all jobs are deleted with it. An existing namespace
-is left as it is. A cluster has only one operator, because its roles are cluster-wide.
+ElasticJob's definition is applied before the documents that need it, and deleted only on demand, because all jobs are deleted
+with it. An existing namespace is left as it is. A cluster has only one operator, because its roles are cluster-wide.
 """
 
 from __future__ import annotations

@@ -15,7 +15,8 @@ https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
 
 
 def min_available(workers: spec.Workers) -> int:
-    """Return how many workers must remain after evictions. It is never all of them, because draining a node would never end."""
+    """Return how many workers must remain after evictions: `workers.min`, but never all, because then no node could be
+    drained."""
     return max(0, min(workers.min, workers.replicas - 1))
 
 
