@@ -55,7 +55,6 @@ class Options:
     secrets: Sequence[str] = ()
     """Names of Secrets that become the pods' environment variables."""
     network: bool = True
-    """Whether two pods test the network between them."""
     timeout_s: float = 300.0
 
 

@@ -152,7 +152,6 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """Return the reason in the agent's last line about the worker's end; empty if there is none."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(pod_status.name(pod), ())):
             if end := contract.parse_end_line(line):

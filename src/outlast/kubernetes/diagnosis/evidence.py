@@ -63,7 +63,6 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """The optional kinds that are installed."""
     missing_rights: tuple[Right, ...] = ()
     operator: Document | None = None
     """The operator's Deployment."""

@@ -31,7 +31,6 @@ RIGHTS = (
     *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
     *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
-"""Rights that Outlast's commands need in a namespace."""
 _ELASTIC_JOB_RIGHTS = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
@@ -130,7 +129,6 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the names of objects that Outlast has not created."""
     return frozenset(
         pod_status.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast"
     )
@@ -201,7 +199,6 @@ def conflicting_controllers(cluster: api.Cluster) -> list[str]:
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """Return all Deployments, or none if listing them is forbidden."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     return []

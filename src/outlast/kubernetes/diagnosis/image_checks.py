@@ -27,7 +27,6 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""Prefix of lines with a check's result."""
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
 ELEMENTS = 4 * 2**20
@@ -200,7 +199,6 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, dev
 
 
 def _receive(port: int, timeout_s: float) -> str:
-    """Count the received bytes, and send the number back."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:

@@ -14,7 +14,6 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures, warned
 
 _MAX_INCIDENTS = 3
-"""Maximum number of incidents in the evidence."""
 _SLOW_START_S = 120.0
 _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 
@@ -118,7 +117,6 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the first failing rank's reason and traceback, or else the newest failures."""
     if failure is not None:
         step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))

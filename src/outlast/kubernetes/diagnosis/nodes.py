@@ -79,7 +79,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _part_meaning(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """Return the finding for one part of a message, or None if another rule reports it."""
+    """Return None if another rule reports this part of the message."""
     if match := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, match[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):

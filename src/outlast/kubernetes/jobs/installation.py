@@ -139,7 +139,6 @@ def _still_deleting(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves a definition's kind. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pod_status.condition(definition, "NamesAccepted", "False"):
@@ -252,7 +251,6 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    """Return why a namespace must not be deleted; empty if everything in it is Outlast's."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []

@@ -101,7 +101,6 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
-    """Return the observed status, completed by what the operator has written."""
     written = workload.get("status") or {}
     if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
@@ -137,7 +136,7 @@ def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
 
 
 def _desired_workers(workload: Document) -> int:
-    """Return the number of workers; for a suspended workload, the number before its suspension."""
+    """Return the number of workers, or the number before the suspension."""
     annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workload_template.replicas(workload) or int(annotation or 0)
 
@@ -250,7 +249,6 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
-    """Return the newest generation's newest snapshot in memory."""
     newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None

@@ -23,7 +23,6 @@ from outlast.kubernetes.api import kinds, pod_status
 _QUEUE = 10_000
 _POLL_S = 1.0
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""The nodes' time format, RFC 3339."""
 _QUIET_S = 30.0
 """Once the job has ended, a worker that writes nothing for this many seconds is no longer followed. Until then it may upload its
 output. Its pod's phase may never show its end, for example on a lost node."""

@@ -37,7 +37,6 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner from a store's unfinished run, and return a sentence."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 

@@ -30,11 +30,9 @@ from outlast.kubernetes.jobs.job_documents import Workloads
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""Interval between status requests, in seconds."""
 PROGRESS_S = 60.0
 """Interval between reports, in seconds. A change of state is reported at once."""
 _SUBMIT_S = 600.0
-"""How long to retry the submission, in seconds."""
 _UNSERVED_S = 300.0
 """How long the job's kind may be unserved, in seconds, for example by an API server that has just started."""
 _CANCEL_S = 15.0
@@ -168,7 +166,6 @@ class Waiter:
         return self._ended_elsewhere(status)
 
     def _failure_reason(self, status: JobStatus) -> str:
-        """Return the first problem that `outlast why` finds, or else the reason in the status."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence
 

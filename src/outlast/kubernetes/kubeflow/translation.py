@@ -84,7 +84,6 @@ def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[P
 
 
 def _without_nulls(value: Any) -> Any:
-    """Remove nulls, which Kubernetes treats as absent."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value if each is not None] if isinstance(value, list) else value

@@ -16,7 +16,6 @@ from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 _TTL_S = 86_400
-"""How long the Job and its log are kept after its end, in seconds."""
 _RETRIES = 3
 """Maximum number of retries. Each continues from the files on the claim."""
 
@@ -26,7 +25,6 @@ class Download:
     """A dataset and its destination."""
 
     dataset: str
-    """Name or URL, as on the command line."""
     directory: str
     """The dataset's name as a directory name."""
     to: str = ""

@@ -14,11 +14,9 @@ from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _TTL_S = 3600
-"""How long the Job and its log are kept after its end, in seconds."""
 
 
 def _identifies_workload(label: str) -> bool:
-    """Return whether a label identifies a pod or its workload."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 

@@ -213,5 +213,4 @@ def warnings(job: spec.Job, topology: str) -> list[str]:
 
 
 def _run(job: spec.Job) -> str:
-    """Return a digest of the job as its pods see it."""
     return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"

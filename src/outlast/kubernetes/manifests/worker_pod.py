@@ -32,7 +32,6 @@ class Worker:
     subdomain: str = ""
     """The headless Service for the pod's DNS name."""
     has_peers: bool = True
-    """Whether the job may have other workers."""
     stay: bool = False
     """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""

@@ -152,7 +152,7 @@ def unsupported(job: Document) -> Iterator[str]:
 
 
 def _stored_status(job: Document) -> Document:
-    """Return the operator's stored status, or derive one from what earlier controllers wrote."""
+    """Derive a status from what earlier controllers wrote if the operator has stored none."""
     status = job.get("status") or {}
     if "job" in status:
         return dict(status["job"])
@@ -170,7 +170,6 @@ def _stored_status(job: Document) -> Document:
 
 
 def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
-    """Return the status in the archived controller's format."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}

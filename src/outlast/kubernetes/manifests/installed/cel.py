@@ -24,7 +24,6 @@ BOUNDS = {
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
 }
-"""Maximum number of items in lists that rules iterate over."""
 TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
@@ -34,11 +33,9 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in these lists."""
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """Return a rule that makes a field, or a field of the section `within`, immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"

@@ -49,7 +49,6 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return a field's schema, with the field's own description and default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))
