@@ -1,16 +1,12 @@
-"""Findings, each with a remedy: why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
+"""Diagnoses why a job does not train (`outlast why`), and whether jobs would train (`outlast doctor`).
 
-    gather_evidence.job(cluster, name) -> Snapshot   reads a job's documents from a cluster
-    causes(snapshot, now) -> [Finding]               why the job does not train; pure
-    local_job.causes(status, events, now)            the same for a job on this machine
+    causes(gather_evidence.job(cluster, name), now)        why a job on a cluster does not train
+    local_job.causes(status, events, now)                  the same for a job on this machine
+    cluster.checks(gather_evidence.namespace(cluster))     whether jobs would train there
+    machine.checks(), check_pods.checks(...)               the same for this machine, and from inside temporary pods
 
-    gather_evidence.namespace(cluster) -> Snapshot   reads the documents in a namespace for jobs
-    cluster.checks(snapshot) -> [Finding]            whether jobs would train there; pure
-    machine.checks(), check_pods.checks(...)         the same for this machine, and from inside temporary pods
-
-A rule is a function from a `Snapshot` to findings. `RULES` lists rules in order: first causes that ended the job, then causes
-that keep pods from being created, scheduled or started, and finally causes that stop training. messages.yaml explains Kubernetes'
-messages.
+`RULES` are pure functions from a `Snapshot` to findings. Causes that ended the job come first, then causes that keep pods from
+being created, scheduled or started, then causes that stop training. messages.yaml explains Kubernetes' messages.
 """
 
 from __future__ import annotations
@@ -49,19 +45,18 @@ RULES: tuple[Rule, ...] = (
     job.waiting_for_workers,
 )
 _CONSEQUENCES = ("failed", "gang", "others")
-"""Names of findings that follow from other findings. They are listed last."""
+"""Findings that only follow from other findings. They are listed last."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """Return what keeps a job on a cluster from training, most important cause first. If the job trains, return a single finding
-    that confirms this."""
+    """Return what keeps a cluster's job from training, most important cause first. If nothing does, one finding says so."""
     if finished_ := job.finished(snapshot):
         return [finished_]
     findings = [each for rule in RULES for each in rule(snapshot, now)]
     findings.sort(key=lambda each: each.name in _CONSEQUENCES)
     if any(each.name == "suspended" for each in findings):
-        # The others explain the suspension, or are outdated.
+        # The other findings explain the suspension, or are outdated.
         findings = [each for each in findings if each.name in ("suspended", "deleted")]
     if any(each.failed for each in findings):
         findings = [each for each in findings if each.failed or each.name != "starting"]
@@ -82,7 +77,7 @@ def _healthy(snapshot: Snapshot) -> Finding:
 
 
 def text(findings: Iterable[Finding], *, forbidden: Iterable[str] = ()) -> str:
-    """Format findings as paragraphs: sentence, evidence and remedy."""
+    """Format findings as paragraphs, followed by the kinds that could not be read (`forbidden`)."""
     paragraphs = []
     for each in findings:
         lines = _wrapped(each.what[:1].upper() + each.what[1:], "", "")
@@ -95,7 +90,7 @@ def text(findings: Iterable[Finding], *, forbidden: Iterable[str] = ()) -> str:
 
 
 def line(check: Finding) -> str:
-    """Format a check as text: outcome, name and sentence, wrapped if necessary, with the remedy below."""
+    """Format a check as its outcome, name and sentence, with the remedy below."""
     head = f"{check.outcome}  {check.name:<18}  "
     indent = " " * len(head)
     return "\n".join([*_wrapped(check.what, head, indent), *_wrapped(check.remedy, f"{indent}→ ", f"{indent}  ")])

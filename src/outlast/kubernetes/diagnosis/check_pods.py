@@ -1,7 +1,6 @@
 """Checks from inside pods: the image, DNS, the network between pods, and a store.
 
-One or two small pods with a worker's restrictions run `diagnosis.image_checks`. The pods are always deleted. If this process is
-killed before that, they end after their time limit.
+One or two small pods run `diagnosis.image_checks`. They are always deleted, and have a time limit in case this process is killed.
 """
 
 from __future__ import annotations
@@ -33,7 +32,6 @@ if TYPE_CHECKING:
 LABEL = f"{contract.GROUP}/doctor"
 _LABELS = {f"app.kubernetes.io/{key}": value for key, value in (("name", "outlast"), ("part-of", "outlast"))}
 REQUIRED_NAMES = (f"kubernetes.default.svc.{contract.CLUSTER_DOMAIN}",)
-"""Names that every pod in a cluster must be able to resolve."""
 _FATAL_REASONS = (
     "ImagePullBackOff",
     "InvalidImageName",
@@ -43,7 +41,7 @@ _FATAL_REASONS = (
 )
 _PORT = 29400
 _MEMORY = "2Gi"
-"""A pod's memory limit. Importing torch takes a third of it."""
+"""A pod's memory limit. Importing torch uses a third of it."""
 DEVICES = [
     *{row.device: f"{row.device}:{row.package}:{row.files}" for row in reversed(accelerators.TABLE) if row.device}.values()
 ]
@@ -55,14 +53,13 @@ class Options:
     image: str
     store: str = ""
     secrets: Sequence[str] = ()
-    """Names of Secrets for access to the store. Their entries become environment variables in the pods."""
+    """Names of Secrets that become the pods' environment variables."""
     network: bool = True
-    """True if two pods test the network between them."""
     timeout_s: float = 300.0
 
 
 def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
-    """Run pods in the cluster's namespace and yield their findings. Raises ClusterError if no pod can be created."""
+    """Run pods in the cluster's namespace and yield their findings. Raises ClusterError."""
     try:
         usable_nodes = [node for node in cluster.list_(kinds.NODE) if usable(node)]
         test_network = options.network and len(usable_nodes) > 1
@@ -93,7 +90,7 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
 
 
 def _common_accelerator(nodes: Sequence[Document]) -> Accelerator | None:
-    """Return the first accelerator that two nodes offer and torch supports without another package, or None."""
+    """Return the first accelerator that two nodes offer and torch supports without an extra package, or None."""
     offered = [node["status"].get("allocatable", {}) for node in nodes]
     rows = (row for row in accelerators.TABLE if row.backend and not row.package)
     return next((row for row in rows if sum(each.get(row.resource, "0") != "0" for each in offered) > 1), None)
@@ -108,8 +105,8 @@ def pod(
     accelerator: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """Return a worker's pod with the checks in place of the agent. With `peer`, the pod tests the connection to the other
-    pod, and each of the two pods uses one `accelerator`. The first pod listens on `address`."""
+    """Return a worker's pod that runs the checks instead of the agent. With `peer`, it also tests the connection to the other
+    pod; pod 0 listens on `address`."""
     pod_ = sample_pod.worker(options.image, options.secrets)
     pod_["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
     spec, container = pod_["spec"], pod_["spec"]["containers"][0]
@@ -145,8 +142,8 @@ def calls(
 
 
 def source() -> str:
-    """Return the source of the program that a pod runs. The pod receives the source, so that images without Outlast or with
-    another version can be checked. The source contains no `$(...)`, which Kubernetes would expand."""
+    """Return the source of the pods' program, so that they can check images without Outlast or with another version. It contains
+    no `$(...)`, which Kubernetes would expand."""
     return resources.files("outlast.kubernetes.diagnosis").joinpath("image_checks.py").read_text()
 
 
@@ -161,7 +158,6 @@ def finding_for(check: image_checks.Check) -> Finding:
 
 
 def _reported(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
-    """Return the findings that the pods have reported so far, without duplicates."""
     checks: list[Finding] = []
     for pod in pods:
         reported = {(check.name, check.outcome) for check in checks}
@@ -179,7 +175,7 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Findi
 
 
 def _wait_for(cluster: Cluster, name: str, ready: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
-    """Return the pods as soon as `ready` is true for them; None after the timeout, or if a pod can no longer start."""
+    """Return the pods once `ready` accepts them; None after the timeout, or if a pod cannot start."""
     pods: dict[str, Document] = {}
     with within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):

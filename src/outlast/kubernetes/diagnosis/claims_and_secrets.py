@@ -13,7 +13,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 
 def default_class(snapshot: Snapshot) -> str:
-    """Return the default storage class; empty if there is no default."""
+    """Return the default storage class's name; empty if there is none."""
     key = "storageclass.kubernetes.io/is-default-class"
     defaults = [each for each in snapshot.storage_classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
     return pod_status.name(defaults[0]) if defaults else ""
@@ -21,7 +21,7 @@ def default_class(snapshot: Snapshot) -> str:
 
 @per_pod
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find claims that pods wait for because they are missing or have no volume."""
+    """Find missing or unbound claims for which pods wait."""
     by_name = {pod_status.name(claim): claim for claim in snapshot.claims}
     for name in claimed(pod) if pod_status.phase(pod) == "Pending" else ():
         claim, what = by_name.get(name), f"waits for the claim {name}"
@@ -75,8 +75,7 @@ _KIND_NAMES = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def missing(message: str) -> tuple[str, str, str] | None:
-    """Return the kind, name and key of a missing Secret or ConfigMap that a kubelet's message names. The key is empty if the
-    whole object is missing. None if the message has another cause."""
+    """Return the kind, name and key (or an empty string) of the Secret or ConfigMap that a kubelet reports missing, or None."""
     if (match := _MISSING.search(message)) is None:
         return None
     return (match["kind"] or match["of"]).lower(), match["name"] or match["its"], match["key"] or ""

@@ -1,4 +1,4 @@
-"""The checks that `outlast doctor` makes on a cluster's snapshot, to find out whether jobs would train there. Pure."""
+"""Checks of `outlast doctor` that predict from a cluster's snapshot whether jobs would train there. Pure."""
 
 from __future__ import annotations
 
@@ -19,8 +19,7 @@ from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
 MIN_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first version that accepts the CRD's rules. As of 1.34, all features that Outlast renders are
-stable."""
+"""Kubernetes 1.29 is the first version that accepts the CRD's rules. In 1.34, all features that Outlast renders are stable."""
 _WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 
 
@@ -33,7 +32,7 @@ def minor(version: str) -> int:
 
 
 def server(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that the API server has all required features."""
+    """Check that the API server is new enough."""
     version = f"Kubernetes {snapshot.version}"
     if minor(snapshot.version) < MIN_MINOR:
         yield Finding("server", f"{version} is too old", f"upgrade it to 1.{MIN_MINOR} or newer")
@@ -62,7 +61,7 @@ def namespace(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def rights(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check the rights that Outlast's commands require."""
+    """Check that the user has the rights that Outlast's commands require."""
     missing = [right for right in snapshot.missing_rights if right.kind != kinds.ELASTIC_JOB]
     if required := [right for right in missing if right.required]:
         remedy = "ask the cluster's administrator for the role `edit` in this namespace"
@@ -87,7 +86,7 @@ def definition(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def operator(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that an operator runs and reconciles ElasticJobs."""
+    """Check that the operator runs."""
     defined = kinds.ELASTIC_JOB in snapshot.served_kinds
     if snapshot.operator is None and "deployments.apps" in snapshot.forbidden:
         yield warned("operator", f"you may not see it ({OPERATOR_NAMESPACE})", "ask the cluster's administrator whether it runs")
@@ -111,13 +110,13 @@ def conflicting_controllers(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def stop(controllers: Sequence[str]) -> str:
-    """Return the commands that stop these controllers."""
+    """Return a shell command that scales these Deployments (`namespace/name`) to zero."""
     names = [controller.split("/") for controller in controllers]
     return " && ".join(f"kubectl -n {namespace} scale deployment {name} --replicas=0" for namespace, name in names)
 
 
 def nodes(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that nodes accept pods."""
+    """Check that a node accepts pods, and name the nodes that do not."""
     ready = [node for node in snapshot.nodes if usable(node)]
     unusable = joined(sorted(pod_status.name(node) for node in snapshot.nodes if not usable(node)))
     if "nodes" in snapshot.forbidden:
@@ -139,7 +138,7 @@ def _size(node: Document) -> str:
 
 
 def devices(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report the accelerators that the nodes offer through their device plugins."""
+    """Report the nodes' accelerators, and find GPUs that no device plugin offers."""
     if "nodes" in snapshot.forbidden:
         remedy = "a job with resources.gpu that waits is explained by `outlast why`"
         yield warned("accelerators", "you may not list nodes", remedy)
@@ -178,7 +177,7 @@ def storage(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def optional(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report which optional add-ons are installed: metrics, queues and gangs."""
+    """Report which optional add-ons are installed."""
     if kinds.POD_METRICS in snapshot.served_kinds:
         yield passed("metrics", "served")
     else:
@@ -190,7 +189,7 @@ def optional(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def quotas(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report the namespace's quotas that are used up."""
+    """Warn about quotas that are used up."""
     for quota in snapshot.quotas:
         status = quota.get("status", {})
         for resource, hard in status.get("hard", {}).items():
@@ -233,6 +232,6 @@ CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
 
 
 def checks(snapshot: Snapshot) -> Iterator[Finding]:
-    """Run all checks of `outlast doctor` on a namespace for jobs. Raises ClusterError for an invalid version."""
+    """Run all checks. Raises ClusterError if the API server's version is invalid."""
     for check in CHECKS:
         yield from check(snapshot)

@@ -1,4 +1,4 @@
-"""Rules about pods that have a node: their images, starts, ends and probes."""
+"""Rules about pods that have a node: images, starts, failures and probes."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ _NEVER_RAN = ("StartError", "ContainerCannotRun")
 
 @per_pod
 def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find images that cannot be pulled. The kubelet repeats the container runtime's message in several places."""
+    """Find images that cannot be pulled."""
     for status in pod_status.statuses(pod):
         waiting = status.get("state", {}).get("waiting") or {}
         if (reason := waiting.get("reason")) in _IMAGE_REASONS:
@@ -43,7 +43,7 @@ def images(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _without_image(message: str) -> str:
-    """Remove image names and URLs from a message, since they may contain numbers such as 404."""
+    """Remove image names and URLs, because they may contain numbers such as 404."""
     return re.sub(r'"[^"]*"|https?://\S+|\S+/\S+:\S+', "", message)
 
 
@@ -74,7 +74,7 @@ _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 
 def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find workers whose container failed: out of memory, misconfiguration, or any other failure."""
+    """Find workers whose container failed."""
     by_code = grouped(
         ("OOMKilled" if termination.get("reason") == "OOMKilled" else str(termination["exitCode"]), pod)
         for pod in snapshot.pods
@@ -93,8 +93,7 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
-    """Return how the worker ended in a pod that continues to run, as in a StatefulSet. The log's last line shows whether the pod
-    stays; None if it does not."""
+    """Return how a worker ended whose pod keeps running, as in a StatefulSet; None if the log's last line does not say so."""
     lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -103,7 +102,6 @@ def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
 
 
 def _recovered(snapshot: Snapshot, pod: Document) -> bool:
-    """Return whether this worker trains again, in this pod or in a later pod."""
     return any(
         pod_status.created_at(other) >= pod_status.created_at(pod) and pod_status.condition(other, "Ready")
         for other in snapshot.pods_of_worker(pod)
@@ -111,8 +109,7 @@ def _recovered(snapshot: Snapshot, pod: Document) -> bool:
 
 
 def _is_failure(snapshot: Snapshot, pod: Document, termination: Document) -> bool:
-    """Return whether this termination is a failure that the worker has not recovered from. Requested ends are not failures.
-    Failed starts, failed probes and evictions have separate findings."""
+    """Return whether a worker failed for a reason that no other rule reports, and has not recovered."""
     code = termination.get("exitCode", 0)
     return (
         code not in (0, contract.Exit.INTERRUPTED, 143)
@@ -155,7 +152,6 @@ def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """Return the reason for an end from the agent's last log line about it; empty if there is none."""
     for pod in pods:
         for line in reversed(snapshot.logs.get(pod_status.name(pod), ())):
             if end := contract.parse_end_line(line):
@@ -164,7 +160,7 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """Return the last line of the first traceback. Later tracebacks usually show secondary failures."""
+    """Return the last line of the first traceback. Later failures are usually secondary."""
     for pod in pods:
         in_traceback = False
         for line in snapshot.logs.get(pod_status.name(pod), ()):
@@ -187,7 +183,7 @@ def _last_lines(snapshot: Snapshot, pods: Sequence[Document]) -> tuple[str, ...]
 
 @per_pod
 def failed_probes(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find containers that were killed because they failed their probes."""
+    """Find containers that were killed because they failed a probe."""
     if probe := _killed_by_probe(snapshot, pod):
         when, remedy = "any more", "see its log: a native call that never returns, or a node without cores left"
         if probe == "Startup":
@@ -204,9 +200,8 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe; otherwise empty. The kubelet's
-    event names the probe only for containers that are restarted. If there is no such event, the pod's deletion or eviction counts
-    as the cause."""
+    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe, otherwise an empty string. Only a
+    restarted container's event names the probe; without one, a deletion or eviction counts as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

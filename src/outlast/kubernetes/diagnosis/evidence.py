@@ -1,8 +1,6 @@
-"""The snapshot of a job or a namespace that the rules of `outlast why` and `outlast doctor` are based on.
+"""The snapshot of a job or a namespace, on which the rules of `outlast why` and `outlast doctor` are based.
 
-A `Snapshot` holds plain documents from the API server, read by `diagnosis.gather_evidence`; the rules read nothing else. Any
-document or field may be missing, since a controller may be older. A forbidden list is empty, and its kind is in
-`forbidden`. An event may outlive its pod.
+`diagnosis.gather_evidence` reads it. Any document or field may be missing, and an event may outlive its pod.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ class Right:
     kind: Kind
     subresource: str = ""
     required: bool = True
-    """True if `submit` requires the right."""
+    """Whether `submit` requires the right."""
 
     def __str__(self) -> str:
         return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
@@ -34,20 +32,19 @@ class Right:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents of one job or one namespace, in no particular order. Kinds that could not be read are empty, and are listed
-    in `forbidden`."""
+    """The documents of one job or namespace, in no particular order."""
 
     name: str = ""
     namespace: str = "default"
     nodes: tuple[Document, ...] = ()
     storage_classes: tuple[Document, ...] = ()
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    """Kinds that could not be read, such as `jobs.batch`, with the reason."""
+    """Why kinds, such as `jobs.batch`, could not be read. Their documents are missing."""
 
     # For a job
 
     workload: Document = field(default_factory=dict)
-    """The ElasticJob, Job or StatefulSet; empty if none exists."""
+    """An ElasticJob, Job or StatefulSet; empty if none exists."""
     pods: tuple[Document, ...] = ()
     events: tuple[Document, ...] = ()
     claims: tuple[Document, ...] = ()
@@ -58,7 +55,7 @@ class Snapshot:
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The last lines of logs, by pod name."""
+    """The last lines, by pod name."""
 
     # For a namespace
 
@@ -66,22 +63,20 @@ class Snapshot:
     namespace_document: Document | None = None
     quotas: tuple[Document, ...] = ()
     served_kinds: frozenset[Kind] = frozenset()
-    """The optional kinds that Outlast can use and that are installed."""
     missing_rights: tuple[Right, ...] = ()
-    """Rights that Outlast's commands require but the user lacks."""
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()
-    """Replaced controllers' running Deployments, as `namespace/name`."""
+    """Running Deployments of controllers that the operator replaces, as `namespace/name`."""
     dry_run_error: ClusterError | None = None
-    """The API server's refusal of a small worker; None if the API server would admit it."""
+    """The API server's refusal of a small worker; None if it would admit one."""
 
     @property
     def kind(self) -> str:
         return str(self.workload.get("kind", ""))
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
-        """Return the events about a document, newest last. With `reasons`, return only events with one of these reasons."""
+        """Return the events about a document, newest last; with `reasons`, only those with one of these reasons."""
         meta = document.get("metadata", {})
         events = [
             event
@@ -106,12 +101,12 @@ class Snapshot:
 
 
 Rule = Callable[[Snapshot, float], Iterator[Finding]]
-"""A function that yields the findings about a snapshot. Its second argument is the time in seconds since the epoch."""
+"""A rule yields findings about a snapshot. Its second argument is the time in seconds since the epoch."""
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """Make a rule about all pods from a rule about a single pod, whose sentences begin with a verb. Pods with the same sentence
-    share one finding, which has the evidence of the first pod."""
+    """Make a rule about all pods from a rule about one pod, whose sentences begin with a verb. Pods with the same finding share
+    it."""
 
     @functools.wraps(rule)
     def for_all_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
@@ -127,7 +122,7 @@ def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
 
 
 def event_time(event: Document) -> str:
-    """Return the time of an event's last occurrence as RFC 3339, which sorts by time."""
+    """Return the RFC 3339 time of an event's last occurrence."""
     series = event.get("series") or {}
     times = (series.get("lastObservedTime"), event.get("lastTimestamp"), event.get("eventTime"), event.get("firstTimestamp"))
     return next((str(time) for time in times if time), "")

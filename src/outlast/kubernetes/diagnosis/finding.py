@@ -19,12 +19,12 @@ class Finding:
     """One fact about a job, a cluster or a machine."""
 
     name: str
-    """Machine-readable name: `image`, `unschedulable`, `out-of-memory`, ..."""
+    """A machine-readable name, such as `out-of-memory`."""
     what: str
     remedy: str = ""
-    """The remedy for users; empty if nothing needs to be done."""
+    """What the user should do; empty if nothing needs to be done."""
     evidence: tuple[str, ...] = ()
-    """Verbatim messages from the API server, the scheduler or the kubelet, or lines from the log."""
+    """Verbatim messages or log lines."""
     outcome: Outcome = "fail"
     """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
 
@@ -34,12 +34,12 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """Return a finding that is not a problem: a job that is finished, suspended or training, or a check that passes."""
+    """Return a finding that is not a problem."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
 def warned(name: str, what: str, remedy: str) -> Finding:
-    """Return a finding about a problem that does not keep jobs from training."""
+    """Return a finding that does not keep jobs from training."""
     return Finding(name, what, remedy, outcome="warn")
 
 
@@ -47,7 +47,7 @@ def warned(name: str, what: str, remedy: str) -> Finding:
 
 
 def repeated_failures(steps: Sequence[int | None], failures: int, cause: str) -> str:
-    """Return a sentence about failures without progress. `steps` are the last failures' steps, which are equal."""
+    """Return a sentence about failures without progress. `steps` are the steps of the last failures, which are all equal."""
     verb = "hung" if cause == FailureCause.HANG else "failed"
     if len(steps) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -59,8 +59,7 @@ _PLURAL = {"is": "are", "was": "were"}
 
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
-    """Format workers with a verb, which is given in the singular: `worker 0 waits`, `workers 0 and 2 wait`. Pods without an index
-    are listed by name."""
+    """Format workers with a verb, given in the singular: `workers 0 and 2 wait`. Pods without an index are listed by name."""
     documents = list(pods)
     numbers = sorted({number for pod in documents if (number := pod_status.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(pod_status.name, documents))
@@ -70,7 +69,7 @@ def workers(pods: Iterable[Document], verb: str = "") -> str:
 
 
 def joined(words: Iterable[str], last: str = "and") -> str:
-    """Join words: `a, b and c`. If more than six are given, only five are shown: `a, b, c, d, e and 3 more`."""
+    """Join words as in `a, b and c`. A list of more than six is shortened."""
     items = list(words)
     if len(items) > 6:
         items = [*items[:5], f"{len(items) - 5} more"]

@@ -1,7 +1,4 @@
-"""Reads the documents of a `Snapshot` from a cluster, with one list request for each kind.
-
-Kinds that are forbidden or not installed are omitted.
-"""
+"""Reads the documents of a `Snapshot` from a cluster. Kinds that are forbidden or not installed have no documents."""
 
 from __future__ import annotations
 
@@ -22,7 +19,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read, starting with those of failed pods, then the newest."""
+"""Maximum number of logs to read, those of failed pods first."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -34,13 +31,12 @@ RIGHTS = (
     *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
     *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
 )
-"""Rights for the requests that Outlast's commands send in a namespace."""
 _ELASTIC_JOB_RIGHTS = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
 
 class _Reader:
-    """Lists objects by kind in one namespace, and records the forbidden kinds in `forbidden`."""
+    """Lists a namespace's objects by kind, and records forbidden kinds."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -72,7 +68,7 @@ class _Reader:
 
 
 def job(cluster: api.Cluster, name: str) -> Snapshot:
-    """Return a job's snapshot. Raises NotFound if the job has no objects, and ClusterError if the cluster cannot be queried."""
+    """Return a job's snapshot. Raises NotFound if the job has no objects, or another ClusterError."""
     namespace_, selector = cluster.namespace, f"{Label.JOB}={name}"
     read = _Reader(cluster, namespace_)
     workloads = [each for kind in dropins.ELASTIC_JOBS for each in read(kind) if pod_status.name(each) == name]
@@ -92,14 +88,13 @@ def job(cluster: api.Cluster, name: str) -> Snapshot:
 
 
 def workload(cluster: api.Cluster, name: str, namespace: str, *, labels: str, kind: Kind) -> Snapshot:
-    """Return the snapshot of a workload that is not a job: the workload of this kind and name, and the pods with these labels."""
+    """Return the snapshot of a workload that is not a job. `labels` selects its pods."""
     read = _Reader(cluster, namespace)
     document = next((each for each in read(kind) if pod_status.name(each) == name), {})
     return _snapshot(read, name, document, read(kinds.POD, labels))
 
 
 def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Document]) -> Snapshot:
-    """Return the snapshot of a workload and its pods, with the objects that may keep the pods from running."""
     pods = tuple(pods)
     groups = [*read(kinds.POD_GROUP), *read(kinds.VOLCANO_GROUP)]
     # A list of Secrets contains their data. Read it only while a scheduled pod waits, possibly for a Secret.
@@ -134,14 +129,12 @@ def _labels(document: Document) -> Mapping[str, Any]:
 
 
 def _made_by_users(documents: Iterable[Document]) -> frozenset[str]:
-    """Return the names of objects that users, not Outlast, have created."""
     return frozenset(
         pod_status.name(each) for each in documents if _labels(each).get("app.kubernetes.io/managed-by") != "outlast"
     )
 
 
 def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dict[str, list[str]]:
-    """Return the last log lines of pods whose worker runs or has ended, failed pods first."""
 
     def order(pod: Document) -> tuple[bool, str]:
         return bool((pod_status.termination(pod) or {}).get("exitCode")), str(pod["metadata"].get("creationTimestamp", ""))
@@ -163,8 +156,7 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 
 
 def namespace(cluster: api.Cluster) -> Snapshot:
-    """Return a snapshot of the cluster's namespace, without changing it. Raises Unanswered or Unauthorized if the cluster cannot
-    be queried."""
+    """Return the namespace's snapshot. Raises Unanswered or Unauthorized."""
     read = _Reader(cluster, cluster.namespace)
     served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
     rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if kinds.ELASTIC_JOB in served else ()))
@@ -185,20 +177,20 @@ def namespace(cluster: api.Cluster) -> Snapshot:
 
 
 def operator_namespace(binding: Document) -> str:
-    """Return the operator's namespace from a binding's subjects; empty if the binding names no operator."""
+    """Return the operator's namespace according to a binding; empty if the binding names none."""
     operators = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(operators[0].get("namespace", "")) if operators else ""
 
 
 def _operator(read: _Reader) -> Document | None:
-    """Return the operator's Deployment, from its binding's namespace or else from any namespace where reading is allowed."""
+    """Return the operator's Deployment from its binding's namespace, or else from any readable namespace."""
     namespace_ = operator_namespace(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     deployments = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not namespace_ else []
     return deployments[0] if deployments else read.one(kinds.DEPLOYMENT, OPERATOR, namespace_ or OPERATOR_NAMESPACE)
 
 
 def conflicting_controllers(cluster: api.Cluster) -> list[str]:
-    """Return the running Deployments of controllers that the operator replaces, as `namespace/name`, if reading is allowed."""
+    """Return running Deployments of controllers that the operator replaces, as `namespace/name`."""
     running = [each for each in _deployments(cluster) if each["spec"].get("replicas", 1)]
     conflicting = [
         each["metadata"] for each in running if any(one.functions.is_replaced_controller(each) for one in dropins.DROP_INS)
@@ -207,15 +199,13 @@ def conflicting_controllers(cluster: api.Cluster) -> list[str]:
 
 
 def _deployments(cluster: api.Cluster) -> list[Document]:
-    """Return all Deployments in the cluster, or none if listing them is forbidden."""
     with contextlib.suppress(Forbidden):
         return cluster.list_(kinds.DEPLOYMENT, everywhere=True)
     return []
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:
-    """Return the API server's refusal of a small worker in a dry run, or None if it admits the worker. Quotas, LimitRanges, Pod
-    Security, policies and webhooks can cause refusals."""
+    """Return the API server's refusal of a small worker in a dry run, or None."""
     try:
         cluster.apply(sample_pod.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

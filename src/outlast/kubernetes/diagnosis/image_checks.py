@@ -1,11 +1,9 @@
-"""Checks of Python, of an image, and of the services that a pod must reach. `outlast doctor` runs them, on this machine or in a
-pod.
+"""Checks of Python, of an image, and of services that a pod must reach. `outlast doctor` runs them, on this machine or in a pod.
 
     python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
-Each check prints a line of JSON on standard output, after MARK: name, outcome (pass, warn, fail), what, remedy. A pod receives
-this file's source, so that images without Outlast, or with an older Outlast or Python, can be checked. The top of the file
-therefore imports only the standard library. Each check imports the packages that it tests.
+Each check prints MARK and a line of JSON: name, outcome (pass, warn, fail), what, remedy. A pod receives this file's source, so
+the top of the file imports only the standard library, and must work with an older Python.
 """
 
 from __future__ import annotations
@@ -29,12 +27,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 MARK = "outlast-doctor "
-"""Prefix of output lines that contain a check's result."""
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
-"""Duration of the bandwidth measurement, in seconds."""
 ELEMENTS = 4 * 2**20
-"""Number of elements in the all-reduce tensor (16 MiB)."""
+"""Size of the all-reduce tensor (16 MiB)."""
 ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
@@ -42,13 +38,12 @@ if TYPE_CHECKING:
 
 
 def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcome: str = "fail") -> Check:
-    """Return a check that passes if `passed`, and otherwise has the outcome `failure_outcome`."""
+    """Return a check that passes, or has the outcome `failure_outcome`."""
     return (name, "pass", what, "") if passed else (name, failure_outcome, what, remedy)
 
 
 def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
-    """Yield a check that passes with the text that `check` returns, or has `failure_outcome` if `check` raises. An empty string
-    yields no check."""
+    """Yield the text of `check` as a passed check, or `failure_outcome` if it raises. Yield nothing for an empty text."""
     try:
         if what := check():
             yield name, "pass", what, ""
@@ -60,7 +55,7 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
 
 
 def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check Python, Outlast (whose version should be `expected`), torch and the command. `accelerators` is as in `torch`."""
+    """Check Python, Outlast (which should have the version `expected`), torch and the command."""
     yield python()
     if injected := shutil.which("outlast") is None and importlib.util.find_spec("outlast") is None:
         yield "outlast", "pass", "not in the image; an init container brings it to each pod (inject in the job file)", ""
@@ -101,8 +96,8 @@ def outlast(expected: str) -> Iterator[Check]:
 
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check torch and the GPUs that it can use. Each accelerator is a string such as `cuda::nvidia[0-9]*`: torch's device type,
-    the package that adds the device to torch, and the pattern of the device's files in /dev. Package and pattern may be empty."""
+    """Check torch and its GPUs. Each accelerator, such as `cuda::nvidia[0-9]*`, consists of torch's device type, the package that
+    adds it to torch, and the pattern of its files in /dev. The last two may be empty."""
     checks = list(package("torch", "pip install 'outlast[train]'"))
     yield from checks
     if checks[0][1] != "pass":
@@ -137,19 +132,15 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Return whether a build of torch (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability.
-
-    `sm_80` runs on capability 8.0 and higher capabilities of the same generation; `compute_90`, which the driver compiles, runs
-    on 9.0 and all newer capabilities.
-    """
+    """Return whether a torch build (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability. `sm_80` runs
+    on 8.0 and later 8.x; `compute_90`, which the driver compiles, on 9.0 and newer."""
     matches = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
     pairs = [(kind, (int(major), int(minor))) for kind, major, minor in matches]
     return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 def bytecode() -> Iterator[Check]:
-    """Check that torch and Outlast have bytecode. This check runs after the imports above, which write missing bytecode if the
-    directory is writable."""
+    """Check that torch and Outlast have bytecode, which importing them writes if possible."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # the check `outlast` reports it
@@ -172,7 +163,7 @@ def command() -> Check:
 
 
 def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Warn if the kernel kills all processes of this cgroup (v2) at once, the kubelet's default since Kubernetes 1.28."""
+    """Warn if running out of memory kills all processes of this cgroup (v2), the kubelet's default since Kubernetes 1.28."""
     with contextlib.suppress(OSError), open(path) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
@@ -200,7 +191,7 @@ def dns(names: Sequence[str]) -> Iterator[Check]:
 
 
 def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> Iterator[Check]:
-    """Check the bandwidth between two pods, and an all-reduce of tensors on `device`. Rank 0 listens on `address`."""
+    """Check the bandwidth between two pods, and an all-reduce. Rank 0 listens on `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
     yield from attempt("network", remedy, lambda: _send(address, port, timeout_s) if rank else _receive(port, timeout_s))
     remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
@@ -208,7 +199,6 @@ def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, dev
 
 
 def _receive(port: int, timeout_s: float) -> str:
-    """Count the bytes that arrive over one connection, and report the number to the other side."""
     both = socket.has_dualstack_ipv6()
     family = socket.AF_INET6 if both else socket.AF_INET
     with socket.create_server(("", port), family=family, dualstack_ipv6=both) as server:
@@ -224,7 +214,6 @@ def _receive(port: int, timeout_s: float) -> str:
 
 
 def _send(address: str, port: int, timeout_s: float) -> str:
-    """Send as much data as possible, and return the bandwidth as text."""
     deadline = time.monotonic() + timeout_s
     while True:
         try:
@@ -249,7 +238,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """Run all-reduces between the two pods. Rank 0 returns the bandwidth as text, rank 1 an empty string."""
+    """Run all-reduces between the two pods. Rank 0 returns the bandwidth, rank 1 an empty string."""
     from datetime import timedelta
 
     import torch
@@ -278,7 +267,7 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
 
 
 def store(url: str) -> Iterator[Check]:
-    """Check put, get, list, conditional put and delete with a small object below a URL."""
+    """Check a store's operations with a small object."""
     name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
     done: list[str] = []
     place: Any = None

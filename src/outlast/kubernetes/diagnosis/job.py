@@ -1,5 +1,4 @@
-"""Rules about the job as a whole: suspended, not admitted, in a queue, waiting for a gang or for other workers, finished or
-failed."""
+"""Rules about the job as a whole, such as its suspension, its queue, its gang and its end."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ _QUEUE = "kueue.x-k8s.io/queue-name"
 
 
 def not_reconciled(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find an ElasticJob that no operator has reconciled. The evidence is `outlast doctor`'s finding about the operator."""
+    """Find an ElasticJob that no operator has reconciled."""
     if snapshot.unreconciled():
         (operator,) = cluster.operator(snapshot)
         remedy = operator.remedy or "see what it says: `kubectl logs` of its pods"
@@ -48,7 +47,7 @@ def repeatedly_failing(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find an ElasticJob's workers that are temporarily excluded from worlds because their peers could not reach them."""
+    """Find workers that are temporarily excluded from worlds because their peers could not reach them."""
     status = snapshot.workload.get("status", {})
     left_s: dict[int, float] = {}
     count, nodes = 1, set[str]()
@@ -72,7 +71,7 @@ def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that could not be created, if the job has fewer pods than it requests."""
+    """Find out why pods could not be created, while some are missing."""
     existing = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.replicas() - len(existing), snapshot.replicas()
     if missing <= 0:
@@ -88,8 +87,7 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether an event reports that one of the workload's pods could not be created. A Deployment's ReplicaSets report
-    this."""
+    """Return whether a pod of the workload, or of its ReplicaSets, could not be created."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (
         involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")
@@ -142,7 +140,7 @@ def _condition_text(condition: Document | None) -> tuple[str, ...]:
 
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find a gang that has not started because its PodGroup waits for its queue, or for room for all its workers."""
+    """Find a gang whose PodGroup waits for its queue, or for room for all workers."""
     pods = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Pending"]
     for group in snapshot.pod_groups:
         minimum = group.get("spec", {}).get("minMember", 1)
@@ -163,7 +161,7 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 @per_pod
 def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find pods that no scheduler handles: their scheduler does not run, or they have scheduling gates."""
+    """Find pods that no scheduler handles, because theirs does not run or because of scheduling gates."""
     if pod_status.phase(pod) != "Pending":
         return
     scheduler = pod["spec"].get("schedulerName", "default-scheduler")
@@ -182,7 +180,7 @@ def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find workers that run but are too few for a world."""
+    """Find running workers that are in no world."""
     ready = [pod for pod in snapshot.pods if pod_status.condition(pod, "Ready")]
     running = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Running"]
     replicas = snapshot.replicas()
@@ -201,7 +199,7 @@ def waiting_for_workers(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def starting(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Report pods that are starting: their images are being pulled, or their volumes mounted."""
+    """Report pods that are starting, for example while their images are pulled."""
     for pod in snapshot.pods:
         if pod_status.phase(pod) != "Pending" or not pod["spec"].get("nodeName"):
             continue
@@ -284,7 +282,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return a failed workload's condition, or None. The workload's pods may still be terminating."""
+    """Return a failed workload's condition, or None. Its pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

@@ -14,14 +14,12 @@ from outlast.job.status import JobStatus, State
 from outlast.kubernetes.diagnosis.finding import Finding, passed, repeated_failures, warned
 
 _MAX_INCIDENTS = 3
-"""Maximum number of incidents in the evidence; the newest are used."""
 _SLOW_START_S = 120.0
 _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
-"""Kinds of events that the rules use. A ledger has many other kinds."""
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Return what keeps the job from training, most important cause first. If the job trains, return a finding that says so."""
+    """Return what keeps the job from training, most important cause first. If nothing does, a finding says so."""
     relevant = [event for event in events if event["kind"] in _KINDS]
     findings = [each for rule in (_state, _store, _warnings) for each in rule(status, relevant, now)]
     return sorted(findings, key=lambda each: not each.failed)
@@ -99,7 +97,6 @@ def _failed(status: JobStatus, events: Sequence[Event]) -> Finding:
 
 
 def _repeated(status: JobStatus, events: Sequence[Event], now: float) -> str:
-    """Return a sentence if the job has failed several times without progress; otherwise empty."""
     relevant = [
         event for event in events if event["kind"] == "committed" or (event["kind"] == "failure" and event.get("counted"))
     ]
@@ -120,7 +117,6 @@ def _stacks(events: Sequence[Event]) -> str:
 
 
 def _evidence(failure: Failure | None, events: Sequence[Event]) -> tuple[str, ...]:
-    """Return the first failing rank with its traceback, or else the newest failures in the ledger."""
     if failure is not None:
         step = f" at step {failure.step}" if failure.step is not None and failure.cause is not FailureCause.HANG else ""
         return (f"{failure.reason}{step}", *(f"    {line}" for line in failure.traceback.rstrip().splitlines()))
@@ -136,7 +132,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks whose own time per step exceeds the others', or whose weights differ from the others', for any kind of job."""
+    """Find ranks that are slower than others, or whose weights differ."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

@@ -20,13 +20,13 @@ from outlast.kubernetes.diagnosis import check_pods, image_checks
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
 _MIN_FREE = 10 * 2**30
-"""Minimum free disk space, in bytes: enough for a few checkpoints of a small model."""
+"""Minimum free disk space in bytes, enough for a few checkpoints of a small model."""
 _MIN_SHARED = 2**30
-"""Minimum free space in /dev/shm in bytes. Data loader workers pass samples through it."""
+"""Minimum free space in /dev/shm, in bytes. Data loader workers pass samples through it."""
 _TORCH_S = 120
 
 EXTRAS = (("store", ("obstore", "botocore"), "outputs, code and data in a store"), ("kubernetes", ("lightkube",), "clusters"))
-"""The package's extras, with their modules and the features that require them."""
+"""The extras, their modules, and the features that need them."""
 
 
 def checks() -> Iterator[Finding]:
@@ -45,7 +45,7 @@ def checks() -> Iterator[Finding]:
 
 
 def torch(interpreter: str) -> list[Finding]:
-    """Check torch in a separate process, since its import is slow and may crash."""
+    """Check torch in a separate process, because importing it is slow and may crash."""
     command = [interpreter, "-c", check_pods.source(), json.dumps([("torch", {"accelerators": check_pods.DEVICES})])]
     try:
         done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=_TORCH_S)
@@ -67,7 +67,7 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
 
 
 def devices() -> Finding:
-    """Report the accelerators that the drivers list. If torch does not find them, the installation is at fault."""
+    """Report the accelerators that a vendor's tool lists, whether or not torch finds them."""
     rows = [row for row in accelerators.TABLE if row.query]
     row = next((row for row in rows if shutil.which(row.query[0])), None)
     if row is None:
@@ -83,7 +83,7 @@ def devices() -> Finding:
 
 
 def free(place: Path, name: str, minimum: int, remedy: str) -> Finding:
-    """Check that a file system has at least `minimum` bytes of free space."""
+    """Check that a file system has `minimum` bytes free."""
     free_bytes = shutil.disk_usage(place).free
     what = f"{units.human_bytes(free_bytes)} free on {place}"
     return passed(name, what) if free_bytes >= minimum else warned(name, f"only {what}", remedy)

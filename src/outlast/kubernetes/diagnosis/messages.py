@@ -20,12 +20,12 @@ def tables() -> dict[str, Any]:
 
 
 def has_meaning(component: str, message: str) -> bool:
-    """Return whether the tables have a specific meaning for the message."""
+    """Return whether a message has a specific meaning."""
     return any(re.search(entry["pattern"], message) for entry in tables()[component]["meanings"] if "pattern" in entry)
 
 
 def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """Return the finding for a message. Raises KeyError if `words` lacks a word for the sentence."""
+    """Return the finding for a message. Raises KeyError if its sentence needs a word that `words` lacks."""
     table = tables()[component]
     entry, match = next(
         (entry, match) for entry in table["meanings"] if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))
@@ -42,8 +42,7 @@ def refusal(namespace: str, message: str) -> Finding:
 
 
 def _amounts(message: str) -> str:
-    """Return the amounts in a message about a quota. `requested: pods=1, used: pods=3, limited: pods=3` becomes `pods: a pod
-    asks for 1, 3 of 3 are used`."""
+    """Format a quota message's amounts, as in `pods: a pod asks for 1, 3 of 3 are used`."""
     if (match := re.search(r"requested: (\S+), used: (\S+), limited: (\S+)", message)) is None:
         return ""
     requested, used, limit = (dict(part.partition("=")[::2] for part in text.split(",")) for text in match.groups())

@@ -1,8 +1,8 @@
 """Rules about nodes: which nodes accept workers, why pods find no node, and which workers have lost their node.
 
 The scheduler's message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption:
-...` (kubernetes/pkg/scheduler/framework/types.go, FitError). This module compares its parts about resources, labels and taints
-with the nodes. `messages` has the meanings of the other parts.
+...` (kubernetes/pkg/scheduler/framework/types.go, FitError). Its parts about resources, labels and taints are compared with the
+nodes; `messages` explains the others.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
-"""Workers' default tolerations, for nodes with accelerators and for spot nodes."""
+"""Workers' default tolerations for nodes with accelerators and spot nodes."""
 _LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
@@ -31,14 +31,13 @@ def offered(node: Document) -> dict[str, float]:
 
 
 def usable(node: Document) -> bool:
-    """Return whether workers may be scheduled on the node: it is ready, not cordoned, and has only tolerated taints."""
+    """Return whether workers may be scheduled on the node: it is ready and not cordoned, and all its taints are tolerated."""
     taints = [taint for taint in node["spec"].get("taints", []) if taint.get("effect") != "PreferNoSchedule"]
     ready = bool(pod_status.condition(node, "Ready")) and not node["spec"].get("unschedulable")
     return ready and all(any(_covers(each, taint) for each in TOLERATED) for taint in taints)
 
 
 def _covers(toleration: Document, taint: Document) -> bool:
-    """Return whether a toleration without a value covers this taint."""
     return bool(toleration["key"] == taint["key"] and toleration.get("effect") in (None, taint.get("effect")))
 
 
@@ -47,15 +46,12 @@ def _covers(toleration: Document, taint: Document) -> bool:
 _HEAD = re.compile(r"\s*\d+/(\d+) nodes are available: ")
 _PART = re.compile(r"(\d+) (.*)")
 _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]ang")
-"""Pattern for messages about claims and gangs, which other rules report."""
+"""Matches messages about claims and gangs, which other rules report."""
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """Return the parts of a message, each with its number of nodes. The number is 0 for a part about the pod.
-
-    `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods. preemption: ...` gives (1, Insufficient cpu), (2, Too many
-    pods).
-    """
+    """Return a message's parts, each with its number of nodes, or 0 if the part is about the pod. `0/3 nodes are available: 1
+    Insufficient cpu, 2 Too many pods.` gives (1, Insufficient cpu), (2, Too many pods)."""
     head = _HEAD.match(message)
     if not head:
         return [(0, message.strip())]
@@ -83,7 +79,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _part_meaning(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """Return the finding for one part of a message about `count` nodes, or None if another rule reports it."""
+    """Return None if another rule reports this part of the message."""
     if match := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, match[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
@@ -147,7 +143,6 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
 
 
 def _values(snapshot: Snapshot, key: str) -> str:
-    """Return the nodes' values for a label as text; empty if reading nodes is forbidden."""
     if "nodes" in snapshot.forbidden:
         return ""
     values = sorted({node["metadata"].get("labels", {}).get(key) for node in snapshot.nodes} - {None})
@@ -171,7 +166,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
-    """Find pods that have not ended, on nodes that are missing or unreachable."""
+    """Find unfinished pods on nodes that are missing or unreachable."""
     nodes = {pod_status.name(node): node for node in snapshot.nodes}
     alive = [pod for pod in snapshot.pods if not pod_status.finished(pod) and pod["spec"].get("nodeName")]
     for name, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
@@ -201,7 +196,7 @@ def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def _restore_remedy(pods: list[Document]) -> str:
-    """Return the remedy for pods on lost nodes. Controllers create no second pod for a worker that may still run."""
+    """Return the remedy for pods on lost nodes. Controllers do not replace a pod that may still run."""
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
@@ -210,7 +205,7 @@ def _restore_remedy(pods: list[Document]) -> str:
 
 
 def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that were evicted, preempted or drained, and have not been replaced."""
+    """Find pods that were evicted, preempted or drained and not replaced."""
     removed: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         if any(pod_status.created_at(other) > pod_status.created_at(pod) for other in snapshot.pods_of_worker(pod)):

@@ -1,4 +1,4 @@
-"""A worker's pod with small requests. `outlast doctor` creates the pod in a dry run, or runs the checks in it. Pure."""
+"""A worker's pod with small requests. `outlast doctor` creates it in a dry run, or runs checks in it. Pure."""
 
 from __future__ import annotations
 
@@ -15,8 +15,7 @@ LITTLE = f"{CORES} cores and {MEMORY}"
 
 
 def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **metadata: str) -> Document:
-    """Return the pod as the operator or a Job would create it. `secrets` are names of Secrets that become environment variables;
-    `metadata` may contain the pod's namespace. Raises InvalidJob for invalid values."""
+    """Return the pod as the operator would create it, with the entries of `secrets` as variables. Raises InvalidJob."""
     fields = {"image": image, "inject": False, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
     spec_fields = {**fields, "secrets": [{"name": each} for each in secrets]}
     pod_metadata = {"name": NAME, **metadata}

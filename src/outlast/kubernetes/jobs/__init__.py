@@ -1,1 +1,1 @@
-"""Jobs on Kubernetes, as the command line sees them: the backend behind `outlast submit`."""
+"""Jobs on Kubernetes as the command line sees them."""

@@ -1,5 +1,5 @@
-"""The backend for a cluster: jobs of any topology, found by their labels. `job_documents` finds and deletes documents,
-`submission` applies them, `logs` reads pods, and `job_status`, which is pure, computes a job's status."""
+"""The backend for a cluster. `job_documents` finds and deletes a job's documents, `submission` applies them, `logs` reads pods,
+and `job_status`, which is pure, computes a job's status."""
 
 from __future__ import annotations
 
@@ -31,12 +31,11 @@ if TYPE_CHECKING:
 Document = api.Document
 
 _AGENT_POLL_S = 5.0
-"""Poll interval for asking agents whether they are done, while logs are followed."""
+"""Interval between queries of the agents while logs are followed, in seconds."""
 
 
 class KubernetesBackend:
-    """The jobs in one of a cluster's namespaces. If `everywhere` is set, `list` returns jobs in all namespaces; `selector`
-    selects jobs by label."""
+    """A namespace's jobs. `list` returns those that `selector` matches, in all namespaces if `everywhere`."""
 
     poll_s = 2.0
 
@@ -57,7 +56,7 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return all jobs in the namespace, newest last. Agents are not queried, so steps are as the operator last wrote them."""
+        """Return the jobs, oldest first. Their steps are those that the operator last wrote."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
@@ -72,15 +71,14 @@ class KubernetesBackend:
         return sorted(statuses, key=lambda status: status.submitted)
 
     def status(self, name: str) -> JobStatus:
-        """Return a job's status; its agents are queried for their current step."""
+        """Return a job's status, with the current step from its agents."""
         return self.workloads.status(name)
 
     def output(self, name: str) -> str:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """Return the part of the run's ledger that has been uploaded to the store, and events that only the cluster has
-        recorded."""
+        """Return the ledger in the store, and events that only the cluster has recorded. Raises NotFound if there is no store."""
         workloads = self.workloads.existing(name)
         status = job_status.status(self.workloads.snapshot(name, workloads, (), query_agents=False))
         if not status.store:
@@ -96,7 +94,7 @@ class KubernetesBackend:
             yield from stored.metrics(store.open_(url))
 
     def job_file(self, name: str) -> str:
-        """Return the job file, without secrets; empty if it cannot be read."""
+        """Return the job file without secrets; empty if it cannot be read."""
         from outlast.job import spec
 
         job = self.workloads.job(self.workloads.existing(name)[0])
@@ -108,7 +106,7 @@ class KubernetesBackend:
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """Return the pod in which a worker runs. Raises NotFound."""
+        """Return a worker's running pod. Raises NotFound."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
@@ -120,9 +118,8 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Return a function that reads output files in rank 0's pod: (path, first byte) -> the content from that byte on, empty
-        if the file is missing. Needs a shell and `tail` in the image, and the right to run commands in pods, but no open port.
-        Raises NotFound."""
+        """Return a function (path, first byte) that reads an output file in rank 0's pod; empty if it is missing. It needs a
+        shell and `tail` in the image, and the right to run commands in pods. Raises NotFound."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -148,7 +145,7 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines, merged by time; if there are no pods, yield the logs in the store."""
+        """Yield the workers' log lines by time, from the store if no pod has a log. Raises NotFound if there are none."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pod_status.index(pod) == worker
@@ -207,10 +204,8 @@ class KubernetesBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Apply a job's documents; submitting the same file again changes nothing. `fresh` ends the existing job first.
-
-        Raises AlreadyRunning if the job already runs from another file.
-        """
+        """Apply a job's documents, and return the run's id. `fresh` ends the existing job first. Raises AlreadyRunning if the job
+        already runs from another file."""
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
         for sentence in self.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
@@ -219,7 +214,7 @@ class KubernetesBackend:
         return str((workload["metadata"].get("labels") or {}).get(Label.RUN, workload["metadata"]["name"]))
 
     def ensure(self, name: str) -> bool:
-        """Always False: nothing needs to be started on this machine, since controllers in the cluster drive the job."""
+        """Return False, because controllers in the cluster drive the job. Raises NotFound."""
         self.workloads.existing(name)
         return False
 
@@ -244,7 +239,7 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
     def steer(self, name: str, verb: str) -> None:
-        """Carry out a verb that needs only the job's name. Interrupting a job in a cluster suspends it."""
+        """Call the method of this name, or `suspend` for `interrupt`."""
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:
@@ -263,7 +258,7 @@ class KubernetesBackend:
         self.workloads.set_suspended(workload, False)
 
     def cancel(self, name: str) -> None:
-        """End the job for good. Its workload, configuration and Service are deleted; its claims and output are kept."""
+        """End the job for good. Its claims and output are kept."""
         self.workloads.remove(name, grace_s=None)
 
     def kill(self, name: str) -> None:
@@ -271,7 +266,7 @@ class KubernetesBackend:
         self.workloads.remove(name, grace_s=0)
 
     def forget(self, name: str, *, output: bool = False) -> None:
-        """Remove a job that has ended, and the objects created for it."""
+        """Remove an ended job's objects. Raises OutlastError if the job has not ended."""
         if output:
             raise OutlastError("--output is for jobs of this machine; outlast forget URL removes one in a store")
         if not (status := self.status(name)).state.final:
@@ -302,8 +297,7 @@ class KubernetesBackend:
 
 
 class _JobPoll:
-    """Polls whether a job is over, with few requests: only the job's kind is queried once it is known, and agents only every
-    `_AGENT_POLL_S`."""
+    """Polls whether a job is over, with few requests."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
@@ -311,10 +305,10 @@ class _JobPoll:
         self._queried_at = -_AGENT_POLL_S
         self._workload: Document = {}
         self.finished_pods: set[str] = set()
-        """Names of pods whose workers have ended; in a StatefulSet, these pods stay up."""
+        """Names of pods whose workers have ended. A StatefulSet's pods stay up."""
 
     def is_over(self) -> bool:
-        """Return whether no more log lines will come, unless the job is resumed or submitted again."""
+        """Return whether the log is complete, unless the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.final_state(workloads[0]) is not None:
             return True

@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests import dataset_job
 
 
 def get(workloads: Workloads, request: dataset_job.Download) -> str:
-    """Create the Job that downloads a dataset, replacing one that has ended. Returns a sentence about it. Raises OutlastError."""
+    """Create the Job that downloads a dataset, replacing an ended one, and return a sentence. Raises OutlastError."""
     cluster, document = workloads.cluster, dataset_job.document(request)
     if not cluster.has_namespace():
         raise workloads.no_namespace()

@@ -1,4 +1,4 @@
-"""Evaluates a job's model on a cluster, in a separate pod."""
+"""Runs a job's module with `--evaluate` on a cluster, in a separate pod."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
 
 def _template(workloads: Workloads, workload: Document) -> Document:
-    """Return the pod template of the job's workers. Raises OutlastError if an ElasticJob's job file has another version."""
+    """Return the workers' pod template. Raises OutlastError if the job file is of another version."""
     if workload["kind"] != "ElasticJob":
         return workload_template.template(workload)
     if (job := workloads.job(workload)) is None:

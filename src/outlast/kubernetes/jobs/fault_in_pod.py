@@ -2,8 +2,7 @@
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-Needs only the standard library and Python 3.9 or newer: users' images may have no Outlast, or another version of it. Prints the
-process's rank and pid; exits with 3 if there is no training process.
+It needs only the standard library of Python 3.9. It prints the process's rank and pid, or exits with 3 if there is none.
 """
 
 import glob
@@ -17,7 +16,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return the pids by rank, as reported by an Outlast worker's processes to their agent."""
+    """Return an Outlast worker's training processes as pids by rank."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -31,8 +30,7 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Return the pids by rank of the processes that plain torchrun started. These have a rank but their parent has none; data
-    loaders inherit the rank."""
+    """Return plain torchrun's processes as pids by rank. Data loaders have a rank, too, but so has their parent process."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

@@ -1,7 +1,7 @@
-"""Fault injection for `outlast chaos`: applies `chaos.ACTIONS` to a worker's pod.
+"""Fault injection for `outlast chaos`.
 
-Pods are deleted or evicted. Faults in training processes are injected by a program (`fault_in_pod`) that runs in the pod's
-container, whose image must have Python. Raises the cluster's errors: `Forbidden` names the missing right.
+Pods are deleted or evicted. Faults in training processes are injected by `fault_in_pod`, which needs Python in the container.
+Cluster errors are passed on: `Forbidden` names the missing right.
 """
 
 from __future__ import annotations
@@ -17,12 +17,11 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import fault_in_pod
 
 _NO_PROCESS = 3
-"""Exit code of `fault_in_pod` if there is no training process."""
 _START = 'p=$(command -v python3 || command -v python) || { echo "it has no Python" >&2; exit 127; }; exec "$p" - "$@"'
 
 
 def inject(cluster: api.Cluster, pod: api.Document, action: str, rng: random.Random) -> str:
-    """Inject a fault into the worker of this pod; returns a sentence about the fault."""
+    """Inject a fault into this pod's worker, and return a sentence about it."""
     meta, worker = pod["metadata"], f"worker {pod_status.index(pod)}"
     name, namespace = meta["name"], meta["namespace"]
     match faults.check(action):

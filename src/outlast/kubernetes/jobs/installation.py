@@ -1,12 +1,8 @@
 """Installs, upgrades and removes Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-`manifests.installed` renders the documents. Each is applied as a whole (server-side). Installing again changes nothing, a newer
-version changes only what differs, and an interrupted installation is completed by the next run. The definition of ElasticJob
-comes before the documents that need it, and we wait for it. It is deleted first and only on demand: all jobs are deleted with
-it.
-
-A namespace that existed before is left as it was. A cluster has only one operator, since its roles and their binding are
-cluster-wide: nothing is done while they serve an operator in another namespace.
+Documents are applied server-side, so an upgrade changes only what differs, and an interrupted installation can be repeated.
+ElasticJob's definition is applied before the documents that need it, and deleted only on demand, because all jobs are deleted
+with it. An existing namespace is left as it is. A cluster has only one operator, because its roles are cluster-wide.
 """
 
 from __future__ import annotations
@@ -34,7 +30,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout for a deletion, in seconds: pods have 15 s to end, and the namespace controller works in rounds."""
+"""Timeout of a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -49,13 +45,11 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""A namespace must not be deleted if it contains objects of these kinds that are not Outlast's."""
+"""Kinds of objects that protect a namespace from deletion, unless they are Outlast's."""
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The outcome for one document."""
-
     action: str
     """created | changed | unchanged | deleting | deleted | kept | absent"""
     document: Document
@@ -70,7 +64,7 @@ class Outcome:
 def documents(
     *, namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, watch: bool = False, on_demand: bool = False
 ) -> list[Document]:
-    """Return all documents for an installation, in creation order. `watch` includes the node watcher; for `on_demand` see
+    """Return all documents to install, in creation order. `watch` adds the node watcher; `on_demand` is as for
     `operator_deployment.files`."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
@@ -81,11 +75,8 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents one after another, and yield the outcome for each.
-
-    Raises ClusterError; or OutlastError, before anything is changed, if the operator is in another namespace, or if another
-    controller that makes the same pods is running.
-    """
+    """Apply the documents in order, and yield each outcome. Raises ClusterError, or OutlastError before any change if the cluster
+    has another operator or a controller that the operator replaces."""
     _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
@@ -94,7 +85,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create: the server cannot dry-run the creation of objects in it."""
+    """The namespace that a dry run would create, in which the server cannot dry-run creations."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Outcome("created", document)
@@ -148,7 +139,6 @@ def _still_deleting(document: Document) -> str:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-    """Wait until the API server serves a CustomResourceDefinition's kind. Raises ClusterError on timeout."""
 
     def established(definition: Document) -> bool:
         if refused := pod_status.condition(definition, "NamesAccepted", "False"):
@@ -162,7 +152,7 @@ def _wait_established(cluster: Cluster, name: str) -> None:
 def wait_for(
     cluster: Cluster, kind: Kind, name: str, holds: Callable[[Document], bool], *, timeout_s: float, namespace: str | None = None
 ) -> Document | None:
-    """Wait until `holds` is true for an object, and return the object, or None on timeout."""
+    """Return an object once `holds` is true for it; None on timeout."""
     with within(timeout_s) as stop:
         for change in cluster.watch(kind, stop=stop, namespace=namespace, fields=f"metadata.name={name}"):
             if change.type != "deleted" and holds(change.document):
@@ -171,7 +161,7 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. Returns findings about why it does not, if the wait times out."""
+    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -196,8 +186,7 @@ def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Find
 
 
 def jobs(cluster: Cluster) -> list[str]:
-    """Return all ElasticJobs whose definitions are Outlast's, as `namespace/name`. Raises Forbidden: a user who may not list jobs
-    may not delete them."""
+    """Return Outlast's ElasticJobs as `namespace/name`. Raises Forbidden if the user may not list them."""
     elastic_jobs: list[Document] = []
     for kind in dropins.ELASTIC_JOBS:
         definition = cluster.find(kinds.CRD, kind.resource)
@@ -209,11 +198,8 @@ def jobs(cluster: Cluster) -> list[str]:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
-    """Delete the objects that `ensure` created, in reverse order. The definitions are deleted first, and only with `crds`, since
-    all jobs are deleted with them.
-
-    Raises OutlastError, before anything is changed, if the operator is in another namespace.
-    """
+    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only with `crds`.
+    Raises OutlastError, before any change, if the operator is in another namespace."""
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
@@ -252,7 +238,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete our namespace, and wait until it is gone, since nothing can be installed there before that."""
+    """Delete the namespace and wait until it is gone, because nothing can be installed in it before that."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -265,7 +251,6 @@ def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome
 
 
 def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    """Return why a namespace must not be deleted, or an empty string if everything in it is Outlast's."""
     if not ownership.owned(namespace):
         return "it was not made by `outlast install`"
     others = []
@@ -281,8 +266,7 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` created an object, or the cluster itself creates such an object in every namespace. A job's objects
-    also have the label of what `ensure` creates, but they have their job's label, too."""
+    """Return whether `ensure` or the cluster created an object. Jobs' objects, which Outlast also owns, have a job's label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:
@@ -291,7 +275,7 @@ def _goes_with_namespace(kind: Kind, document: Document) -> bool:
 
 
 def check_namespace(name: str) -> str:
-    """Check that the operator may be installed in a namespace, and return its name. Raises OutlastError."""
+    """Return a namespace's name if the operator may be installed in it. Raises OutlastError."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

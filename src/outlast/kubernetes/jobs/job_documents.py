@@ -1,7 +1,7 @@
-"""Jobs' documents in a cluster: each job's workload, pods and job file, and the objects created along with the workload.
+"""Jobs' documents in a cluster: workloads, pods, job files, and the objects created along with a workload.
 
-A job is the newest workload (ElasticJob, Job, StatefulSet) that carries its name; `name` is always the name in the job file. No
-state is kept here: any machine with the necessary rights may control any job.
+A job is the newest workload (ElasticJob, Job, StatefulSet) with its name, which is the name in the job file. No state is kept
+here.
 """
 
 from __future__ import annotations
@@ -27,18 +27,17 @@ if TYPE_CHECKING:
 Document = api.Document
 
 KINDS = (*dropins.ELASTIC_JOBS, kinds.JOB, kinds.STATEFUL_SET)
-"""Kinds of workload that a job can be."""
 COMPANIONS = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.POD_GROUP, kinds.VOLCANO_GROUP)
-"""Kinds of objects that are created along with a workload and deleted with it. Claims are kept: they hold data and output."""
+"""Kinds of objects that are created and deleted with a workload. Claims are kept, because they hold data."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
-"""Label selector for workers, which excludes evaluations. A drop-in's pods have their template's labels."""
+"""Selects workers by excluding evaluations, because a drop-in's pods have only their template's labels."""
 _AGENT_TIMEOUT_S = 3.0
 _MAX_CONCURRENT = 16
 
 
 class Workloads:
-    """The documents for the jobs in one namespace."""
+    """The documents of the jobs in one namespace."""
 
     def __init__(self, cluster: api.Cluster) -> None:
         self.cluster = cluster
@@ -47,7 +46,7 @@ class Workloads:
     def list_(
         self, name: str = "", of_kinds: Sequence[kinds.Kind] = KINDS, *, everywhere: bool = False, selector: str = ""
     ) -> list[Document]:
-        """Return the workloads of one job, or of all jobs that a label selector matches, in one namespace or in all."""
+        """Return the workloads of one job or of all jobs. Raises Forbidden if no kind may be listed."""
         workloads: list[Document] = []
         denied: dict[kinds.Kind, Forbidden] = {}
         listed = 0
@@ -107,7 +106,7 @@ class Workloads:
         return [pod for pod in self.pods(job_name(workload)) if belongs_to(pod, workload)]
 
     def job(self, workload: Document) -> Job | None:
-        """Return a workload's job file as its pods read it, or None if we may not read it or it has another version."""
+        """Return the job file that a workload's pods read; None if it cannot be read."""
         from outlast.job import spec
 
         try:
@@ -129,22 +128,22 @@ class Workloads:
         return job_sizes(job) if job else None
 
     def status(self, name: str) -> JobStatus:
-        """Return a job's status; its agents are queried for their current step."""
+        """Return a job's status, with the current step from its agents."""
         return job_status.status(self.snapshot(name, self.existing(name), self.pods(name), query_agents=True))
 
     def recorded(self, name: str) -> JobStatus:
-        """Return a job's status according to its workload alone."""
+        """Return a job's status from its workload alone."""
         return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
-        """Return the URL of the store with a job's output, or an empty string if the output is in no store."""
+        """Return the URL of a job's output; empty if it is in no store."""
         stored = self.recorded(name).store
         return stored.url if stored else ""
 
     def snapshot(
         self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, query_agents: bool
     ) -> job_status.Snapshot:
-        """Return a snapshot of a job's newest workload and its pods, with the agents' metrics if `query_agents` is set."""
+        """Return a snapshot of a job's newest workload and its pods."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.final_state(each) is None]
         own = [
@@ -160,7 +159,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """Return the agents' metrics by pod name, and the error if access to some was denied."""
+        """Return the agents' metrics by pod name, and an error if access was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -190,13 +189,13 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
-        """Set the number of pods for a workload without a field for suspension; an annotation records the former number."""
+        """Set the number of pods of a workload that cannot be suspended, and record `former` in an annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: former}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
-        """Make a workload an owner of an object; the object is deleted together with its last owner."""
+        """Make a workload an owner of an object, which is deleted with its last owner."""
         meta, uid = document["metadata"], workload["metadata"]["uid"]
         owners = meta.get("ownerReferences") or []
         if uid not in [owner["uid"] for owner in owners]:
@@ -213,7 +212,7 @@ class Workloads:
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
     def companions(self, name: str) -> Iterator[tuple[kinds.Kind, Document]]:
-        """Yield the objects created along with a job's workloads, which may still exist when the workloads are gone."""
+        """Yield the objects that were created along with a job's workloads, and may outlive them."""
         component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
         for kind, labels in [*((kind, "") for kind in COMPANIONS), (kinds.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
@@ -230,8 +229,7 @@ class Workloads:
                     self.cluster.delete(kinds.POD, pod["metadata"]["name"], grace_s=grace_s)
 
     def wait_until_gone(self, kind: kinds.Kind, workload: Document) -> None:
-        """Wait until a workload and its pods are gone, at most for the grace period plus a minute. Raises Unanswered on
-        timeout."""
+        """Wait until a workload and its pods are gone. Raises Unanswered a minute after the grace period."""
         meta = workload["metadata"]
         graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
         deadline = time.monotonic() + 60 + max(graces, default=0)

@@ -1,6 +1,5 @@
-"""A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `status(snapshot)` is a
-function of documents and a time, which `KubernetesBackend` reads. An ElasticJob's status is the one that the operator writes; the
-pods only add where the workers run."""
+"""A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `KubernetesBackend` reads
+these. The operator writes an ElasticJob's status; the pods add only where the workers run."""
 
 from __future__ import annotations
 
@@ -21,10 +20,10 @@ Document = Mapping[str, Any]
 Metrics = Mapping[str, float]
 
 REPLICAS = "outlast.dev/replicas"
-"""Annotation on a suspended StatefulSet: the number of workers before the suspension."""
+"""Annotation with a suspended workload's former number of workers."""
 
 RECONCILED_WITHIN_S = 15.0
-"""Maximum time until an operator reconciles a new job: usually about a second, and this long if the leader has just failed."""
+"""Maximum time until an operator reconciles a new job, in seconds. It takes this long if the leader has just failed."""
 
 
 @dataclass(frozen=True)
@@ -37,18 +36,17 @@ class Snapshot:
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
     """The agents' metrics, by pod name."""
     allowed_sizes: tuple[int, int] | None = None
-    """`workers.min` and `max` of the job file, if the file could be read."""
+    """`workers.min` and `max`, or None if the job file could not be read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Names of unfinished workloads that were created from earlier versions of the job's file."""
+    """Unfinished workloads from earlier versions of the job file."""
     query_error: str = ""
     now: float = float("inf")
     """The current time, in seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Return one agent's metrics, parsed from Prometheus' text format. Names lack the prefix `outlast_`; per-rank metrics are
-    named `name/rank`."""
+    """Parse an agent's metrics. Names lack the prefix `outlast_`; per-rank metrics are called `name/rank`."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
@@ -103,7 +101,6 @@ def status(snapshot: Snapshot) -> JobStatus:
 
 
 def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
-    """Return the observed status, completed from the one that the operator has written to the ElasticJob."""
     written = workload.get("status") or {}
     if dropins.has(workload):
         fields_ = {"restarts": written.get("restarts"), "started": pods.timestamp(written.get("startTime")) or None}
@@ -121,8 +118,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Return a run's events that the cluster has recorded in addition to its ledger: the operator's ledger entries and, unless
-    they are among these, the submission and the end."""
+    """Return events that only the cluster has recorded: the operator's ledger entries, and the submission and the end if these
+    lack them."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
@@ -134,18 +131,18 @@ def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
 
 
 def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
-    """Return each worker's pod: the newest one that is not being deleted, or else the newest."""
+    """Return each worker's newest pod, preferring pods that are not being deleted."""
     return {pods.index(pod): pod for pod in sorted(documents, key=lambda pod: (not pods.terminating(pod), pods.created_at(pod)))}
 
 
 def _desired_workers(workload: Document) -> int:
-    """Return the number of workers; for a suspended workload, the number before the suspension."""
+    """Return the number of workers, or the number before the suspension."""
     annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workload_template.replicas(workload) or int(annotation or 0)
 
 
 def is_suspended(workload: Document) -> bool:
-    """Return whether a workload is suspended, so that it should have no pods."""
+    """Return whether a workload should have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
@@ -221,8 +218,7 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """Return a StatefulSet's final state: Failed if any worker failed, otherwise Succeeded, or None until all have ended. Its
-    pods stay after their workers end."""
+    """Return a StatefulSet's final state, or None. Its pods outlive their workers."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
@@ -253,7 +249,6 @@ def _failure(documents: Sequence[Document]) -> Failure | None:
 
 
 def _snapshot(reported: Collection[Metrics]) -> SnapshotStatus | None:
-    """Return the newest snapshot in memory that an agent of the newest generation reports."""
     newest: Metrics = max(reported, key=lambda m: (m.get("generation", 0), m.get("snapshot_step", 0)), default={})
     step = round(newest.get("snapshot_step", 0))
     return SnapshotStatus(step=step, every=round(newest.get("snapshot_every", 0))) if step else None
@@ -293,7 +288,7 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
 
 
 def _largest(told: Metrics, name: str) -> tuple[float, int]:
-    """Return the largest value of a per-rank metric, and its rank; (0, 0) if no rank has it."""
+    """Return a per-rank metric's largest value and its rank, or (0, 0)."""
     values = ((value, key.rpartition("/")) for key, value in told.items())
     return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
 
@@ -323,7 +318,7 @@ def _output(snapshot: Snapshot) -> str:
     if _is_download(snapshot.workload):
         return str((workload_template.template(snapshot.workload)["spec"]["containers"][0].get("command") or [""])[-1])
     if dropins.has(snapshot.workload):
-        return ""  # wherever its script writes it
+        return ""  # only its script knows the output
     return _url(snapshot) or f"{_environment(snapshot.workload).get(Env.OUTPUT, f'/out/{snapshot.name}')} in its pods"
 
 

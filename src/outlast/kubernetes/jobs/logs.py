@@ -1,7 +1,6 @@
-"""Logs from a job's pods: merged, or followed across restarts and new pods, with each line exactly once.
+"""Logs of a job's pods: merged, or followed across restarts and new pods.
 
-Used by `KubernetesBackend.logs`. Each line carries the time at which the node wrote it, so a reader that has lost its connection
-can continue: no line is lost as long as the node still has it, and none is repeated.
+The node's timestamps let a reader continue after a lost connection. No line is repeated, and none is lost while the node has it.
 """
 
 from __future__ import annotations
@@ -22,18 +21,14 @@ from outlast.kubernetes import api
 from outlast.kubernetes.api import kinds, pod_status
 
 _QUEUE = 10_000
-"""Maximum number of items (log lines, pod changes, messages) waiting to be handled."""
 _POLL_S = 1.0
-"""Interval between checks of whether the job is over."""
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
-"""RFC 3339, the format that nodes use for times."""
 _QUIET_S = 30.0
-"""After the job has ended, a worker that writes nothing for this long is no longer followed. Until then it may still be uploading
-its output. Its pod's phase does not show the end: its node may be lost, and no controller may delete the pod."""
+"""Once the job has ended, a worker that writes nothing for this many seconds is no longer followed. Until then it may upload its
+output. Its pod's phase may never show its end, for example on a lost node."""
 _MAX_FOLLOW_S = 300.0
-"""How long a worker is followed, at most, after the job has ended."""
+"""How long to follow a worker after the job's end, in seconds."""
 _PAUSE_S = 0.5
-"""Pause before reconnecting to a log after its connection has ended."""
 
 
 def merge(
@@ -44,8 +39,8 @@ def merge(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """Yield the lines of all pods, ordered by time; with `tail`, the last lines of each worker's newest pod. `say` is called for
-    a pod whose node does not answer; if no node answers, the error is raised."""
+    """Yield the pods' lines by time; with `tail`, the last lines of each worker's newest pod. `say` reports nodes that do not
+    answer. Raises Unanswered if none does."""
     begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
@@ -67,11 +62,11 @@ def merge(
 def _existing_lines(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
-    """Yield a pod's times and lines, including those before its container's last restart."""
+    """Yield a pod's lines with their times, including those before its container's last restart."""
     meta, index = pod["metadata"], pod_status.index(pod)
     restarted = tail is None and int(pod_status.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if restarted else (False,):
-        with contextlib.suppress(Absent, Refused):  # gone meanwhile, or its node has forgotten that log
+        with contextlib.suppress(Absent, Refused):  # the pod is gone, or its node has deleted that log
             options = api.LogOptions(
                 container=pod_status.container_name(pod), tail=tail, since_s=since_s, previous=previous, timestamps=True
             )
@@ -82,20 +77,20 @@ def _existing_lines(
 
 @dataclass
 class Follower:
-    """Follows pods' logs: one thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
+    """Follows pods' logs. One thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
 
     cluster: api.Cluster
     labels: str
     is_over: Callable[[], bool]
-    """Returns whether the job has ended; called every second in a separate thread."""
+    """Called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     is_finished: Callable[[str], bool] = lambda _: False
-    """Returns whether the pod with this name, which stays up after the job's end, will write nothing more."""
+    """Returns whether a pod will write nothing more, although it stays up."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     tail: int | None = None
     since_s: float | None = None
     say: Callable[[str], None] = lambda _: None
-    """Called with the reason for waiting whenever it changes, and when the cluster does not answer."""
+    """Called with each new reason for waiting, and when the cluster does not answer."""
 
     def __post_init__(self) -> None:
         self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
@@ -105,8 +100,7 @@ class Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the lines of all present and future pods, until the job is over and all logs have been read, or the remaining
-        pods write nothing for `_QUIET_S`."""
+        """Yield the lines of all present and future pods, until the job is over and its logs are read or quiet for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that are still open; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
@@ -137,8 +131,8 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether the job is over and nothing is left to read. Threads are checked before the queue, as a thread queues
-        its last line before it ends."""
+        """Return whether nothing is left to read. Threads are checked first, because a thread queues its last line before it
+        ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
@@ -155,7 +149,7 @@ class Follower:
         def guarded() -> None:
             try:
                 work()
-                self._put(None)  # so that the end of this thread is noticed
+                self._put(None)  # wakes up `lines`, which checks whether threads are alive
             except BaseException as error:
                 self._put(error)
 
@@ -165,7 +159,7 @@ class Follower:
 
     def _watch(self) -> None:
         while not self._stop.is_set():
-            with contextlib.suppress(Unanswered):  # from the first list; later the watch retries, and the other thread says so
+            with contextlib.suppress(Unanswered):  # from the first list; after that, the watch retries
                 for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
                     self._put(change)
             self._stop.wait(_PAUSE_S)
@@ -174,7 +168,7 @@ class Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """Return all pods if the job is over, otherwise None: the watch may not have reported some of them yet."""
+            """Return all pods once the job is over. The watch may not have reported them all."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -224,11 +218,10 @@ class _Reader:
         self.name, self.namespace = pod["metadata"]["name"], pod["metadata"]["namespace"]
         self._uid, self._container, self._index = pod["metadata"]["uid"], pod_status.container_name(pod), pod_status.index(pod)
         self._restarts = int(pod_status.container_status(pod).get("restartCount", 0))
-        """Number of container restarts when we started reading this log."""
+        """Number of container restarts when this reader last read the pod."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
-        """Time of the newest line, and the number of lines with that time. Kept when the container restarts, so that lines that
-        were read before we learned of the restart are not repeated."""
+        """The newest line's time, and the number of lines with that time. A restart keeps them, so that no line is repeated."""
 
     def read(self) -> None:
         if self._restarts and self._tail is None:
@@ -264,7 +257,6 @@ class _Reader:
         return None
 
     def _lines(self, *, follow: bool = False, previous: bool = False) -> None:
-        """Queue the lines that have not been queued yet."""
         skip, begin = self._lines_at_last, self._last
         if self._stop.is_set():
             return
@@ -293,18 +285,17 @@ class _Reader:
                 self._last = stamp
                 self._last_line_at = time.monotonic()
                 self._put(LogLine(self._index, text))
-        except (Absent, Refused, Unanswered):  # gone, not restarted yet, or unreachable: `read` finds out which
+        except (Absent, Refused, Unanswered):  # the pod is gone, not restarted yet, or unreachable: `read` checks
             return
 
 
 def _split(line: str) -> tuple[tuple[str, str], str] | None:
-    """Return the time and text of a line that begins with a time; None for the kubelet's own messages, such as the one that says
-    that a log no longer exists (`unable to retrieve container logs for containerd://...`)."""
+    """Return a line's time and text; None for the kubelet's own messages, such as `unable to retrieve container logs`."""
     stamp, _, text = line.partition(" ")
     return (_sort_key(stamp), text) if _TIMESTAMP.fullmatch(stamp) else None
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Return a time in a form that can be compared with other times from the same node: Go omits trailing zeros in fractions."""
+    """Return a timestamp in a form that can be compared. Go omits trailing zeros in fractions."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

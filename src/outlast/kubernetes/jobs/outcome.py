@@ -1,7 +1,6 @@
-"""A job's outcome as named values, which are the outputs of a pipeline step that trains.
+"""A job's outcome as named values: the outputs of a pipeline step that trains.
 
-`outcome` is a pure function of the job's status and the outputs from its store, which `read` fetches. Each unknown value has a
-reason.
+`outcome` is a pure function of the job's status and the outputs from its store, which `read` fetches.
 """
 
 from __future__ import annotations
@@ -27,23 +26,23 @@ OUTPUTS = (
 )
 """Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
-"""The file with all outputs, next to the files with one output each."""
+"""The file with all outputs. Each also has a file of its own."""
 _LINES = 500
-"""How many lines to read from the end of the metrics, since not every line contains a loss."""
+"""Number of last lines of the metrics to read. Not every line contains a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
-"""Files with metrics that the recipes write into their output, in order of precedence."""
+"""Metrics files that the recipes write, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
 
 
 @dataclass(frozen=True)
 class Outcome:
-    """The values of the outputs, and why some are unknown."""
+    """The values of the outputs, and the reasons why some are unknown."""
 
     values: Mapping[str, str | int | float]
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self) -> dict[str, str]:
-        """Every output as text; empty if its value is unknown."""
+        """Return every output as text; empty if its value is unknown."""
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
@@ -52,7 +51,7 @@ class Outcome:
         return json.dumps(_finite(document), indent=2) + "\n"
 
     def write(self, directory: Path) -> None:
-        """Write one file per output, and one with all outputs. Raises OSError."""
+        """Write a file for each output, and one with all outputs. Raises OSError."""
         directory.mkdir(parents=True, exist_ok=True)
         for name, text in self.texts().items():
             files.replace(directory / name, text)
@@ -60,7 +59,7 @@ class Outcome:
 
 
 def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, now: float) -> Outcome:
-    """Return an ended job's outputs. `stored` is the result of `read`: the outputs in the store, or why it cannot be read."""
+    """Return an ended job's outputs. `stored` is the result of `read`."""
     values_by_name: dict[str, Any] = {
         "job": status.name,
         "namespace": namespace,
@@ -92,14 +91,14 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return the metric outputs, from the recipes' files in order of precedence and from lines of metrics.jsonl."""
+    """Return metric outputs from `evaluations`, in order of precedence, or else from the newest lines of `logged`."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the document with null in place of infinite numbers and NaN, which JSON lacks."""
+    """Replace infinite numbers and NaN, which JSON lacks, by null."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
@@ -112,7 +111,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """Return the outputs that are in a job's store, or a sentence about why the store cannot be read."""
+    """Return the outputs from a job's store, or why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"
@@ -157,7 +156,6 @@ def _document(place: Any, name: str) -> Mapping[str, Any]:
 
 
 def _parsed(text: bytes) -> Mapping[str, Any]:
-    """Parse a JSON object; empty if the text is anything else."""
     with contextlib.suppress(ValueError):
         value = json.loads(text)
         return value if isinstance(value, dict) else {}

@@ -1,14 +1,11 @@
 """Ships a job's code to its pods: through a ConfigMap if the code is small, else through the store that the job writes to.
 
-`pack` packs local code and sets its location in the job. Nothing is written to a store before `upload`, so `render` writes
-nothing.
-
     with pack(job, excluded=[job_file]) as parcel:
         parcel.upload()                                                  only if the code goes to a store
         documents = manifests.render(parcel.job, topology, code=parcel.code)
 
-A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named after their SHA-256, so that an
-archive that has been shipped once is not shipped again.
+Only `upload` writes to a store. A job whose code is in a store, in the image or on a volume is left unchanged. Archives are named
+after their SHA-256, so that the same archive is not shipped twice.
 """
 
 from __future__ import annotations
@@ -32,32 +29,30 @@ if TYPE_CHECKING:
     from collections.abc import Sequence
 
 CONFIG_MAP_BYTES = 700 << 10
-"""Maximum size of an archive in a ConfigMap, which may hold 1 MiB; in JSON, the archive is a third larger."""
+"""Maximum archive size in a ConfigMap, which holds 1 MiB. Base64 adds a third."""
 CLIENT_APPLY_BYTES = 190 << 10
-"""Maximum size of an archive for kubectl's client-side apply, which stores a copy of the ConfigMap in an annotation of at most
-256 KiB."""
+"""Maximum archive size for kubectl's client-side apply, which copies the ConfigMap to an annotation of at most 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store that jobs write to. It holds archives named by their SHA-256, shared by all jobs."""
+"""Directory in the store for archives, which all jobs share."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Parcel:
-    """Code to be shipped to pods. Made by `pack`."""
+    """Code to be shipped to pods. `pack` creates it."""
 
     job: spec.Job
-    """The job, with its code's location in pods."""
+    """The job, with the code's location in pods."""
     code: bytes = b""
-    """The archive for the ConfigMap (`manifests.render(..., code=)`); empty if no ConfigMap is used."""
+    """The archive for the ConfigMap; empty if no ConfigMap is used."""
     sentence: str = ""
-    """A sentence such as `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
+    """For example `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
     url: str = ""
-    """URL of the archive in a store, which must be uploaded before pods start; empty if no store is used."""
+    """Where to upload the archive before pods start; empty if no store is used."""
     archive: Path = Path()
-    """Path of the archive, valid until the end of `pack`'s `with` block."""
+    """The archive's path, valid within `pack`'s `with` block."""
 
     def upload(self) -> bool:
-        """Put the archive into the store, unless no store is used or the archive is already there. Returns whether it was
-        uploaded. Raises StoreError."""
+        """Upload the archive if a store lacks it, and return whether it was uploaded. Raises StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
@@ -73,11 +68,10 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """Yield a job's code, packed if it is on this machine and pods cannot see it there.
+    """Yield a job's code, packed if pods cannot see it.
 
-    `excluded` are paths in the code's directory that are not code, above all the job file: suspending a job must not change its
-    code. The job's data, models and output are excluded as well. `limit` is the maximum size of an archive for a ConfigMap.
-    Raises OutlastError.
+    `excluded` are paths that are not code, above all the job file, so that suspending a job does not change its code. `limit` is
+    an archive's maximum size in a ConfigMap. Raises OutlastError.
     """
     local_code = volumes.code_to_ship(job.spec)
     if local_code is None:
@@ -144,7 +138,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> O
 
 
 def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
-    """Return the parcel for an archive, or None if neither a ConfigMap nor a store can hold it."""
+    """Return None if neither a ConfigMap nor a store can hold the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     url, data, parent = "", b"", volumes.store_parent(job.spec)
@@ -161,7 +155,7 @@ def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parc
 
 
 def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield the environment's files that are shipped with the code: (field, name of the file in the code)."""
+    """Yield (field, file name) for the environment's files that are shipped with the code."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:
             name = Path(file).relative_to(root).as_posix()

@@ -25,12 +25,11 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation on a submitted workload: the value that the label `run` would have if the file were applied without `submit`."""
+"""Annotation with the `run` label that the file has when it is applied without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return a job's documents for the operator. `run` identifies the submission (a digest of the file if None); `fresh` starts a
-    new run."""
+    """Return a job's documents for the operator. `run` defaults to a digest of the file."""
     from outlast.kubernetes import manifests
 
     del source
@@ -38,7 +37,6 @@ def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> l
 
 
 def _release_owner(url: str) -> str:
-    """Remove the owner from the unfinished run in a store. Returns a sentence about it."""
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
 
@@ -50,15 +48,12 @@ _REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
 class Submission:
-    """Submits one job to a namespace."""
-
     def __init__(self, workloads: Workloads, documents: Callable[[Job, Path, str | None, bool], list[Document]]) -> None:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step: `Job train-0a1b2c3d created`. `take_over` stops the job that is
-        currently training the run in the store, for instance in another namespace. Raises AlreadyRunning if that may be this
-        job."""
+        """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. `take_over` takes the run in
+        the store from the job that trains it elsewhere. Raises AlreadyRunning if that may be this job."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
@@ -102,7 +97,7 @@ class Submission:
                     self.workloads.adopt(each, result.new)
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
-        """Reopen a succeeded job's run if the job now requests more steps or epochs, so that workers continue the run."""
+        """Reopen a succeeded job's run if the job now requests more steps or epochs."""
         from outlast.job.spec import version_differences
         from outlast.kubernetes.manifests import volumes as places
         from outlast.storage import runs, store
@@ -129,7 +124,7 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store that has the run to take over. Raises AlreadyRunning if the job already exists in this namespace."""
+        """Return the store of the run to take over. Raises AlreadyRunning if this namespace has the job."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -143,8 +138,8 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret that workers use to authenticate each other, unless it exists already. Returns the Secret, if the job
-        is to adopt it, and a sentence."""
+        """Create the Secret with which workers authenticate each other, if missing. Return it if the job is to adopt it, and a
+        sentence."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
@@ -164,15 +159,14 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return a workload's final state, or None if it has not ended. For a StatefulSet, the agents are queried."""
+        """Return a workload's final state, or None. Only the agents know a StatefulSet's end."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
 
     def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Return whether two workloads were made from the same file. False if the existing one is an ElasticJob that has not
-        ended."""
+        """Return whether two workloads are from the same file. An unfinished ElasticJob counts as different."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -181,13 +175,11 @@ class Submission:
         return _training_spec(new) == _training_spec(existing)
 
     def _continuation(self, name: str) -> str:
-        """Return a phrase about how a failed job's run continues when the job is submitted again."""
         if self.workloads.store_url(name) or has_claim(self.workloads.existing(name)[0]):
             return "goes on from its newest checkpoint"
         return "begins anew, since its output was in its pods"
 
     def _resume_existing(self, existing: Document, desired: Document, ended: State | None) -> str:
-        """Resume the existing workload if it is suspended. Returns a sentence about it."""
         title = existing["metadata"]["name"]
         if ended is not None:
             return f"{existing['kind']} {title} has ended ({ended}) and is not run again; --fresh does"
@@ -197,9 +189,8 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """Return the existing object with a document's name, or None if there is none or if its owners are gone. In the
-        latter case the object is deleted here, since garbage collection may otherwise delete it after the new workload has begun
-        to use it."""
+        """Return the existing object, or None. An object whose owners are gone is deleted first: garbage collection might
+        otherwise delete it while the new workload uses it."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)
@@ -214,7 +205,7 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """Delete workloads that block a new job. Returns messages for the user. Raises AlreadyRunning if one must stay."""
+        """Delete workloads that block a new job, and return messages for the user. Raises AlreadyRunning if one must stay."""
         desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):
@@ -238,7 +229,7 @@ class Submission:
 
 
 def _training_spec(elastic_job: Document) -> Document:
-    """Return an ElasticJob's spec without `replicas`, which scaling changes, to tell whether two jobs are the same."""
+    """Return an ElasticJob's spec without `replicas`, which scaling changes."""
     spec = api.without_server_fields(elastic_job)["spec"]
     return {**spec, "workers": {**spec.get("workers", {}), "replicas": None}}
 

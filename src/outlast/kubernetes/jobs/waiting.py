@@ -4,8 +4,7 @@
     waiter.submit(lambda: backend.submission.apply(job, source=file))
     result = waiter.wait()
 
-Only the end of the job ends the wait, which continues while the API server is unavailable or the job is suspended or queued.
-Clock and sleep are parameters, so that tests need not wait.
+The wait continues while the API server is unavailable or the job is suspended or queued.
 """
 
 from __future__ import annotations
@@ -31,29 +30,26 @@ from outlast.kubernetes.jobs.job_documents import Workloads
 T = TypeVar("T")
 
 POLL_S = 5.0
-"""Poll interval for the job's status."""
 PROGRESS_S = 60.0
-"""Interval between progress reports; a change of state is reported immediately."""
+"""Interval between reports, in seconds. A change of state is reported at once."""
 _SUBMIT_S = 600.0
-"""How long to retry the submission while the API server is unavailable, in seconds."""
 _UNSERVED_S = 300.0
-"""How long the job's kind may be unserved, in seconds: an API server that has just started may not serve it yet."""
+"""How long the job's kind may be unserved, in seconds, for example by an API server that has just started."""
 _CANCEL_S = 15.0
-"""How long to retry the cancellation, in seconds: a pod has 30 s after SIGTERM."""
+"""How long to retry the cancellation, in seconds. A pod has 30 s after SIGTERM."""
 
 ReadStep = Callable[[], tuple[api.Document | None, api.Document | None]]
-"""Reads the step's pod and the Workflow that owns it, which are the arguments for `reason_to_continue`."""
+"""Reads the step's pod and the Workflow that owns it, for `reason_to_continue`."""
 
 
 class Code(enum.IntEnum):
-    """Exit codes of a wait. In addition, a refused request exits with 1 and a wrong command line with 2."""
+    """Exit codes of a wait. A refused request exits with 1, and a wrong command line with 2."""
 
     SUCCEEDED = 0
     FAILED = 3
     GONE = 4
     """Somebody else has cancelled or replaced the job."""
     TERMINATED = 143
-    """This process received SIGTERM."""
 
 
 @dataclass(frozen=True)
@@ -73,16 +69,15 @@ class Waiter:
     now: Callable[[], float] = time.monotonic
     sleep: Callable[[float], None] = time.sleep
     may_cancel: bool = False
-    """True if we may cancel the job with this name, because we have submitted it or only we use the name."""
+    """Whether the job may be cancelled, because it was submitted here or nobody else uses its name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """A context manager that defers SIGTERM: once the job exists, SIGTERM must not be handled before we have recorded that we
-    may cancel the job."""
+    """Defers SIGTERM until a submitted job is recorded in `may_cancel`."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
     def submit(self, apply: Callable[[], Iterator[str]]) -> None:
-        """Submit the job, or attach to it if it is already submitted, and report each step. Raises OutlastError."""
+        """Submit the job, or attach to it, and report each step. Raises OutlastError."""
 
         def attempt() -> None:
             with self.defer_sigterm():
@@ -113,7 +108,7 @@ class Waiter:
         return self._ended_elsewhere(None)
 
     def on_sigterm(self, mode: str, read_step: ReadStep) -> WaitResult:
-        """Cancel the job after SIGTERM, or leave it running. `mode` is `cancel` or `leave`."""
+        """Cancel the job after SIGTERM, unless `mode` is `leave`."""
         reason = "--on-terminate is leave" if mode == "leave" else "" if self.may_cancel else "it was not submitted yet"
         try:
             outcome = f"is not cancelled: {reason}" if reason else self._retry(lambda: self._cancel(read_step), _CANCEL_S)
@@ -124,7 +119,7 @@ class Waiter:
         return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, read_step: ReadStep) -> str:
-        """Cancel the job, unless it should continue or has ended. Returns a phrase about the result. Raises ClusterError."""
+        """Cancel the job, unless it has ended or should continue, and return a phrase. Raises ClusterError."""
         if reason := reason_to_continue(*read_step()):
             return f"is not cancelled: {reason}"
         if self._uid:
@@ -137,7 +132,6 @@ class Waiter:
         return "is cancelled; what it has saved stays"
 
     def _request_status(self, *, query_agents: bool) -> JobStatus | None:
-        """Return the status of the submitted job, or None if the job is gone. `query_agents` adds the agents' steps."""
         try:
             workload = self.workloads.cluster.get(self._kind, self._title)
         except Absent:
@@ -150,8 +144,6 @@ class Waiter:
         return job_status.status(snapshot)
 
     def _retry(self, request: Callable[[], T], timeout_s: float = float("inf")) -> T:
-        """Return the response to a request, which is repeated while the API server is unavailable or does not serve a kind that
-        it served before."""
         since = self.now()
         unserved: float | None = None
 
@@ -174,7 +166,6 @@ class Waiter:
         return self._ended_elsewhere(status)
 
     def _failure_reason(self, status: JobStatus) -> str:
-        """Return the first problem that `outlast why` finds; if it finds none, the reason in the status."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence
 
@@ -185,7 +176,7 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """Return the result for a job that is gone: it was cancelled or replaced, unless its store shows an earlier end."""
+        """Return the result for a job that is gone. Its store may show that it ended before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -199,7 +190,7 @@ class Waiter:
 
 
 def _status_from_store(status: JobStatus) -> JobStatus | None:
-    """Return `status`, updated from the run's record in the store; None unless the run has succeeded or failed."""
+    """Return `status` updated from the run's record in the store; None unless the run has succeeded or failed."""
     if status.store is None or not status.run:
         return None
     from outlast.storage import runs, store
@@ -214,7 +205,7 @@ def _status_from_store(status: JobStatus) -> JobStatus | None:
 
 
 def progress(status: JobStatus) -> str:
-    """Format progress: `digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
+    """Format progress, such as `digits: Running: all 2 workers train; step 120 of 400, checkpoint of step 100`."""
     facts = []
     if status.step or status.steps:
         facts.append(f"step {status.step}" + (f" of {status.steps}" if status.steps else ""))
@@ -225,9 +216,8 @@ def progress(status: JobStatus) -> str:
 
 
 def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Return why a job should continue although its pipeline step received SIGTERM, or an empty string if the pipeline is being
-    terminated. Pure. `pod` is the step's pod, None if it cannot be read; `owner` is the Workflow that owns it, None if the
-    Workflow is gone."""
+    """Return why a job should continue although its step received SIGTERM; empty if the pipeline is being terminated. `pod` is
+    the step's pod, or None if it cannot be read; `owner` is its Workflow, or None if that is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
     terminated = spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0  # Kubeflow Pipelines sets 0
@@ -243,9 +233,8 @@ def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> 
 def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
-    """Return the pod that this process runs in, and the Workflow that owns it, if they exist and may be read. After a forced
-    deletion, a pod can be gone while its processes are still ending: then the pod returned is `last`, marked as being deleted.
-    Raises Unanswered."""
+    """Return this process's pod and the Workflow that owns it, if they can be read. After a forced deletion, the pod may be gone
+    before its processes; then `last` is returned, marked as being deleted. Raises Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.in_pod(environ):
         return None, None

@@ -1,7 +1,7 @@
-"""Kubeflow's documents as job files: `TrainJob` from its Trainer, and `PyTorchJob` from its training operator.
+"""Translates Kubeflow's `TrainJob` and `PyTorchJob` to job files.
 
-`fields.yaml` lists their fields: each becomes a field of an ElasticJob, is dropped with a sentence, or is translated by
-`translation`. A field that cannot be honoured is refused. See docs/decisions/0064-documents-of-others.md.
+`fields.yaml` says which fields are copied, dropped or left to `translation`; other fields are refused. See
+docs/decisions/0064-documents-of-others.md.
 """
 
 from outlast.kubernetes.kubeflow.translation import convert as convert

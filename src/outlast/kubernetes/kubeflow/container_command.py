@@ -1,7 +1,7 @@
-"""A training container's command: which script, module or code torchrun or python runs, and with which options. Pure.
+"""A training container's command: the script, module or code that torchrun or python runs, and its options. Pure.
 
-It understands `torchrun [OPTIONS] train.py`, `python -m torch.distributed.run`, `python train.py`, `python -m package`,
-`python -c CODE`, a shell's `-c` that ends with one of these, and a function as Kubeflow's SDK sends it.
+It understands torchrun and `python -m torch.distributed.run`, python with a script, `-m` or `-c`, a shell's `-c` that ends with
+one of these, and a function as Kubeflow's SDK sends it.
 """
 
 from __future__ import annotations
@@ -15,39 +15,37 @@ from collections.abc import Iterator, Sequence
 from outlast.job import contract
 
 HONOURED = ("nnodes", "nproc-per-node", "module", "m", "no-python")
-"""The torchrun options that matter to a job whose workers find one another by themselves."""
+"""torchrun options that matter although workers find each other by themselves."""
 _FLAGS = ("standalone", "module", "m", "no-python", "run-path", "use-env", "virtual-local-rank")
-"""The torchrun options that take no value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
+"""torchrun options without a value. https://docs.pytorch.org/docs/stable/elastic/run.html"""
 _FUNCTION = re.compile(
     r"""(?P<before>.*?)read -r -d '' SCRIPT << EOM\n(?P<code>.*)\nEOM\n"""
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",
     re.DOTALL,
 )
-"""A training function as Kubeflow's SDK sends it: its source in a heredoc."""
+"""A training function's source in a heredoc, as Kubeflow's SDK sends it."""
 
 
 class Unknown(ValueError):
-    """A command that cannot be translated; the message completes a sentence that begins with the command."""
+    """A command that cannot be translated. The message continues a sentence that begins with the command."""
 
 
 @dataclasses.dataclass(frozen=True)
 class Program:
-    """The program that a command runs. One of `script`, `module` and `code` is not empty."""
+    """The program that a command runs: a script, a module or code."""
 
     script: str = ""
     module: str = ""
     code: str = ""
     args: tuple[str, ...] = ()
     options: dict[str, str] | None = None
-    """The torchrun options by name, such as `nnodes`; None if the command does not use torchrun."""
+    """torchrun's options by name; None without torchrun."""
     directory: str = ""
-    """Directory that the shell changes to first."""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
-    """Variables that the shell exports first."""
 
 
 def read(words: Sequence[str]) -> Program:
-    """Return what a command runs. Raises Unknown."""
+    """Return the program that a command runs. Raises Unknown."""
     if not words or words[0].startswith("-"):
         raise Unknown("is missing, and what the image starts is not known here; write the command")
     program, rest = posixpath.basename(words[0]), [*words[1:]]
@@ -67,7 +65,6 @@ def read(words: Sequence[str]) -> Program:
 
 
 def _launched(rest: list[str]) -> Program:
-    """Return what torchrun starts with these arguments."""
     options: dict[str, str] = {}
     while rest and rest[0].startswith("-"):
         name, equals, value = rest.pop(0).lstrip("-").partition("=")
@@ -82,7 +79,8 @@ def _launched(rest: list[str]) -> Program:
 
 
 def _shell(text: str) -> Program:
-    """Return what a shell script's last command runs, if the commands before it only set variables and change the directory."""
+    """Return what a shell script's last command runs. Raises Unknown if earlier commands do more than set variables and
+    directories."""
     if function := _FUNCTION.fullmatch(text):
         program = _shell(f"{function['before']}\n{function['start']} function.py")
         return dataclasses.replace(program, script="", code=f"{function['code'].strip()}\n")
@@ -105,7 +103,7 @@ def _shell(text: str) -> Program:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield the words of each command, with `$NAME` as `$(NAME)`, which the worker replaces."""
+    """Yield each command's words, with `$NAME` written as `$(NAME)`, which the worker replaces."""
     lines = re.sub(r"^\s*#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""

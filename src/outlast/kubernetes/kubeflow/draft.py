@@ -1,4 +1,4 @@
-"""A draft of the job file that a Kubeflow document becomes, with the sentences that the user must see about it."""
+"""A draft of the job file for a Kubeflow document, with what the user must be told about it."""
 
 from __future__ import annotations
 
@@ -24,18 +24,17 @@ class Draft:
 
     source: str
     directory: Path
-    """The document's directory, which may hold the code."""
     spec: Document = dataclasses.field(default_factory=dict)
     said: list[str] = dataclasses.field(default_factory=list)
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher: dict[str, str] = dataclasses.field(default_factory=dict)
-    """The torchrun options by name, such as `nnodes`; `python` if training starts without torchrun."""
+    """torchrun's options by name, with the key `python` if training starts without torchrun."""
 
     def say(self, field: str, sentence: str) -> None:
         self.said.append(f"{field} {sentence}")
 
     def put(self, path: str, value: Any) -> None:
-        """Set the field at a path in `spec`, such as `restarts.limit`, unless the value is empty."""
+        """Set a field of `spec`, such as `restarts.limit`, unless the value is empty."""
         if value in (None, [], {}):
             return
         *above, name = path.split(".")
@@ -48,8 +47,7 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`; parts that a job file has no field for stay in its `template`.
-        Raises InvalidJob."""
+        """Translate a pod template with the container `trainer`. The rest is put into `template`. Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])
         trainer = next((dict(each) for each in containers if each.get("name") == contract.Pod.TRAINER), None)
@@ -105,7 +103,7 @@ class Draft:
             self.say(f"{field}: env {', '.join(dropped)}", "is dropped: Outlast sets what training processes need")
 
     def _take_command(self, trainer: Document, field: str) -> None:
-        """Translate the container's command. Files next to the document are the job's code; all other files are in the image."""
+        """Translate the command. Files next to the document become the job's code; other files must be in the image."""
         words = [*trainer.pop("command", ()), *trainer.pop("args", ())]
         try:
             program = container_command.read(words)
@@ -133,8 +131,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers: from torchrun's `--nnodes` if it is a range; otherwise `replicas`, with a minimum of 1 if
-        `elastic` is set."""
+        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, or else from `replicas`, with a minimum of 1 if
+        `elastic`."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

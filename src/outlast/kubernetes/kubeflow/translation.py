@@ -1,5 +1,5 @@
-"""Translates a `TrainJob` or a `PyTorchJob` into a job file, using the table `fields.yaml`, and rules for fields that have no
-single counterpart."""
+"""Translates a `TrainJob` or a `PyTorchJob` to a job file, by the table `fields.yaml` and by rules for fields without a single
+counterpart."""
 
 from __future__ import annotations
 
@@ -18,9 +18,9 @@ from outlast.kubernetes.kubeflow.draft import Document, Draft
 from outlast.kubernetes.manifests import overlay
 
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
-"""Image of the torch-distributed runtime in Kubeflow Trainer 2.3."""
+"""Image of Kubeflow Trainer 2.3's torch-distributed runtime."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
-"""The programs that Kubeflow's other runtimes start, by the first word of a runtime's name."""
+"""Frameworks of Kubeflow's other runtimes, by the first word of a runtime's name."""
 _KINDS = {"TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1"}
 _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "a mapping of names to values"}
 _QUEUE, _MULTIKUEUE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/multikueue"
@@ -28,12 +28,8 @@ _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
-    """Translate a Kubeflow document. Returns an ElasticJob, and a sentence for each field that is assumed or dropped; both are
-    empty for other documents.
-
-    `directory` may hold the script, beside the document; `source` names the document in errors. Raises InvalidJob with every
-    mistake, or with a field that cannot be honoured.
-    """
+    """Translate a Kubeflow document to an ElasticJob and sentences about fields that are assumed or dropped; both are empty for
+    other documents. `directory` may contain the script; `source` names the document in errors. Raises InvalidJob."""
     document = yaml_document.read(text, source=source, verbatim=_verbatim)
     fields: Document = _without_nulls(document.data) if isinstance(document.data, dict) else {}
     version, kind = str(fields.get("apiVersion")), str(fields.get("kind"))
@@ -57,7 +53,7 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
     metadata.get("annotations", {}).pop(_APPLIED, None)
     if queue := metadata.get("labels", {}).pop(_QUEUE, None):
         draft.put("scheduling.queue", queue)
-        draft.spec.pop("suspend", None)  # Kueue's, until it admits the job
+        draft.spec.pop("suspend", None)  # Kueue sets it until it admits the job
     own = {name: metadata[name] for name in ("name", "namespace", "labels", "annotations") if metadata.get(name)}
     job = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": own, "spec": draft.spec}
     spec.of(job, source=source)
@@ -65,8 +61,7 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
-    """Copy or drop fields according to the table. Yields the place of each unknown field or mistyped value, with a sentence about
-    it."""
+    """Copy or drop fields according to the table. Yields the place of each unknown or mistyped field, with a sentence."""
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))
     if target.startswith("-> "):
@@ -89,19 +84,17 @@ def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[P
 
 
 def _without_nulls(value: Any) -> Any:
-    """Return a document without nulls, which Kubernetes treats as absent."""
     if isinstance(value, dict):
         return {name: _without_nulls(each) for name, each in value.items() if each is not None}
     return [_without_nulls(each) for each in value if each is not None] if isinstance(value, list) else value
 
 
 def _verbatim(place: Place) -> bool:
-    """Return whether a value is kept as written, as are arguments, variables and labels."""
     return place[-1:] == ("value",) or place[-2:-1] in (("command",), ("args",), ("labels",), ("annotations",))
 
 
 def train_job(document: Document, draft: Draft) -> None:
-    """Translate a TrainJob; labels and annotations in its spec are added to those in its metadata. Raises InvalidJob."""
+    """Translate a TrainJob, adding its spec's labels and annotations to its metadata. Raises InvalidJob."""
     spec, metadata = document["spec"], document["metadata"]
     trainer = spec.get("trainer", {})
     runtime = spec.get("runtimeRef", {}).get("name", "")
@@ -145,7 +138,7 @@ def _templates(spec: Document) -> list[Document]:
 
 
 def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
-    """Yield the field of each pod patch, with the name of the Job whose pods it changes."""
+    """Yield each pod patch with its field and the name of the Job whose pods it changes."""
     for n, each in enumerate(spec.get("podTemplateOverrides", ())):
         patch = {name: each[name] for name in ("metadata", "spec") if name in each}
         yield from ((f"podTemplateOverrides[{n}]", target.get("name", ""), patch) for target in each.get("targetJobs", ()))
@@ -173,7 +166,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
         draft.launcher.setdefault("nnodes", f"{least}:{elastic.get('maxReplicas', least)}")
     replicas = sum(each.get("replicas", 1) for each in specs.values())
     draft.take_sizes(replicas, f"{field}.replicas", elastic=False)
-    if "maxRestarts" in elastic:  # torchrun's; backoffLimit is the pods'
+    if "maxRestarts" in elastic:  # torchrun's limit; backoffLimit limits pods' failures
         draft.spec.setdefault("restarts", {"limit": elastic["maxRestarts"]})
     restarts = specs[kind].get("restartPolicy", "OnFailure")
     if restarts == "Never":
@@ -183,7 +176,7 @@ def pytorch_job(document: Document, draft: Draft) -> None:
 
 
 def named_trainer(pod: Document, name: str) -> Document:
-    """Return a pod template, or a patch of one, with the container `name` renamed to Outlast's name for it."""
+    """Return a pod template, or a patch of one, with the container `name` renamed to `trainer`."""
     spec = pod.get("spec", {})
     given = spec.get("containers", ())
     containers = [{**each, "name": Pod.TRAINER} if each.get("name") == name else each for each in given]

@@ -1,7 +1,6 @@
 """A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
 
-Used by `outlast render`, the operator (`worker_pod.pod`) and `deploy/render.py` (`operator_deployment`, `crd`). The contract for
-a worker's pod is in `docs/decisions/0009-the-workers-pod.md`.
+`outlast render` and the operator use it. See docs/decisions/0009-the-workers-pod.md.
 """
 
 from __future__ import annotations

@@ -1,5 +1,4 @@
-"""The objects besides the workload: ConfigMaps with the job file and the code, the headless Service, claims, and the workers'
-rights."""
+"""The objects besides the workload: ConfigMaps, the headless Service, claims, the workers' Secret and their rights."""
 
 from __future__ import annotations
 
@@ -15,14 +14,14 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 
 
 def config(request: Request) -> Document:
-    """Return the ConfigMap with the job file. It is immutable: different content has a different name."""
+    """Return the immutable ConfigMap with the job file."""
     return kinds.CONFIG_MAP.document(
         labels.metadata(request, request.names.config), immutable=True, data=volumes.config_data(request)
     )
 
 
 def code(request: Request) -> list[Document]:
-    """Return the ConfigMap with the code archive, if there is one. Its name contains the archive's checksum."""
+    """Return the ConfigMap with the code archive, named after its checksum, if there is one."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -32,20 +31,19 @@ def code(request: Request) -> list[Document]:
 
 
 def service(request: Request) -> Document:
-    """Return the headless Service for the workers' DNS names. It includes pods that are not ready, since only pods in a world
-    are ready."""
+    """Return the headless Service for the workers' DNS names. It includes pods that are in no world and thus not ready."""
     return headless(labels.metadata(request, request.names.service), labels.selector(request.job.metadata.name), "rendezvous")
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """Return a headless Service for pods' rendezvous, including pods that are not ready; `target` is their port."""
+    """Return a headless Service for pods' rendezvous on the port `target`, including pods that are not ready."""
     port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
     fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
     return kinds.SERVICE.document(meta, spec=fields)
 
 
 def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None:
-    """Return the Secret that a workload's workers use to authenticate one another, or None for a single worker."""
+    """Return the Secret with which a workload's workers authenticate each other, or None for a single worker."""
     if not (name := _secret_name(job, workload)):
         return None
     meta: Document = {"name": name, "labels": labels.common(job)}
@@ -55,7 +53,6 @@ def key_secret(job: spec.Job, workload: Document, value: str) -> Document | None
 
 
 def _secret_name(job: spec.Job, workload: Document) -> str:
-    """Return the name of the Secret that the pods, or an ElasticJob's future pods, refer to; empty for a single worker."""
     if workload["kind"] == contract.KIND:
         return Names(job.metadata.name).service if job.spec.workers.max > 1 else ""
     containers = workload["spec"]["template"]["spec"]["containers"]
@@ -64,13 +61,13 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """Return the PersistentVolumeClaims to create, for volumes that have a size. `mode` is the default access mode."""
+    """Return the claims to create, for volumes with a size. `mode` is the default access mode."""
     claims = volumes.claims(request.spec, mode)
     return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
 
 def existing_claim(desired: Document, existing: Document) -> str:
-    """Return a sentence about an existing claim. As the claim may hold data, it is used and never changed."""
+    """Return a sentence about an existing claim, which is used unchanged because it may hold data."""
     requested, actual = _storage(desired), _storage(existing)
     differ = [
         f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]
@@ -79,7 +76,6 @@ def existing_claim(desired: Document, existing: Document) -> str:
 
 
 def _storage(claim: Document) -> dict[str, str]:
-    """Return the size, StorageClass and access mode that a claim requests."""
     size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
     return {
         "size": units.memory_text(units.memory(size)) if size else "",
@@ -89,16 +85,16 @@ def _storage(claim: Document) -> dict[str, str]:
 
 
 def worker_account(job: str) -> str:
-    """Return the name of the workers' account, which is also its Role's name."""
+    """Return the name of the workers' account and of its Role."""
     return f"{job}-worker"
 
 
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights for one job's workers: to create and change their Leases, each by its name, and to read their job. Rights
-    to create objects by name work because the workers use server-side apply, which is authorized with the object's name, unlike a
-    POST. `bound_account` is the account of the workers' pods; it defaults to the account created here."""
+    """Return the rights of one job's workers to write their own Leases and to read their job. They can create only these Leases,
+    because server-side apply, unlike a POST, is authorized with the object's name. `bound_account` defaults to the account
+    created here."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
 

@@ -1,5 +1,5 @@
-"""A one-pod Job that downloads a dataset to a claim or a store. It has a job's labels, so `outlast list`, `status`, `logs`, `why`
-and `cancel` work on it."""
+"""A one-pod Job that downloads a dataset to a claim or a store. With its labels, `outlast list`, `status`, `logs`, `why` and
+`cancel` work on it."""
 
 from __future__ import annotations
 
@@ -16,9 +16,8 @@ from outlast.kubernetes.manifests import labels, names, volumes
 from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 _TTL_S = 86_400
-"""How long the Job is kept after it ends, in seconds; its log can be read until then."""
 _RETRIES = 3
-"""Maximum number of retries; each continues from the files on the claim."""
+"""Maximum number of retries. Each continues from the files on the claim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -26,25 +25,24 @@ class Download:
     """A dataset and its destination."""
 
     dataset: str
-    """Name or URL of the dataset, as on the command line."""
     directory: str
     """The dataset's name as a directory name."""
     to: str = ""
-    """Directory on the claim, or URL in a store. Default: `directory`, on the claim."""
+    """Directory on the claim, or URL in a store; by default `directory` on the claim."""
     claim: str = ""
-    """The claim's name and its mount path, such as `NAME:/PATH`."""
+    """The claim and its mount path, as `NAME:/PATH`."""
     image: str = OPERATOR_IMAGE
-    """An image with Outlast; the default has no torch."""
+    """An image with Outlast. The default has no torch."""
     secrets: Sequence[str] = ()
-    """Names of Secrets whose keys become environment variables, mostly credentials for a store."""
+    """Names of Secrets that become environment variables."""
 
     @property
     def name(self) -> str:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """Return the destination, and the claim's name and mount path, both empty if there is no claim. Raises OutlastError if
-        the destination is missing or not on the claim."""
+        """Return the destination, and the claim's name and mount path or empty strings. Raises OutlastError if the destination is
+        invalid."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(
@@ -61,7 +59,7 @@ class Download:
 
 
 def parse_claim(option: str) -> tuple[str, str]:
-    """Return the claim's name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option is malformed."""
+    """Return the name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if it is malformed."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
@@ -69,8 +67,7 @@ def parse_claim(option: str) -> tuple[str, str]:
 
 
 def document(download: Download) -> Document:
-    """Return the Job that downloads the dataset, kept for a day after its end. Raises OutlastError if the destination is missing
-    or not on the claim, or if a URL contains credentials."""
+    """Return the Job that downloads the dataset. Raises OutlastError for an invalid destination or credentials in a URL."""
     for url in (download.dataset, download.to):
         if problem := url_logins.exposed(url, "whoever may view the Job reads its command"):
             raise OutlastError(f"{url_logins.hidden(url)} {problem}; a pod has the variables of the Secrets that --secret names")

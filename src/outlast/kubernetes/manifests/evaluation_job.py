@@ -1,4 +1,4 @@
-"""A one-pod Job that evaluates a job's model. The pod is a worker's pod with another command."""
+"""A one-pod Job that evaluates a job's model. Its pod is a worker's pod with another command."""
 
 from __future__ import annotations
 
@@ -14,17 +14,14 @@ from outlast.kubernetes.manifests.scheduling import gang
 
 COMPONENT = "evaluation"
 _TTL_S = 3600
-"""How long the Job is kept after it ends, in seconds; its log can be read until then."""
 
 
 def _identifies_workload(label: str) -> bool:
-    """Return whether a label identifies a pod or its workload. The API server adds some of these labels to a Job's template."""
     return label in (Label.WORKER, gang.GROUP_LABEL, "controller-uid", "job-name") or label.startswith("batch.kubernetes.io/")
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """Return the Job that evaluates a model, made from the workers' pod template. `unique` distinguishes it from other
-    evaluations."""
+    """Return the Job that evaluates a model in a worker's pod. `unique` makes its name unique."""
     name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

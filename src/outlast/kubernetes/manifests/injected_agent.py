@@ -1,4 +1,4 @@
-"""The agent in pods whose image has no Outlast: an init container copies it into a volume; see `worker.launch.relocatable`."""
+"""The agent in pods whose image has no Outlast. An init container copies it to a volume; see `worker.launch.relocatable`."""
 
 from __future__ import annotations
 
@@ -8,9 +8,8 @@ from outlast.kubernetes.manifests.render_request import Document, Request
 from outlast.worker.launch import relocatable
 
 NAME = "outlast-agent"
-"""Name of the init container and of the volume."""
 _SHARED = ("cpu", "memory")
-"""The worker's resources that the init container also gets, which excludes devices."""
+"""Resources that the init container shares with the worker, which exclude devices."""
 
 
 def program(request: Request) -> list[str]:
@@ -19,10 +18,10 @@ def program(request: Request) -> list[str]:
 
 
 def init_containers(request: Request) -> list[Document]:
-    """Return the init containers for a worker's pod. They write only to the volume."""
+    """Return the init containers of a worker's pod."""
     if not request.spec.injected():
         return []
-    share = resources.share(request.job).container()  # the pod's resources do not grow: the larger container counts
+    share = resources.share(request.job).container()  # the larger container counts, so the pod requests no more
     return [
         {
             "name": NAME,
@@ -36,7 +35,7 @@ def init_containers(request: Request) -> list[Document]:
 
 
 def volume(request: Request) -> tuple[list[Document], list[Document]]:
-    """Return the agent's volume and its mount in a worker's container; empty for an image that has Outlast."""
+    """Return the agent's volume and its mount; empty for an image that has Outlast."""
     if not request.spec.injected():
         return [], []
     return [{"name": NAME, "emptyDir": {}}], [{"name": NAME, "mountPath": Pod.INJECTED, "readOnly": True}]

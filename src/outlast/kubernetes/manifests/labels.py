@@ -1,4 +1,4 @@
-"""Labels on a job's objects: their origin, the job, the run, and the training settings."""
+"""Labels of a job's objects: their origin, the job, the run, and the training settings."""
 
 from __future__ import annotations
 
@@ -12,8 +12,7 @@ from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-"""Label that keeps Istio from adding a proxy to pods that run to completion, in namespaces where Istio adds one, such as
-Kubeflow's. The proxy would outlive the training, so that a Job never completes, and would reject connections from other workers.
+"""Keeps Istio from adding a proxy to pods. The proxy would outlive the training and reject other workers' connections.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -21,20 +20,20 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""Prefixes of labels that Kubernetes' controllers set and select by: the API server rejects (422) a Job whose template has
-another value. https://kubernetes.io/docs/reference/labels-annotations-taints/"""
+"""Prefixes of labels that Kubernetes' controllers set. The API server rejects (422) a Job with other values.
+https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
-"""Pattern for names of arguments that may be secrets, which must not become labels."""
+"""Matches names of arguments that may be secrets, which must not become labels."""
 
 
 def selector(job: str) -> dict[str, str]:
-    """Return the selector for a job's workers, in all its runs. It never changes, since selectors are immutable."""
+    """Return the selector for a job's workers in all runs, which is immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
 def common(job: spec.Job) -> dict[str, str]:
-    """Return the labels for all of a job's objects: the user's labels, then Outlast's. Raises InvalidJob for invalid labels."""
+    """Return the labels of all of a job's objects. Raises InvalidJob if the user's labels are invalid."""
     return {
         **_user_labels(job),
         "app.kubernetes.io/name": "outlast",
@@ -55,16 +54,13 @@ def worker(request: Request) -> dict[str, str]:
 
 
 def settings(args: Sequence[str]) -> dict[str, str]:
-    """Return the arguments as labels, so that pods can be found by them: `--batch=128` is `args.outlast.dev/batch: "128"`.
-
-    Arguments whose name or value is invalid in a label, and possible secrets, are left out.
-    """
+    """Return the arguments as labels, such as `args.outlast.dev/batch: "128"`, without possible secrets and invalid labels."""
     options = {f"{Label.SETTING}{name}": value for name, value in _options(args) if not _SECRET.search(name)}
     return {name: value for name, value in options.items() if _NAME.fullmatch(name) and _VALUE.fullmatch(value)}
 
 
 def metadata(request: Request, name: str) -> Document:
-    """Return the metadata for one of this job's documents."""
+    """Return the metadata of one of a job's objects."""
     meta: Document = {"name": name}
     if request.job.metadata.namespace:
         meta["namespace"] = request.job.metadata.namespace
@@ -72,7 +68,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """Return the metadata for the pods' owner, with the user's annotations, and Kueue's queue if there is one."""
+    """Return the metadata of the pods' owner, with the user's annotations and Kueue's queue."""
     meta = metadata(request, name)
     meta["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **queue_label(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
@@ -81,8 +77,8 @@ def workload(request: Request, name: str, *, annotations: Mapping[str, str] | No
 
 
 def queue_label(fields: spec.Spec) -> dict[str, str]:
-    """Return Kueue's label, https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/; empty if the job has no queue or
-    its queue is Volcano's."""
+    """Return the label that names Kueue's queue (https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/); empty if
+    there is no queue or it is Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}
@@ -111,7 +107,6 @@ def _user_labels(job: spec.Job) -> dict[str, str]:
 
 
 def _options(args: Sequence[str]) -> Iterator[tuple[str, str]]:
-    """Yield the names and values of arguments like `--batch=128` and `--batch 128`."""
     for arg, following in itertools.pairwise([*args, "--"]):
         if found := _OPTION.fullmatch(arg):
             yield found[1], found[2]

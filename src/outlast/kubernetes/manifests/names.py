@@ -1,7 +1,7 @@
-"""Names for Kubernetes objects, within the length limits.
+"""Names of Kubernetes objects, within the length limits.
 
-Jobs and ConfigMaps are immutable. Their names end with a digest of the content, so that applying a changed file creates new
-objects, and applying the same file changes nothing.
+The names of immutable objects end with a digest of the content, so that applying a changed file creates new objects, and applying
+the same file changes nothing.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ _DIGITS = 8
 
 
 def digest(value: Any, digits: int = _DIGITS) -> str:
-    """Return a digest of a JSON value; the order of keys does not matter."""
+    """Return a digest of a JSON value that does not depend on the order of keys."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
@@ -36,7 +36,7 @@ class Names:
 
     job: str
     digest: str = ""
-    """Digest of the objects; empty in the draft that it is computed from."""
+    """Digest of the objects; empty while it is being computed."""
 
     @property
     def config(self) -> str:
@@ -48,10 +48,9 @@ class Names:
 
     @property
     def service(self) -> str:
-        """Name of the headless Service for the workers' host names. It is the same for all runs, since the Service selects pods
-        by job."""
+        """The headless Service's name, the same for all runs because it selects pods by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the pods' owner. A pod's longest host name is this name plus `suffix`."""
+        """Return the name of the pods' owner, which leaves room for `suffix` in host names."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

@@ -1,8 +1,7 @@
 """Strategic merge of a patch into a pod template, as with `kubectl patch --type strategic`.
 
 Mappings merge key by key, and `null` removes a key. Lists whose items have a name (containers, volumes, variables, ports) merge
-item by item; other lists are replaced. `$patch: delete` in an item removes it, `$patch: replace` in a mapping replaces the whole
-mapping in the base.
+item by item; other lists are replaced. `$patch: delete` removes an item, and `$patch: replace` replaces a mapping.
 https://kubernetes.io/docs/tasks/manage-kubernetes-objects/update-api-object-kubectl-patch/
 """
 
@@ -33,7 +32,7 @@ _DIRECTIVES = ("merge", "replace", "delete")
 
 
 def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -> dict[str, Any]:
-    """Return `base` merged with `patch`; neither is changed. Raises ValueError, which names the part that cannot be merged."""
+    """Return `base` merged with `patch`. Raises ValueError for a part that cannot be merged."""
     if _directive(patch, path) == "replace":
         return _without_directive(patch)
     result = dict(base)
@@ -55,7 +54,6 @@ def merge(base: dict[str, Any], patch: dict[str, Any], path: str = "template") -
 
 
 def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]:
-    """Return the merged list: items in both lists are merged in place, and new items come last."""
     key = KEYS[name]
     for index, item in enumerate(patch):
         if not isinstance(item, dict) or not isinstance(item.get(key, "" if "$patch" in item else None), str | int):
@@ -65,7 +63,7 @@ def _items(base: list[Any], patch: list[Any], name: str, path: str) -> list[Any]
     merged = {item[key]: item for item in base}
     for index, item in enumerate(patch):
         item_path = f"{path}[{index}]"
-        if name == "containers" and item.get(key) in Pod.AGENT:  # one container, under the name that it has in this pod
+        if name == "containers" and item.get(key) in Pod.AGENT:  # the agent's container has one of several names
             item = {**item, key: next((each for each in Pod.AGENT if each in merged), item[key])}
         if _directive(item, item_path) == "delete":
             merged.pop(item.get(key), None)

@@ -12,9 +12,8 @@ from outlast.job import spec
 from outlast.kubernetes.manifests.names import Names
 
 Document = dict[str, Any]
-"""One Kubernetes document, with its keys in output order."""
+"""A Kubernetes document, with its keys in output order."""
 OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
-"""The operator's image, with Outlast but without torch."""
 
 
 @dataclass(frozen=True)
@@ -24,17 +23,17 @@ class Request:
     job: spec.Job
     names: Names
     run: str
-    """Unique id of this submission; see `contract.Env.RUN`."""
+    """Id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Contents of the local files that pods need, by path; see `volumes.files`."""
+    """Contents of local files that pods need, by path."""
     code: bytes = b""
-    """The code archive for the ConfigMap; empty if there is none or the ConfigMap already exists."""
+    """The archive for the ConfigMap; empty if there is none or it already exists."""
     fresh: bool = False
-    """True to ignore checkpoints; see `contract.Env.FRESH`."""
+    """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
     """Image from which pods get the agent if their own image lacks Outlast."""
     job_file_in_annotation: bool = False
-    """True if each pod has the job file in an annotation instead of in a ConfigMap."""
+    """Whether pods have the job file in an annotation instead of in a ConfigMap."""
 
     @property
     def spec(self) -> spec.Spec:
@@ -52,18 +51,17 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def with_zero_as_suspended(self) -> Request:
-        """Return the request, with a job of 0 workers turned into a suspended job with the smallest allowed number of
-        workers."""
+        """Turn a job of 0 workers into a suspended job with the smallest allowed number."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request limited to `workers`, the number of pods that will exist, so that no worker waits for more."""
+        """Return the request with at most this many workers, so that no worker waits for more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 
 def invalid_job(job: spec.Job, *sentences: str) -> InvalidJob:
-    """Return an InvalidJob error for a valid job that cannot run on Kubernetes."""
+    """Return the error for a valid job that cannot run on Kubernetes."""
     return InvalidJob([(None, sentence) for sentence in sentences], source=job.metadata.name)

@@ -1,7 +1,7 @@
-"""Requests, limits, processes and threads for a worker's container.
+"""Requests, limits, processes and threads of a worker's container.
 
-Memory and accelerators are both requested and limited. Cores are only requested, unless the job limits them: a limit would
-throttle data loaders while other cores are idle.
+Memory and accelerators are requested and limited. Cores are only requested, unless the job limits them: a limit would throttle
+data loaders while other cores are idle.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Share:
     limits: Quantities
     processes: int
     threads: int
-    """Number of threads per process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
+    """Threads per process (OMP_NUM_THREADS). Results depend on it, so it must be the same on every machine."""
     shared_memory: int | None
     """Size of `/dev/shm` in bytes; None if only the memory limits it."""
 
@@ -36,13 +36,12 @@ class Share:
 
 
 def accelerator(requested: spec.Resources) -> str:
-    """Return the resource name for the accelerators; empty if there are none."""
+    """Return the accelerators' resource name; empty if there are none."""
     return accelerators.resource(requested.accelerator) if requested.gpu else ""
 
 
 def share(job: spec.Job) -> Share:
-    """Return each worker's share. Raises InvalidJob if shared memory leaves no other memory, if cores exceed their limit, or if
-    EFA is requested without memory or cores."""
+    """Return each worker's share. Raises InvalidJob if the requested resources contradict each other."""
     requested, count = job.spec.resources, job.spec.processes()
     if requested.shared_memory and requested.memory and requested.shared_memory >= requested.memory:
         problem = f"{units.memory_text(requested.shared_memory)}), which counts as memory, leaves nothing of resources.memory"

@@ -5,8 +5,8 @@
     indexed-job    one pod per worker, an Indexed Job
     statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
 
-Only the first needs an operator. The others do not scale by themselves, and Kubernetes counts their failures, by exit codes:
-progress does not reset the restart budget, and `restarts.window` has no effect.
+Without the operator, jobs do not scale by themselves, and Kubernetes counts failures by exit codes: progress does not reset the
+restart budget, and `restarts.window` has no effect.
 """
 
 from __future__ import annotations
@@ -26,8 +26,7 @@ from outlast.kubernetes.manifests.scheduling import gang, placement
 
 
 def elasticjob(request: Request) -> list[Document]:
-    """Return the ElasticJob, the job file with paths as in the job's pods, and its claims. Raises InvalidJob if the operator
-    would be unable to render its pods."""
+    """Return the ElasticJob and its claims. Raises InvalidJob if the operator would be unable to render its pods."""
     job = request.job
     request.image()  # raises InvalidJob
     if files := volumes.files(job.spec):
@@ -53,7 +52,7 @@ def elasticjob(request: Request) -> list[Document]:
 
 
 def single_pod_job(request: Request) -> list[Document]:
-    """Return the Job and its ConfigMap. Raises InvalidJob if the job needs more than one worker."""
+    """Return the Job, its ConfigMap and its claims. Raises InvalidJob if the job needs more than one worker."""
     if (least := request.spec.workers.min) > 1:
         raise invalid_job(
             request.job, f"workers.min ({least}) is more than the one pod of this topology; render it as indexed-job"
@@ -74,11 +73,8 @@ def single_pod_job(request: Request) -> list[Document]:
 
 
 def indexed_job(request: Request) -> list[Document]:
-    """Return the Indexed Job, its ConfigMap, its Service and claims, and a gang's PodGroup.
-
-    A worker that fails is replaced by a worker with the same index. `backoffLimitPerIndex` is not used: it would end one index,
-    and with it the world of all other workers.
-    """
+    """Return the Indexed Job and its other objects. `backoffLimitPerIndex` is not used, because it would end one index and thus
+    all workers' world."""
     placement.reject_on_demand(request, "an Indexed Job")
     request = request.with_zero_as_suspended()
     replicas = request.spec.workers.replicas
@@ -103,8 +99,8 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotation that allows Kueue to admit only some workers, down to `min`:
-    https://kueue.sigs.k8s.io/docs/tasks/run/jobs/."""
+    """Return the annotations that allow Kueue to admit as few as `min` workers
+    (https://kueue.sigs.k8s.io/docs/tasks/run/jobs/)."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}
     return {
@@ -114,13 +110,12 @@ def _partial_admission(fields: spec.Spec) -> dict[str, str]:
 
 
 def statefulset(request: Request) -> list[Document]:
-    """Return the StatefulSet, its ConfigMap, its Service and claims, and a gang's PodGroup.
+    """Return the StatefulSet and its other objects.
 
     Its pods restart whatever their exit code, so a worker that has succeeded keeps running (`contract.Env.STAY`). All pods start
-    at once: if they started in order, the first would wait for the others to form a world with it, and the others would not start
-    before the first is ready. A change takes effect when the pods are deleted, all together
-    (`kubectl delete pods -l outlast.dev/job=NAME`): a rolling update would wait until one new pod is ready, and that pod needs a
-    world with the others to become ready. `kubectl scale` works from `workers.min` to `workers.max`.
+    at once, because a pod becomes ready only in a world with the others. For the same reason there is no rolling update: a change
+    takes effect when all pods are deleted together (`kubectl delete pods -l outlast.dev/job=NAME`). `kubectl scale` works from
+    `workers.min` to `workers.max`.
     """
     placement.reject_on_demand(request, "a StatefulSet")
     request = request.with_zero_as_suspended()
@@ -166,7 +161,6 @@ _IGNORED = {
     "indexed-job": _OPERATOR_ONLY,
     "statefulset": (*_OPERATOR_ONLY, "active_deadline_seconds", "ttl_seconds_after_finished"),
 }
-"""Fields that each topology ignores."""
 
 
 def render(
@@ -181,10 +175,9 @@ def render(
 ) -> list[Document]:
     """Return a job's objects, in the order to apply them.
 
-    `run` is the id of this submission; it defaults to a digest of the job, so that the same file is the same run. `files` are the
-    contents of the files in `volumes.files`, and `code` is the archive of a job whose code is in a ConfigMap. A `fresh` run
-    ignores checkpoints, even if another run has not ended. Raises InvalidJob if the topology cannot render the job, OutlastError
-    for an unknown topology.
+    `run` identifies this submission and defaults to a digest of the job. `files` are the contents of `volumes.files`, and `code`
+    is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises InvalidJob if the topology cannot render the job,
+    and OutlastError for an unknown topology.
     """
     if topology == "volcano":
         raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
@@ -201,7 +194,7 @@ def render(
 
 
 def warnings(job: spec.Job, topology: str) -> list[str]:
-    """Return warnings about a job that can be rendered: output that is lost, and fields that the topology ignores."""
+    """Return warnings about lost output, missing credentials, and fields that the topology ignores."""
     sentences = []
     if volumes.output_is_lost(job):
         sentences.append(
@@ -220,5 +213,4 @@ def warnings(job: spec.Job, topology: str) -> list[str]:
 
 
 def _run(job: spec.Job) -> str:
-    """Return a digest of the job as its pods see it: the same on every machine, whether the job is suspended or not."""
     return f"{job.metadata.name}-{digest(spec.dump(volumes.document(job)))}"

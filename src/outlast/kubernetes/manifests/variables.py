@@ -1,5 +1,4 @@
-"""The environment of a worker's container. The order matters: a variable comes after the variables that it refers to by
-`$(NAME)`."""
+"""The environment of a worker's container. A variable comes after the variables that it refers to by `$(NAME)`."""
 
 from __future__ import annotations
 
@@ -10,9 +9,9 @@ from outlast.kubernetes.manifests import resources, volumes
 from outlast.kubernetes.manifests.render_request import Document, Request
 
 KEY = "key"
-"""Key in the Secret that a job's workers use to authenticate one another."""
+"""Key in the Secret with which a job's workers authenticate each other."""
 Source = str | dict[str, object]
-"""A variable's value, or the source from which Kubernetes takes it: `{"fieldRef": ...}`."""
+"""A variable's value, or the source from which Kubernetes takes it, such as `{"fieldRef": ...}`."""
 
 
 def field_source(path: str) -> Source:
@@ -21,15 +20,15 @@ def field_source(path: str) -> Source:
 
 
 def has_peers(request: Request, rendezvous: str) -> bool:
-    """Return whether there may be several workers, which must authenticate one another."""
+    """Return whether there may be several workers."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
 
 
 def container_env(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """Return the container's `env`. References to variables whose values are known are replaced here; all others are escaped,
-    so that the agent, not Kubernetes, replaces them."""
+    """Return the container's `env`. References to known variables are replaced here; the agent replaces others, which are
+    escaped."""
     standard = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     defined = {name: source for name, source in standard.items() if isinstance(source, str)}
     own = {name: escaped(value) for name, value in substitution.values(request.spec.env, defined).items()}
@@ -40,7 +39,7 @@ def container_env(request: Request, *, index: Source, rendezvous: str, stay: boo
 
 
 def escaped(value: str) -> str:
-    """Return a value escaped for Kubernetes, in which `$$` means `$`, and `$(NAME)` refers to a variable."""
+    """Return a value escaped for Kubernetes, for which `$$` means `$` and `$(NAME)` refers to a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
@@ -79,8 +78,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
 
 
 def _process(request: Request) -> dict[str, Source]:
-    """Return variables that programs expect: a writable home, a user name (the pod's user ID has none), and settings that make
-    results the same on every machine."""
+    """Return variables that programs expect, or that make results the same on every machine."""
     return {
         "HOME": Pod.HOME,
         "USER": "outlast",

@@ -1,7 +1,7 @@
 """The volumes of a worker's pod, and the job file with paths as in the pod.
 
-A pod sees stores, its image and its volumes, but not the machine that submits the job. A local path in a job must be on a volume
-that is mounted at that place in the pod, or be a file that is sent along (`files`); otherwise it is an error (see `document`).
+A pod does not see the machine that submits the job. A local path in a job must be on a volume that is mounted at that path in the
+pod, or name a file that is sent along (`files`).
 """
 
 from __future__ import annotations
@@ -17,14 +17,11 @@ from outlast.kubernetes.manifests import resources
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 _STATE_SIZE = "256Mi"
-"""Size limit for the state directory, which is in memory and contains a few kilobytes."""
+"""Size limit of the state directory, which is in memory and small."""
 
 
 def document(job: spec.Job) -> spec.Job:
-    """Return the job with paths as in its pods. Raises InvalidJob with every path that pods cannot see.
-
-    `suspend` is left out, since pods do not need it.
-    """
+    """Return the job with paths as in its pods, without `suspend`. Raises InvalidJob with every path that pods cannot see."""
     fields = job.spec
     if invisible := list(_invisible_paths(job)):
         raise invalid_job(job, *invisible)
@@ -46,7 +43,7 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def code_to_ship(fields: spec.Spec) -> str | None:
-    """Return the local directory of code that must be shipped, or None if pods have the code already, or if there is none."""
+    """Return local code that must be shipped, or None."""
     code = fields.code
     return code if code and _is_local(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
@@ -57,7 +54,7 @@ def shipped_url(archive: str, checksum: str) -> str:
 
 
 def checksum(code: str | None) -> str:
-    """Return the SHA-256 of code in a ConfigMap, or an empty string for code in other places."""
+    """Return the SHA-256 of code in a ConfigMap; empty for other code."""
     place, digits = spec.pinned(code or "")
     path = spec.local(place)
     return digits if path is not None and PurePosixPath(Pod.SHIPPED) in PurePosixPath(path).parents else ""
@@ -74,7 +71,7 @@ def files(fields: spec.Spec) -> list[str]:
 
 
 def output_is_lost(job: spec.Job) -> bool:
-    """Return whether the job's output is lost with its pods, being neither in a store nor on a volume."""
+    """Return whether the output is lost with the pods."""
     return _is_local(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 
@@ -91,20 +88,20 @@ def urls_without_credentials(fields: spec.Spec) -> list[str]:
 
 
 def output(fields: spec.Spec, name: str = "") -> str:
-    """Return the output directory in a pod: the job's path if that is on a volume, otherwise below `/out`."""
+    """Return the output directory in a pod: the job's path if it is on a volume, otherwise one below `/out`."""
     path = str(spec.local(fields.output) or "") if fields.output else ""
     root = path if path and _on_volume(fields, path) else Pod.OUTPUT
     return f"{root}/{name}" if name else root
 
 
 def store_url(job: spec.Job) -> str:
-    """Return the URL of the job's output in a store, or an empty string if the output is not in a store."""
+    """Return the output's URL; empty if it is not in a store."""
     parent = store_parent(job.spec)
     return f"{parent}/{job.metadata.name}" if parent else ""
 
 
 def store_parent(fields: spec.Spec) -> str:
-    """Return the parent URL of jobs' outputs in a store; empty if the outputs are not in a store."""
+    """Return the parent URL of outputs; empty if they are not in a store."""
     return "" if fields.output is None or _is_local(fields.output) else fields.output.rstrip("/")
 
 
@@ -130,7 +127,7 @@ def volumes(request: Request) -> tuple[list[Document], list[Document]]:
 
 
 def pod_security() -> dict[str, Any]:
-    """Return a pod's security context under the restricted Pod Security Standard; volumes belong to the pod's group."""
+    """Return a pod's security context for the restricted Pod Security Standard."""
     return {
         "runAsNonRoot": True,
         "runAsUser": Pod.USER,
@@ -142,12 +139,12 @@ def pod_security() -> dict[str, Any]:
 
 
 def container_security() -> dict[str, Any]:
-    """Return a container's security context under the restricted Pod Security Standard; the image is read-only."""
+    """Return a container's security context for the restricted Pod Security Standard."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
 def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
-    """Return the specs of the claims to create, by name; `mode` is the default access mode."""
+    """Return the specs of the claims to create, by name. `mode` is the default access mode."""
     return {
         volume.claim: {
             "accessModes": [volume.access_mode or mode],
@@ -163,7 +160,7 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 
 
 def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
-    """Yield the mount path, name and source of the volumes that every worker has, since its image is read-only."""
+    """Yield the mount path, name and source of every worker's volumes. The image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     job_file = [
@@ -188,7 +185,7 @@ def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
 
 
 def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
-    """Yield the mount path, volume and mount of each of the user's claims and Secrets; all mounts of a claim share one volume."""
+    """Yield the mount path, volume and mount of each of the user's claims and Secrets."""
     order = list(dict.fromkeys(volume.claim for volume in fields.volumes))
     for volume in fields.volumes:
         name = f"claim-{order.index(volume.claim)}"
@@ -208,7 +205,6 @@ def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
 
 
 def _invisible_paths(job: spec.Job) -> Iterator[str]:
-    """Yield errors for the job's local paths that pods cannot see."""
     fields = job.spec
     if code := code_to_ship(fields):
         place = spec.pinned(code)[0]
@@ -232,7 +228,7 @@ def _invisible_path(field: str, place: str, to: str) -> str:
 
 
 def _is_local(place: str | None) -> bool:
-    """Return whether a path or URL is local rather than in a store; True for None."""
+    """Return whether a path or URL is local; True for None."""
     return place is None or spec.local(spec.pinned(place)[0]) is not None
 
 
@@ -246,7 +242,7 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
 
 
 def _files_outside_code(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Return the field, ConfigMap key and local path of each file to send along because it is outside the code."""
+    """Return the field, ConfigMap key and path of each file outside the code that is sent along."""
     files: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in files.items() if path and PurePosixPath(path).is_absolute()]

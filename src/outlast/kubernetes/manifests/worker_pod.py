@@ -1,11 +1,9 @@
 """A worker's pod, the same in every topology: command, security, resources, probes.
 
-It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/): not
-root, no escalation, no capabilities, the runtime's seccomp profile; and a read-only root file system. The user's `template` is
-merged over it last.
-
-The agent answers the probes. A worker is alive while a step or a startup phase makes progress, and ready while it is in a world.
-The agent ends a hang itself, with stacks in the log; the liveness probe is for an agent that does not answer.
+It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/), with a
+read-only root file system. The user's `template` is merged over it last. A worker is alive while a step or a startup phase makes
+progress, and ready while it is in a world. The agent itself ends hangs, so the liveness probe is for an agent that does not
+answer.
 """
 
 from __future__ import annotations
@@ -26,27 +24,25 @@ from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
 
 @dataclass(frozen=True)
 class Worker:
-    """The parameters of a worker's pod that depend on the topology."""
+    """What differs between topologies in a worker's pod."""
 
     index: variables.Source
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """Name of the headless Service for the pod's DNS name."""
+    """The headless Service for the pod's DNS name."""
     has_peers: bool = True
-    """True if the job may have other workers."""
     stay: bool = False
-    """True if the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
+    """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""
-    """ServiceAccount, if the worker uses the API server. Default: none, and no token."""
+    """ServiceAccount of a worker that uses the API server. Others have no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
-    """True if the worker avoids spot machines, whatever the job specifies."""
+    """Whether the worker avoids spot machines, whatever the job specifies."""
 
 
 def template(request: Request, worker: Worker) -> Document:
-    """Return the PodTemplateSpec for a job's workers. Raises InvalidJob if the job has no image, or if its `template` cannot be
-    merged."""
+    """Return the workers' PodTemplateSpec. Raises InvalidJob if there is no image, or if the user's template cannot be merged."""
     volumes, mounts = places.volumes(request)
     init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
     base: Document = {
@@ -72,7 +68,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return one worker's pod, for the operator. The pod carries its job file; see `Request.job_file_in_annotation`."""
+    """Return one worker's pod for the operator, with its job file in an annotation."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
@@ -84,12 +80,9 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
 
 
 def failure_policy() -> Document:
-    """Return the rules that make a Job ignore interruptions, and fail at once on misconfiguration or when workers have given up.
-
-    143 is the exit code of an agent that got SIGTERM before it could handle the signal. All other failures count towards
-    `backoffLimit`.
-    https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy
-    """
+    """Return rules that make a Job ignore interruptions, and fail at once on misconfiguration or when workers have given up.
+    Other failures count towards `backoffLimit`. 143 is the exit code of an agent that got SIGTERM before it could handle the
+    signal. https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
 
     def on_exit(action: str, *codes: int) -> Document:
         return {"action": action, "onExitCodes": {"containerName": Pod.TRAINER, "operator": "In", "values": list(codes)}}
@@ -148,8 +141,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> Document:
 
 
 def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:
-    """Return the template with the user's template merged over it; the required labels win. Raises InvalidJob if it cannot be
-    merged."""
+    """Merge the user's template over a template, except for the required labels. Raises InvalidJob."""
     try:
         result = overlay.merge(base, job.spec.template)
     except ValueError as error:

@@ -1,7 +1,7 @@
-"""Plans which pods to evict now from a node that is about to be terminated, and their grace periods. Pure.
+"""Plans which pods to evict from a node that is about to be terminated, and with which grace periods. Pure.
 
-Pods of DaemonSets, static pods and finished pods stay. The operator moves its workers because of the node's taint; they are
-evicted only near the deadline. Outlast's own pods leave after the workers, which need them. All other pods are evicted at once.
+DaemonSets' pods, static pods and finished pods stay. The operator moves its own workers, so they are evicted only near the
+deadline. Outlast's own pods leave after the workers, which need them. All other pods are evicted at once.
 """
 
 from __future__ import annotations
@@ -15,9 +15,9 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pod_status
 
 END_MARGIN_S = 2.0
-"""Seconds between a pod's end and the deadline, for the kubelet to report the end."""
+"""Seconds between a pod's end and the deadline, in which the kubelet reports the end."""
 WORKER_RESERVE_S = 30.0
-"""The remaining workers are evicted this many seconds before the deadline."""
+"""Seconds before the deadline at which the remaining workers are evicted."""
 
 
 @dataclass(frozen=True)
@@ -26,15 +26,13 @@ class Step:
 
     pod: Mapping[str, Any]
     grace_s: int
-    """Grace period in seconds: the pod's configured grace period, or the remaining time if that is shorter."""
+    """The configured grace period, or the remaining time if that is shorter, in seconds."""
     last: bool = False
-    """True if the remaining time is shorter than the pod's configured grace period. If a PodDisruptionBudget then forbids the
-    eviction, the pod is deleted, since it would be lost with the machine."""
+    """True if the remaining time is shorter than the configured grace period. The pod is then deleted if it cannot be evicted."""
 
 
 def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) -> tuple[list[Step], list[str]]:
-    """Return the evictions that are due, and the pods to wait for, as `namespace/name`. If there is no deadline, each pod has its
-    configured grace period."""
+    """Return the evictions that are due, and the pods to wait for, as `namespace/name`."""
     evictable = [pod for pod in pods if _evictable(pod)]
     remaining_s = math.inf if deadline is None else max(0.0, deadline - END_MARGIN_S - now)
     workers = [managed_by_operator(pod) or Label.JOB in _labels(pod) for pod in evictable]
@@ -46,17 +44,17 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
         if pod_status.terminating(pod) or stays:
             waiting.append(full_name(pod))
         else:
-            steps.append(Step(pod, max(1, math.floor(min(grace_s, remaining_s))), remaining_s < grace_s))  # 0 kills it at once
+            steps.append(Step(pod, max(1, math.floor(min(grace_s, remaining_s))), remaining_s < grace_s))  # 0 would kill the pod
     return steps, waiting
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name with its namespace: `namespace/name`."""
+    """Return `namespace/name` of a pod."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 
 def managed_by_operator(pod: Mapping[str, Any]) -> bool:
-    """Return whether the operator runs the pod's job. If so, the node's taint makes the operator move the pod."""
+    """Return whether the operator moves the pod because of the node's taint."""
     return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
 
 

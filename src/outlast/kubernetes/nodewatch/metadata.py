@@ -1,4 +1,4 @@
-"""A client for an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
+"""A client of an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """
@@ -26,12 +26,12 @@ class Metadata:
 
     address: str = "http://169.254.169.254"
     rebalance: bool = True
-    """True if a rebalance recommendation counts as a notice."""
+    """Whether a rebalance recommendation counts as a notice."""
     timeout_s: float = 1.0
     _token: str = field(default="", repr=False)
 
     def read(self, now: float) -> list[Notice]:
-        """Return the current notices. An interruption hides all other notices. Raises MetadataAway."""
+        """Return the current notices. An interruption hides all others. Raises MetadataAway."""
         spot = self._get("/latest/meta-data/spot/instance-action")
         if spot is not None:
             return [notices.spot(spot, now)]

@@ -1,4 +1,4 @@
-"""The watcher for one node, which polls for notices, marks the node, and evicts its pods."""
+"""The watcher of one node, which polls for notices, marks the node, and evicts its pods."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ from outlast.kubernetes.nodewatch.notices import Notice
 log = logging.getLogger(__name__)
 LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
-"""Interval between attempts to mark a node or to evict its pods, in seconds."""
+"""Interval between attempts to mark or to drain the node, in seconds."""
 EVICT_S = 5.0
-"""Timeout for an eviction, in seconds, so that one hanging eviction does not delay the others."""
+"""Timeout of an eviction, in seconds."""
 
 
 class Watcher:
@@ -42,7 +42,7 @@ class Watcher:
         self._logged: set[str] = set()
 
     def tick(self) -> float:
-        """Poll once and act on the notices. Returns the seconds until the next call."""
+        """Poll once, act on the notices, and return the seconds until the next call."""
         now = self.clock()
         if now >= self._next:
             self._poll(now)
@@ -68,7 +68,7 @@ class Watcher:
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Record this notice on the node; None removes the recorded notice. Returns whether this succeeded."""
+        """Record this notice on the node, or remove it if None, and return whether this succeeded."""
         try:
             self.cluster.patch(kinds.NODE, self.name, notices.node_patch(self.cluster.get(kinds.NODE, self.name), notice))
         except Conflict:
@@ -84,7 +84,7 @@ class Watcher:
         return True
 
     def _drain(self, notice: Notice, now: float) -> bool:
-        """Evict the pods that are due. Returns whether the node is drained."""
+        """Evict the pods that are due, and return whether the node is drained."""
         try:
             pods = self.cluster.list_(kinds.POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:

@@ -1,5 +1,4 @@
-"""Notices from AWS about a machine, and the node's taints and annotations for them. Pure; times are in whole seconds since the
-epoch.
+"""AWS's notices about a machine, and how a node records them. Pure; times are in whole seconds since the epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -20,17 +19,17 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 from outlast.kubernetes.api import pod_status
 
 SPOT_S = 120.0
-"""Seconds from an unreadable interruption notice to the machine's assumed end."""
+"""Assumed seconds from an unreadable interruption notice to the machine's end."""
 MAINTENANCE_LEAD_S = 900.0
-"""The watcher acts this many seconds before maintenance starts. AWS announces maintenance days in advance."""
+"""Seconds before maintenance at which the watcher acts. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""A machine that still runs this many seconds after the deadline has survived, for example because it was restarted."""
+"""A machine that still runs this many seconds after the deadline has survived."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
 @dataclass(frozen=True)
 class Notice:
-    """A notice that AWS will or may take a machine away: an interruption, a rebalance recommendation or maintenance."""
+    """AWS's notice that it will or may take a machine away."""
 
     kind: LeavingKind
     deadline: float | None
@@ -42,8 +41,8 @@ REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this sp
 
 
 def spot(text: str, now: float) -> Notice:
-    """Parse the notice in `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. An unreadable notice
-    still counts."""
+    """Parse `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. An unreadable notice still
+    counts."""
     try:
         fields = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -53,11 +52,8 @@ def spot(text: str, now: float) -> Notice:
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """Parse the notices in `events/maintenance/scheduled`: a list of events, each with a code, a window and a state. Raises
-    ValueError for any other text.
-
-    Once maintenance has begun, its deadline is the end of the window. After the window, the notice has no deadline.
-    """
+    """Parse `events/maintenance/scheduled`. The deadline is the start of the window, then its end, and None after the window.
+    Raises ValueError."""
     parsed = json.loads(text)
     if not isinstance(parsed, list) or not all(isinstance(event, dict) for event in parsed):
         raise ValueError("they are no list of events")
@@ -72,9 +68,8 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 
 def effective(current: Sequence[Notice], recorded: Notice | None, now: float) -> Notice | None:
-    """Return the notice with the earliest deadline among AWS's current notices and the notice recorded on the node. AWS may
-    withdraw a recommendation or maintenance, but never an interruption. If a response lacks a known interruption, the response
-    counts as wrong until SURVIVED_S after the deadline."""
+    """Return the current or recorded notice with the earliest deadline. AWS never withdraws an interruption, so one that a
+    response lacks still counts until SURVIVED_S after its deadline."""
     candidates = [each for each in current if each.deadline is None or each.deadline - now <= MAINTENANCE_LEAD_S]
     if recorded and recorded.kind is LeavingKind.SPOT and recorded.deadline is not None and now < recorded.deadline + SURVIVED_S:
         candidates.append(recorded)
@@ -82,8 +77,7 @@ def effective(current: Sequence[Notice], recorded: Notice | None, now: float) ->
 
 
 def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """Return the patch that records this notice on a node, or removes the recorded notice. Other taints, and cordons by others,
-    stay."""
+    """Return the patch that records this notice on a node, or removes the recorded one. Other taints and cordons stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     spec_patch: dict[str, Any] = {"taints": taints or None}

@@ -1,8 +1,7 @@
-"""Implements the functions of `api.dropins` for ElasticJobs of `elastic.pytorch.org`. Pure.
+"""Implements `api.dropins` for ElasticJobs of `elastic.pytorch.org`. Pure.
 
-This module translates the job's fields for `operator.decide`, which treats the job as a job without agents. The job's status has
-the same fields as under the archived controller, and the operator's own status under `job`. The job owns its pods and its
-Service, so pods that the archived controller created continue to train.
+The job is translated to a job without agents, for `operator.decide`. Its status has the archived controller's fields, and the
+operator's own status under `job`. Pods that the archived controller created continue to train.
 """
 
 from __future__ import annotations
@@ -34,7 +33,7 @@ __all__ = ["definition", "final_state", "is_replaced_controller", "processes", "
 
 Document = dict[str, Any]
 _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\b")
-"""Pattern for images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
+"""Matches images built from https://github.com/pytorch/elastic/tree/master/kubernetes."""
 
 
 def definition() -> Document:
@@ -44,7 +43,7 @@ def definition() -> Document:
 
 
 def processes(job: Document) -> int:
-    """Return the number of processes per worker, from torchrun's arguments and variables, or 1, torchrun's default."""
+    """Return the number of processes per worker, from torchrun's arguments and variables."""
     container: Document = next((each for each in torchrun_pod.containers(job) if each["name"] == torchrun_pod.torchrun(job)), {})
     words = " ".join(map(str, [*(container.get("command") or ()), *(container.get("args") or ())]))
     argument = re.search(r"--nproc[-_]per[-_]node[= ](\w+)", words)
@@ -64,7 +63,7 @@ def final_state(job: Document) -> str | None:
 
 
 def scale_patch(replicas: int) -> Document:
-    """Return the spec merge patch that sets a job's number of workers."""
+    """Return the merge patch that sets a job's number of workers."""
     return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
 
 
@@ -75,7 +74,7 @@ def is_replaced_controller(deployment: Document) -> bool:
 
 
 def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures) -> Plan:
-    """Return the plan for one ElasticJob of `elastic.pytorch.org`."""
+    """Return the plan for one job."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
     job, translated = cached.job, None
     if document_parsing.UNREADABLE not in job:
@@ -153,8 +152,7 @@ def unsupported(job: Document) -> Iterator[str]:
 
 
 def _stored_status(job: Document) -> Document:
-    """Return the status that the operator last stored. If there is none, derive the status from fields that the archived
-    controller or an earlier operator wrote."""
+    """Derive a status from what earlier controllers wrote if the operator has stored none."""
     status = job.get("status") or {}
     if "job" in status:
         return dict(status["job"])
@@ -172,7 +170,6 @@ def _stored_status(job: Document) -> Document:
 
 
 def _status(job: Document, operator_status: Document, snapshot: observed_job.JobSnapshot) -> Document:
-    """Return the status in the archived controller's format, with the operator's own status under `job`."""
     old_status = job.get("status") or {}
     pods = [pod for pod in snapshot.pods if not pod.terminating]
     counts = {"succeeded": sum(pod.succeeded for pod in pods), "failed": sum(pod.ended and not pod.succeeded for pod in pods)}

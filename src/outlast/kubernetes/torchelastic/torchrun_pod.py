@@ -1,8 +1,7 @@
-"""The pods and the Service for an ElasticJob of `elastic.pytorch.org`: the job's pod template, with variables (`PET_*`) for
-torchrun.
+"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: its pod template, with torchrun's `PET_*` variables. Pure.
 
-Variables that the user has set are preserved. Worker 0 hosts torch's store, so no etcd is needed. A job whose image contains
-Outlast can use etcd (`RENDEZVOUS`). torch's own backends use API v2, which etcd 3.6 has removed. Pure.
+Variables that the user has set are preserved. Worker 0 hosts torch's store, unless the job uses etcd (`RENDEZVOUS`), for which
+its image needs Outlast: torch's own backends use API v2, which etcd 3.6 has removed.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ RENDEZVOUS = f"{contract.GROUP}/rendezvous"
 WORKER0 = f"{contract.GROUP}/worker-0"
 """Annotation on a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
 MAX_RESTARTS = 100
-"""Value for torchrun's --max-restarts, and default for backoffLimit."""
+"""Value of torchrun's --max-restarts, and default of backoffLimit."""
 _CONF = {
     "last_call_timeout": 5,  # s for which a world of fewer than maxReplicas workers waits for more; torch's default: 30
     "join_timeout": 600,
@@ -35,12 +34,13 @@ _CONF = {
     "keep_alive_interval": 1,  # s; with the next line, a lost worker is detected after 5 s instead of 15
     "keep_alive_max_attempt": 5,
 }
-"""Options for torch's rendezvous. torch before 2.9 does not support the last two, and ignores them.
-https://docs.pytorch.org/docs/stable/elastic/rendezvous.html"""
+"""Options of torch's rendezvous. torch before 2.9 ignores the last two.
+https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
+"""
 
 
 def worker(job: Document) -> Document:
-    """Return `replicaSpecs.Worker` of the job, without containers if the spec is unreadable (`document_parsing.UNREADABLE`)."""
+    """Return `replicaSpecs.Worker` of the job, without containers if the spec is unreadable."""
     fields: Document = (job["spec"].get("replicaSpecs") or {"Worker": {"template": {"spec": {"containers": []}}}})["Worker"]
     return fields
 
@@ -51,7 +51,7 @@ def containers(job: Document) -> Sequence[Document]:
 
 
 def torchrun(job: Document) -> str | None:
-    """Return the name of the container that runs torchrun, or None if several containers exist and none is called CONTAINER."""
+    """Return the name of the container that runs torchrun, or None if that is unclear."""
     container_names = [str(each["name"]) for each in containers(job)]
     return CONTAINER if CONTAINER in container_names else container_names[0] if len(container_names) == 1 else None
 
@@ -62,8 +62,7 @@ def annotation(job: Document, name: str) -> str | None:
 
 
 def count(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an integer in the spec. Null counts as absent, since the archived definition accepted it. Raises OutlastError for
-    any other value."""
+    """Return an integer in the spec; null counts as absent. Raises OutlastError for other values."""
     value = fields.get(name)
     if value is not None and not isinstance(value, int):
         raise OutlastError(f"its {name} ({value!r}) is not a whole number; correct it")
@@ -71,7 +70,7 @@ def count(fields: Mapping[str, Any], name: str, default: int) -> int:
 
 
 def sizes(job: Document) -> tuple[int, int, int]:
-    """Return the minimum, requested and maximum number of workers. The requested number is 0 or between the other two."""
+    """Return the minimum, requested and maximum number of workers. The requested number may be 0."""
     requested = count(worker(job), "replicas", 1)
     minimum = count(job["spec"], "minReplicas", 0) or max(1, requested)
     maximum = max(minimum, count(job["spec"], "maxReplicas", 0) or max(minimum, requested))
@@ -90,37 +89,37 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """Return the restartPolicy for the job's pods. If the operator handles failures, the kubelet must not restart containers."""
+    """Return the pods' restartPolicy. If the operator handles failures, the kubelet must not."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
 def selector(name: str) -> dict[str, str]:
-    """Return the labels that select the pods of the job `name`, including pods that the archived controller created."""
+    """Return the labels that select a job's pods, including those that the archived controller created."""
     return {"group-name": LEGACY_JOB.group, "job-name": names.fit(name)}
 
 
 def etcd(job: Document) -> str:
-    """Return a job's rendezvous endpoint, such as `etcd://host:port`, if it uses etcd; otherwise an empty string."""
+    """Return a job's etcd endpoint, such as `etcd://host:port`; empty if it does not use etcd."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""
 
 
 def endpoint(job: Document) -> str:
-    """Return the rendezvous endpoint: worker 0 by its full DNS name, since the Service's name resolves to any worker."""
+    """Return worker 0's full DNS name and port. The Service's name resolves to any worker."""
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
     return f"{_host(name, 0)}.{_service(name)}.{namespace}.svc.{contract.CLUSTER_DOMAIN}:{contract.Pod.RENDEZVOUS_PORT}"
 
 
 def service(job: Document) -> Document:
-    """Return the headless Service that gives workers their DNS names even before they are ready."""
+    """Return the headless Service for the workers' DNS names."""
     name = job["metadata"]["name"]
     meta = _metadata(job, _service(name), selector(name))
     return configmaps_and_service.headless(meta, selector(name), contract.Pod.RENDEZVOUS_PORT)
 
 
 def pod(job: Document, index: int) -> Document:
-    """Return a worker's pod: the user's template with the worker's name, labels and variables for torchrun."""
+    """Return a worker's pod: the user's template with its name, labels and torchrun's variables."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     template_metadata, spec = template.get("metadata") or {}, template["spec"]
     labels = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}
@@ -150,7 +149,6 @@ def _metadata(job: Document, name: str, labels: Mapping[str, str]) -> Document:
 
 
 def _env(job: Document, index: int, user_env: list[Document]) -> list[Document]:
-    """Return the container's variables: the user's variables, then torchrun's variables that the user has not set."""
     variables = {
         "PET_NNODES": nnodes(job),
         "PET_RDZV_ID": f"{job['metadata']['name']}-{job['metadata']['uid'][:8]}",

@@ -1,9 +1,9 @@
-"""CEL rules for a job's fields, for the API server. Rules that involve several fields are in `cel.yaml`. The API server rejects
-rules that it estimates to be expensive, so the lists that rules iterate over are bounded (`BOUNDS`).
+"""CEL rules for a job's fields, which the API server checks. Rules about several fields are in `cel.yaml`.
 
-The fields that define the training itself are immutable (`IMMUTABLE`): otherwise, pods of the old and the new specification would
-train together. The number of workers, the deadlines and the settings for the job's end are mutable.
-https://kubernetes.io/docs/reference/using-api/cel/ https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
+The API server rejects rules that it estimates to be expensive, so lists are bounded (`BOUNDS`). Fields that define the training
+are immutable, because otherwise pods of the old and the new specification would train together.
+https://kubernetes.io/docs/reference/using-api/cel/
+https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#validation-rules
 """
 
 from __future__ import annotations
@@ -24,7 +24,6 @@ BOUNDS = {
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
 }
-"""Maximum number of items in lists that rules iterate over."""
 TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
@@ -34,11 +33,9 @@ TEXT_BOUNDS = {
     ("Secret", "name"): 253,
     ("Secret", "to"): 256,
 }
-"""Maximum length of strings in the lists that `BOUNDS` names."""
 
 
 def _immutable(name: str, *, within: str = "") -> Rule:
-    """Return a rule that makes a field of the specification, or of its section `within`, immutable."""
     new, old = (f"{each}.{within}" if within else each for each in ("self", "oldSelf"))
     has_new, has_old = (f"has({each}) && has({each}.{name})" if within else f"has({each}.{name})" for each in (new, old))
     condition = f"({has_new}) == ({has_old}) && (!({has_new}) || {new}.{name} == {old}.{name})"
@@ -58,14 +55,13 @@ _MUTABLE = {
     "cleanPodPolicy",
 }
 IMMUTABLE = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
-"""Immutable fields of the specification."""
 IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Immutable fields of `scheduling`. Its priority is mutable; a change affects pods that are created later."""
+"""Immutable fields of `scheduling`. A changed priority affects pods that are created later."""
 
 
 @functools.cache
 def rules() -> dict[str, list[Rule]]:
-    """Return the rules by model name in `spec`, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
+    """Return the rules by model name, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
     text = resources.files(__package__).joinpath("cel.yaml").read_text()
     shared = str(list(accelerators.SHARED))
     between: dict[str, list[Rule]] = yaml.safe_load(text.replace("<own>", f"^({spec.OWN})$").replace("<shared>", shared))

@@ -1,12 +1,8 @@
-"""The CustomResourceDefinition for ElasticJob: `crd.yaml`, with the specification from the job file's model.
+"""The CustomResourceDefinition of ElasticJob: `crd.yaml`, with the specification from the job file's model.
 
-The API server requires a structural schema
-(https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema):
-one type for every part, no references, and `anyOf` only for numbers or strings. This module converts pydantic's schema to that
-form. `kubectl explain` shows the fields' docstrings; rules that involve several fields are in `cel`.
-
-Only the number of workers has a default in the schema, for `kubectl scale`. Other defaults are only in the descriptions, so that
-fields that the user did not set stay unset.
+Pydantic's schema is converted to a structural one: one type for every part, no references, and `anyOf` only for numbers or
+strings. Only the number of workers has a default, for `kubectl scale`; other fields that the user did not set stay unset.
+https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema
 """
 
 from __future__ import annotations
@@ -53,7 +49,6 @@ def _model(name: str, definitions: dict[str, Schema]) -> Schema:
 
 
 def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return a field's schema, with the field's own description instead of its model's, followed by its default."""
     result = _structural(field, definitions)
     described = _text(field["description"])
     default = _default_text(field.get("default"))
@@ -67,8 +62,7 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
 
 
 def _structural(part: Schema, definitions: dict[str, Schema]) -> Schema:
-    """Return the structural schema for a part of pydantic's schema. Raises ValueError if there is none, as may happen when the
-    model changes."""
+    """Convert a part of pydantic's schema. Raises ValueError if no structural schema can express it."""
     if "$ref" in part:
         return _model(part["$ref"].removeprefix("#/$defs/"), definitions)
     if "const" in part:
@@ -94,8 +88,7 @@ _LIMITS = ("pattern", "minLength", "maxLength", "minimum", "maximum", "minItems"
 
 
 def _choice(options: list[Schema], definitions: dict[str, Schema]) -> Schema:
-    """Return the schema for an optional part, or of a number or string. Fractions are written as strings, or in a smaller unit:
-    `500m`."""
+    """Return the schema of an optional part, or of a number that may be a string, such as `500m`."""
     if len(options) == 1:
         return _structural(options[0], definitions)
     numbers = [option for option in options if option.get("type") in ("integer", "number")]
@@ -116,16 +109,14 @@ def _text(description: str) -> str:
 
 
 def _default_text(default: Any) -> str:
-    """Return a default as written in a job file, or an empty string if there is none."""
     if default in (None, "") or isinstance(default, dict | list | tuple):
         return ""
     return str(default).lower() if isinstance(default, bool) else str(default)
 
 
 def _overlay() -> Schema:
-    """Return schemas for the parts of a pod template. They are untyped, so that CEL compares each part as a whole. CEL considers
-    two objects equal if they have the same number of fields that the schema does not know, and no field in common (Kubernetes
-    1.36)."""
+    """Declare a pod template's parts: CEL considers objects equal that have equally many undeclared fields and none in common
+    (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))

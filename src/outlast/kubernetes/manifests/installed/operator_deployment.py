@@ -1,9 +1,6 @@
 """The objects to install: the namespace, CRDs, the operator and its rights, and optionally the node watcher and monitoring.
 
-    files()   {"operator.yaml": [documents], ...}    as in `deploy/`, and as `outlast install` applies them
-
-They come from the YAML files next to this module, with `<namespace>` and `<image>` filled in; `crd` adds a job's specification
-to its own file.
+They come from the YAML files in this folder, with `<namespace>` and `<image>` filled in; see `crd` for crd.yaml.
 """
 
 from __future__ import annotations
@@ -21,15 +18,14 @@ from outlast.kubernetes.manifests.scheduling import placement
 
 CONTAINER = "operator"
 USER_ROLES = ("outlast-view", "outlast-edit")
-"""ClusterRoles for users of ElasticJobs."""
 NODE_WATCH = "outlast-node-watch"
-"""Name of the node watcher's DaemonSet, its account, its role and its namespace."""
+"""Name of the node watcher's DaemonSet, account, role and namespace."""
 
 
 def files(
     *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """Return the objects, by the name of their file in `deploy/`. With `on_demand`, the operator avoids spot machines."""
+    """Return the objects by their file in `deploy/`. With `on_demand`, the operator avoids spot machines."""
 
     def documents(name: str) -> list[Document]:
         text = resources.files(__package__).joinpath(name).read_text()

@@ -1,7 +1,7 @@
-"""Gang scheduling for the workers: none, the coscheduling plugin, or Volcano.
+"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
 
-`of` returns the pods' labels and the PodGroup. With `auto`, the operator chooses the scheduler that the cluster has (`choose`);
-if there is no cluster, `auto` means no gang. Kueue admits whole jobs by itself; see `labels.queue_label`.
+With `auto`, the operator chooses a scheduler that the cluster has (`choose`); without an operator, there is no gang. Kueue admits
+whole jobs by itself; see `labels.queue_label`.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups that show which scheduler a cluster has; the first group that exists wins."""
+"""API groups that show which scheduler a cluster has; the first one wins."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """A gang's scheduler, and the labels, annotations and documents that it needs."""
+    """A gang's scheduler, and what the pods and the cluster need for it."""
 
     scheduler: str = ""
     """Name of the scheduler; empty for the cluster's default."""
@@ -42,11 +42,8 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
-    """Return the gang scheduler for a job in a cluster with these API groups.
-
-    `auto` means none for a job that may train with one worker, which makes a gang pointless, and for a job that Kueue admits
-    (`admitted`): Kueue waits until there is quota for all workers, and its queue is not one of Volcano's.
-    """
+    """Return the gang scheduler of a job in a cluster with these API groups. With `auto`, there is none for a job that may train
+    with one worker, or that Kueue admits as a whole (`admitted`)."""
     requested = fields.scheduling.gang
     if requested != "auto":
         return requested
@@ -64,8 +61,8 @@ def missing(scheduler: SchedulerName, groups: Collection[str]) -> str:
 
 
 def of(request: Request, name: str, scheduler: SchedulerName | None = None) -> Gang:
-    """Return the gang for a job with several workers. `name` is the name of its PodGroup, and `scheduler` defaults to the one in
-    the job file."""
+    """Return the gang of a job with several workers. `name` is its PodGroup's name; `scheduler` defaults to the one in the job
+    file."""
     match scheduler or request.spec.scheduling.gang:
         case "coscheduling":  # https://scheduler-plugins.sigs.k8s.io/docs/plugins/coscheduling/
             fields = _minimum(request.spec)

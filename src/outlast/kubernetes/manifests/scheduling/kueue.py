@@ -1,7 +1,7 @@
 """Kueue's Workloads for a job, and how an admission affects the job's pods. Pure.
 
-Kueue manages quotas and the Workloads that request them; the creator of a Workload manages the pods
-(https://kueue.sigs.k8s.io/docs/concepts/workload/). `operator.kueue_workloads` decides what to request.
+A Workload requests quota, and its creator manages the pods (https://kueue.sigs.k8s.io/docs/concepts/workload/).
+`operator.kueue_workloads` decides what to request.
 """
 
 from __future__ import annotations
@@ -17,43 +17,40 @@ from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
-"""Label on a job that names its queue."""
 PRIORITY = "kueue.x-k8s.io/priority-class"
-"""Label on a job that names its WorkloadPriorityClass."""
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label on a Workload with its job's UID. Kueue's own tools use it."""
+"""Label on a Workload with its job's UID, which Kueue's own tools use."""
 WORKLOAD = "kueue.x-k8s.io/workload"
-"""Annotation on a pod that names the Workload whose quota the pod uses."""
+"""Annotation with the name of the Workload whose quota a pod uses."""
 PODS = "main"
-"""Name of the pod set in our Workloads."""
 
 VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
     (kinds.WORKLOAD_V1BETA2, kinds.FLAVOR_V1BETA2, kinds.WORKLOAD_PRIORITY_V1BETA2),
     (kinds.WORKLOAD, kinds.FLAVOR, kinds.WORKLOAD_PRIORITY),
 )
-"""The kinds Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
+"""Workload, ResourceFlavor and WorkloadPriorityClass in the supported versions, newest first."""
 
 
 @dataclass(frozen=True)
 class Priority:
-    """A Workload's priority: the class's name and its value, which Kueue does not look up."""
+    """A Workload's priority. Kueue does not look up the class's value."""
 
     value: int
     name: str = ""
     group: str = ""
-    """API group of the priority class: Kueue's, or the one for pods' priority classes."""
+    """API group of the priority class, which may be a class for pods or Kueue's own."""
 
 
 def queue_name(job: Mapping[str, Any]) -> str:
-    """Return the name of an ElasticJob's Kueue queue, from the job's label or else from `scheduling`; empty if there is none."""
+    """Return an ElasticJob's Kueue queue, from its label or else from `scheduling`; empty if there is none."""
     label = (job["metadata"].get("labels") or {}).get(QUEUE)
     scheduling = job["spec"].get("scheduling") or {}
     return str(label or (scheduling.get("queue") if scheduling.get("gang") != "volcano" else "") or "")
 
 
 def priority(job: Mapping[str, Any], classes: Iterable[Mapping[str, Any]]) -> Priority | str:
-    """Return a job's priority by Kueue's rules: from the class named by its label, or else the pods' class, or else the cluster's
-    default. Returns an error message if the class does not exist."""
+    """Return a job's priority from the class in its label, the pods' class, or the cluster's default. Return an error message if
+    the class is missing."""
     label = (job["metadata"].get("labels") or {}).get(PRIORITY)
     class_name = label or (job["spec"].get("scheduling") or {}).get("priorityClassName")
     kind = kinds.WORKLOAD_PRIORITY.kind if label else kinds.PRIORITY_CLASS.kind
@@ -76,7 +73,7 @@ def workload(
     min_count: int,
     priority: Priority,
 ) -> Document:
-    """Return a Workload for `count` pods of this template, or for fewer, down to `min_count`."""
+    """Return a Workload for `min_count` to `count` pods of this template."""
     pods: Document = {"name": PODS, "count": count, "template": template}
     if min_count < count:
         pods["minCount"] = min_count
@@ -93,7 +90,7 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """Return a job's Workload name, which is unique to the job's UID."""
+    """Return a Workload's name, which is unique to the job's UID."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
@@ -109,8 +106,7 @@ def admitted_count(workload: Mapping[str, Any]) -> int:
 
 
 def with_admission(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
-    """Return the pod with the node labels of its Workload's flavors (`flavors_`, by name), and with the updates that
-    admission checks require."""
+    """Return the pod with its flavors' node labels and the updates that admission checks require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

@@ -1,4 +1,4 @@
-"""Constraints on which nodes a worker's pod may use: spot machines, instance types, accelerators, spreading over nodes."""
+"""Constraints on a worker pod's nodes: spot machines, instance types, accelerators, spreading over nodes."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ SPOT = {
     "kubernetes.azure.com/scalesetpriority": "spot",
     "lifecycle": "Ec2Spot",
 }
-"""Labels on spot nodes, with their values, as set by Karpenter, EKS, GKE, AKS and self-managed groups on AWS."""
+"""Labels of spot nodes, as set by Karpenter, EKS, GKE, AKS and self-managed groups on AWS."""
 _SPOT_TAINTS = (
     "karpenter.sh/capacity-type",
     "cloud.google.com/gke-spot",
@@ -28,15 +28,14 @@ _OLD_NAMES = {
     "beta.kubernetes.io/arch": "kubernetes.io/arch",
     "beta.kubernetes.io/os": "kubernetes.io/os",
 }
-"""Deprecated node labels, with their replacements."""
 
 
 ON_DEMAND = "on-demand"
-"""Value for `scheduling.worker0` that keeps worker 0 off spot machines."""
+"""Value of `scheduling.worker0` that keeps worker 0 off spot machines."""
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """Return the scheduling part of a PodSpec. With `has_peers`, the job has other pods; with `on_demand`, the pod avoids spot
+    """Return the scheduling part of a PodSpec. `has_peers` spreads the job's pods over nodes; `on_demand` avoids spot
     machines."""
     fields = job.spec
     if on_demand:
@@ -63,7 +62,6 @@ def _nodes(fields: spec.Spec) -> dict[str, str]:
 
 
 def _affinity(fields: spec.Spec) -> Document:
-    """Return the node affinity: one of the terms in `required` must match, with all its expressions."""
     alternatives = [
         {"key": name, "operator": "In", "values": [each.strip() for each in value.split(",") if each.strip()]}
         for name, value in _nodes(fields).items()
@@ -86,7 +84,7 @@ def _affinity(fields: spec.Spec) -> Document:
 
 
 def avoid_spot(affinity: Document) -> Document:
-    """Return a pod's affinity with the added requirement that its node is not a spot machine, that is, has no spot label."""
+    """Return a pod's affinity with the added requirement that its node has no spot label."""
     nodes = affinity.get("nodeAffinity") or {}
     terms = (nodes.get(_REQUIRED) or {}).get("nodeSelectorTerms") or [{}]
     limited = [{**term, "matchExpressions": [*(term.get("matchExpressions") or ()), *_not_spot()]} for term in terms]
@@ -94,7 +92,7 @@ def avoid_spot(affinity: Document) -> Document:
 
 
 def reject_on_demand(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 is to be kept off spot machines, which is impossible if all pods are alike."""
+    """Raise InvalidJob if worker 0 must avoid spot machines, which is impossible if all pods are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise invalid_job(
@@ -111,14 +109,13 @@ def _expression(label: str, value: str, operator: str = "In") -> Document:
 
 
 def _tolerations(fields: spec.Spec) -> list[Document]:
-    """Return the user's tolerations, then the tolerations for nodes with accelerators and for spot machines."""
     own = [each.model_dump(mode="json", by_alias=True, exclude_defaults=True) for each in fields.tolerations]
     device = resources.accelerator(fields.resources)
     return own + tolerations([device] if device else [], spot=fields.scheduling.spot != "avoid")
 
 
 def tolerations(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Return the tolerations for the taints on nodes with these accelerators and on spot nodes."""
+    """Return the tolerations of taints on nodes with these accelerators and on spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))
