@@ -29,7 +29,8 @@ DEFAULT_S = 60.0
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after failed attempt number `attempt` (from 0), which doubles each time up to `longest_s`."""
+    """Return the pause in seconds after failed attempt `attempt`, counting from 0. The pause doubles with each attempt, up to
+    `longest_s`."""
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 

@@ -187,7 +187,7 @@ class Stage(enum.Enum):
     GOES = enum.auto()
     """All members have agreed, and the member starts `Participant.go` next."""
     REFUSED = enum.auto()
-    """The coordinator decides; this world has no further attempts."""
+    """The member refuses further attempts in this world, and leaves the decision to the coordinator."""
 
 
 class Participant:

@@ -139,7 +139,7 @@ class CopyStream:
 
     @contextlib.contextmanager
     def copying(self) -> Iterator[None]:
-        """Run copies queued in the block after the computation queued before it."""
+        """Copies queued inside the block wait for the computation that was queued before the block."""
         self._stream.wait_stream(self._module.current_stream())
         with self._module.stream(self._stream):
             yield

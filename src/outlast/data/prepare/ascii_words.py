@@ -32,7 +32,7 @@ _SLOTS = 18
 _WORDS, _BYTES = 300_000, 16 << 20
 """Maximum number and total bytes of words in a table: about 60 MiB of memory. Arbitrary: Python's sources have 95,000 words."""
 _MIX = np.array([0x9E3779B97F4A7C15, 0xC2B2AE3D27D4EB4F], np.uint64)
-"""Odd multipliers, with which the highest bits of a product depend on all bytes of a word."""
+"""Odd multipliers that make the highest bits of a product depend on all bytes of a word."""
 
 
 def starts(data: NDArray[np.uint8]) -> NDArray[np.int64]:

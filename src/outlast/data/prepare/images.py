@@ -101,7 +101,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
 
 
 def pillow() -> Any:
-    """Import and return Pillow's module Image. Raises OutlastError if Pillow is not installed."""
+    """Import and return Pillow's Image module. Raises OutlastError if Pillow is not installed."""
     with importing("decoding images", "data"):
         from PIL import Image
     return Image

@@ -173,7 +173,7 @@ _SHORT = 100
 
 
 class _Characters:
-    """An encoder for one token per character; looks up a whole text in an array at once."""
+    """An encoder that maps each character to one token. It converts a whole text with a single array lookup."""
 
     def __init__(self, table: dict[str, int], dtype: np.dtype[Any]) -> None:
         self._in_vocabulary = np.zeros(0x110000, bool)

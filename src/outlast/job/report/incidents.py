@@ -23,7 +23,8 @@ class Lost:
     again_us: int = 0
     """Time spent on steps whose results were lost, and on the interrupted step."""
     up_to: bool = False
-    """True if the time of the fault is unknown. The loss then counts from the last step in the ledger, and is an upper bound."""
+    """True if the time of the fault is unknown. The lost time is then measured from the last step in the ledger, so it
+    is an upper bound."""
     source: str = ""
     """Where the state was restored from: memory | peer | disk | store; empty if not reported."""
 

@@ -92,7 +92,8 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document: reports unknown names, with the field probably meant, and names that exclude each other."""
+    """Checks the names in a document. Reports unknown names, suggesting the field that was probably meant, and mutually exclusive
+    names."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document

@@ -18,7 +18,8 @@ from outlast.base.errors import InvalidJob
 _NULL = "tag:yaml.org,2002:null"
 _MERGE = "tag:yaml.org,2002:merge"
 _REPEATS = 10_000
-"""Maximum number of values that aliases repeat. Aliases of aliases multiply: nine lines can make 10^9 values."""
+"""Maximum number of values that a document's aliases may repeat. Aliases of aliases multiply: nine lines can expand to 10^9
+values."""
 
 Place = tuple[str | int, ...]
 """A value's path: keys and list indices from the top, such as `("spec", "args", 0)`."""

@@ -74,7 +74,8 @@ def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) 
 
 
 def counted(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints by step, without those that a later generation skipped by resuming from an earlier step."""
+    """Return the checkpoints in order of step, without those that a later generation superseded by resuming from an
+    earlier step."""
     stays, newest = [], -1
     for each in sorted(checkpoints, key=lambda each: each.step):
         if each.generation >= newest:

@@ -20,7 +20,7 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""Unless memory is short, a room is reused only for parts that it exceeds by at most this factor. Arbitrary."""
+"""A room is reused for a part only if it is at most this many times as large as the part; arbitrary."""
 
 
 @dataclass(frozen=True)

@@ -37,7 +37,7 @@ class StateFile:
         self._flushed = 0.0
         self._id = ""
         self.fresh: set[str] = set()
-        """Paths transferred since the last `save`, which the manifest in the store lacks."""
+        """Paths transferred since the last `save`, and therefore not yet in the store's manifest."""
         self.state = State(place)
         with contextlib.suppress(FileNotFoundError, ValueError):
             state, self._id = State.decode(path.read_bytes()), _id(path)

@@ -26,7 +26,7 @@ from outlast.data.shard_format import Manifest, Shard
 from outlast.order import Indices, Windows
 
 WINDOW = 8
-"""Default number of shards in a store that are shuffled together; arbitrary."""
+"""Default number of shards that are shuffled together if they are in a store; arbitrary."""
 AHEAD = 3
 """Number of announced windows: the current one and the next two."""
 _MAPPED = 1024

@@ -120,7 +120,8 @@ class Start:
         }
 
     def first(self, failures: Sequence[dict[str, Any]], rank: int | None) -> dict[str, Any]:
-        """Return the root failure. If all failures are secondary, the cause is `rank`, which exited here with code 0, if any."""
+        """Return the root failure. If all failures are secondary, blame `rank`, the rank on this worker that exited with code 0,
+        if there is one."""
         first = min(failures, key=lambda failure: (not is_cause(failure), failure["time"]))
         if {failure["early"] for failure in failures if is_cause(failure)} != {first["early"]}:
             first = {**first, "early": ""}

@@ -86,7 +86,7 @@ def text(value: Any) -> str:
 
 
 NONE = "none"
-"""Value of `tracking.mlflow` that turns MLflow off, even with MLFLOW_TRACKING_URI."""
+"""Value of `tracking.mlflow` that turns MLflow off, even if MLFLOW_TRACKING_URI is set."""
 
 
 @dataclass(frozen=True)
