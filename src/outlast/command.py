@@ -3,7 +3,7 @@
     module: outlast.command, args: [/opt/mnist/mnist.py, --epochs=1]
     module: outlast.command, args: [-c, "import torch; ..."]
 
-A job file's `script` is a file in the job's code, but documents from other systems name files in their image.
+A job file's `script` is a file in the job's code, but manifests of other systems refer to files in the container image.
 """
 
 from __future__ import annotations

@@ -74,14 +74,14 @@ def world(strategy: Any = "ddp") -> dict[str, Any]:
 
 
 def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
-    """Make `trainer.fit()` continue exactly after every failure, and in every world that `batch` allows.
+    """Make `trainer.fit()` resume exactly where it was after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the training loader's
-    `batch_size`. `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts optimizer steps. The order of
-    samples depends only on `seed`, which defaults to the seed of `L.seed_everything`. Unless the loader has `drop_last`, an
-    epoch's last batch is filled up with the epoch's first samples. Only the first start reads `fit(ckpt_path=...)`. Outside a
-    job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError, here or in `fit`, if training
-    cannot continue exactly.
+    `batch` is the number of samples per optimizer step, over all ranks; a micro-batch has at most as many as the training
+    loader's `batch_size`. `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts optimizer steps. The
+    order of samples depends only on `seed`, which defaults to the seed of `L.seed_everything`. Unless the loader has
+    `drop_last`, an epoch's last batch is filled up with the epoch's first samples. Only the first start reads
+    `fit(ckpt_path=...)`. Outside a job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError,
+    here or in `fit`, if training cannot be resumed exactly.
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
@@ -255,7 +255,7 @@ class _Attachment:
         checkpoint.set_generators(self.generators)
 
     def boundary(self) -> None:
-        """End an optimizer step, before its validation and the end of its epoch."""
+        """End an optimizer step, before any validation or end of an epoch that follows it."""
         trainer, run = self.trainer, self.run
         assert run is not None
         step, every = trainer.global_step, trainer.log_every_n_steps

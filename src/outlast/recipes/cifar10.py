@@ -227,7 +227,7 @@ class Training(loop.Recipe):
         return False
 
     def finish(self, step: int) -> None:
-        """Write the final weights and final.json, each file all or nothing."""
+        """Write the final weights and final.json, each atomically."""
         run, model = self.run, averaged(self.model, self.optimizer)
         for path in (run.output / "model.pt", *filter(None, [self.s.model_file and Path(self.s.model_file).absolute()])):
             self.log.line(f"saving model: {path}")

@@ -383,8 +383,8 @@ class Membership:
         self.mesh.learn(world.generation, {each: addresses[each] for each in known if addresses.get(each)})
 
     def _report_peers(self) -> None:
-        """Report unheard peers, from any thread. Does nothing while the mesh is still in another world, whose indices may belong
-        to other processes."""
+        """Report the peers that are silent. Any thread may call this. Does nothing while the mesh is still in another world,
+        whose indices may belong to other processes."""
         if self.mesh and self.mesh.generation == self.generation:
             self._client.amend(mesh=self.mesh.complete, unheard=self.mesh.unheard, refused=self.mesh.refused)
 

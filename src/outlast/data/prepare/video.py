@@ -32,7 +32,7 @@ from outlast.data.prepare.source_files import TRAIN, VAL, BadSource, File
 SUFFIXES = (".mp4", ".mkv", ".avi", ".mov", ".webm", ".mpg", ".mpeg", ".m4v")
 FRAMES_PER_SECOND = 25
 RATE = 48_000
-"""Sound samples per second."""
+"""Audio samples per second."""
 PER_FRAME = RATE // FRAMES_PER_SECOND
 SHARD = 256 << 20
 
@@ -47,7 +47,7 @@ class Settings:
     clips: int = 1
     """Number of clips per video, evenly spaced; a single clip is taken from the middle."""
     labels: str = ""
-    """Path of a CSV with labels; if empty, a label is the directory's name."""
+    """Path of a CSV with labels; if empty, each video is labelled with the name of its directory."""
     val: float = 0.1
     shard_size: int = SHARD
     skip_damaged: bool = False

@@ -36,7 +36,7 @@ class History:
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
-        """The time, worker and reason of each counted failure, and its traceback and the end of the log."""
+        """The time, worker and reason of each counted failure, and a text with its traceback and the end of the log."""
         self.versions: dict[str, str] = {}
         self.code = ""
         """Digest of the most recently submitted code."""

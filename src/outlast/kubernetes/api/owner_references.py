@@ -9,7 +9,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Identified:
-    """A document in the cluster, to which others refer by name and uid."""
+    """An object in the cluster that other objects refer to by name and uid."""
 
     document: Mapping[str, Any]
 

@@ -143,7 +143,7 @@ class Published(PersistedState, _Value):
     done: tuple[int, ...] = ()
     """Members of the world that have finished, and may have exited."""
     ended: Mapping[str, str] = field(default_factory=dict)
-    """Why each fenced process must exit, by the process's token."""
+    """Why each fenced process must exit, keyed by the process's token."""
 
 
 def live(published: Published, leader: KeyValue | None) -> bool:

@@ -235,7 +235,7 @@ class Saves:
         return self._problem if self.committed < self.last_step else ""
 
     def settle(self, outcome: Outcome | None) -> None:
-        """Record a save's outcome on every rank. The training thread calls this."""
+        """Record a save's outcome. The training thread of every rank calls this."""
         if outcome is None:
             return
         if outcome.superseded:

@@ -149,7 +149,7 @@ def _groups(optimizer: torch.optim.Optimizer, rest: bytes) -> list[list[str]] | 
 
 
 def _rest(optimizer: torch.optim.Optimizer, names: list[list[str]]) -> dict[str, Any]:
-    """Return an optimizer's state without tensors, in the form of `checkpoint.collected`."""
+    """Return the part of an optimizer's state that has no tensors, in the format of `checkpoint.collected`."""
     groups = [{**group, "params": params} for group, params in zip(optimizer.param_groups, names, strict=True)]
     return {"kind": type(optimizer).__name__, "groups": groups, "others": {}}
 

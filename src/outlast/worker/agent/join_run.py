@@ -162,7 +162,7 @@ def record(job: str, owner: str) -> runs.Run:
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """Fetch this worker's earlier log and ledgers if its disk lacks them, and the metrics, which any worker may continue."""
+    """If this worker's disk lacks them, fetch its earlier log and ledgers, and the metrics, to which any worker may append."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
     names = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:

@@ -68,7 +68,7 @@ class Verdict:
 
 @dataclasses.dataclass(frozen=True)
 class Start:
-    """One start of a worker's training processes. The worker's directory `state` holds their records."""
+    """One start of a worker's training processes. `state` is the worker's directory that holds their records."""
 
     worker: int
     state: Path

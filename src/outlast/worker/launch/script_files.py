@@ -26,7 +26,7 @@ from outlast.worker.launch import relocatable
 _KEY = "outlast/files"
 _NOTHING, _SENT, _IN_STORE = b"nothing", b"sent", b"in the store"
 _REQUEST, _REPORT = ".push/wanted", ".push/given"
-"""Two files in the output, with the generation (and attempt) of a requested upload and of a finished one."""
+"""Two files in the output directory: the generation (and attempt) of the requested upload, and that of the finished one."""
 _TIMEOUT_S = 300.0
 """Maximum seconds that a world's start waits for the files. Arbitrary."""
 _POLL_INTERVAL_S = 0.05

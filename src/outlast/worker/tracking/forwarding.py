@@ -1,5 +1,6 @@
 """Feeds one tracker from a run's output, in a thread that sends new values at regular intervals, and retries until they arrive.
-An unreachable tracker is logged once, and again when it recovers. No values are lost, since the file is the buffer."""
+An unreachable tracker is logged once, and again when it recovers. No values are lost, since the metrics file is
+the buffer."""
 
 from __future__ import annotations
 
