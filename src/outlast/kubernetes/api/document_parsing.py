@@ -24,7 +24,7 @@ MAX_DEPTH = 100
 MAX_BYTES = 128 * 1024
 """Maximum size of a job's spec as JSON."""
 _METADATA_FACTOR = 3
-"""The size limit for metadata is this many times as large: Kubernetes accepts 256 KiB of annotations."""
+"""Factor by which the size limit is larger for metadata: Kubernetes accepts 256 KiB of annotations."""
 _MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
 """Size limits for kinds that users create and the operator caches. A pod contains its job's file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")

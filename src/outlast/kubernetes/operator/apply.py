@@ -50,9 +50,9 @@ def carry_out(
 ) -> Outcome:
     """Carry out a plan, but stop if a status write shows that the job has changed since the plan was made.
 
-    `parallel` runs writes that belong to the same part of the plan at once, and `background` writes Events. `on_status_written`
-    is called even if a later write fails. Raises ClusterError if a write failed, once no other write is in flight. If the API
-    server rejects a pod or an object that pods need, writes an Event and raises Refused or Forbidden.
+    `parallel` runs the writes of one part of the plan concurrently, and `background` writes Events. `on_status_written` is called
+    even if a later write fails. Raises ClusterError if a write failed, once no other write is in flight. If the API server
+    rejects a pod or an object that pods need, writes an Event and raises Refused or Forbidden.
     """
     execution = _Execution(cluster, job, now, parallel, background)
     try:

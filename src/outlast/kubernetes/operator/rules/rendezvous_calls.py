@@ -14,7 +14,7 @@ from outlast.rendezvous.coordinator import Record, Tick
 from outlast.rendezvous.who_trains import Call, Cause
 
 ARRIVE_S = 2.0
-"""Debounce: missing workers are reported once none has joined for this many seconds."""
+"""Missing workers are reported once no worker has joined for this many seconds."""
 _SUSPENDED_STATES = (State.SUSPENDED, State.QUEUED)
 
 
