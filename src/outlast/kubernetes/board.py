@@ -93,7 +93,7 @@ class Board:
         """The operator's ledger entries that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
-        """Owner reference to the ElasticJob. Reports are written only once the watch has shown the job."""
+        """Owner reference to the ElasticJob; None until the watch has shown the job. Until then, no reports are written."""
         self._workers = 1
         self._previous_generation = 0
         """Newest generation before this member started. No world up to that generation includes this member, even if the world

@@ -50,7 +50,7 @@ class LogOptions:
 
 
 class Cluster(Api):
-    # Documents
+    # Objects
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
         """Return an object. Raises Absent if it does not exist."""
@@ -172,7 +172,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """Yield a container's log lines, without line ends. Raises Refused if the container has not started."""
+        """Yield a container's log lines, without line endings. Raises Refused if the container has not started."""
         options = options or LogOptions()
         subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S

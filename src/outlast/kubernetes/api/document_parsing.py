@@ -26,7 +26,8 @@ MAX_BYTES = 128 * 1024
 _METADATA_FACTOR = 3
 """Factor by which the size limit is larger for metadata: Kubernetes accepts 256 KiB of annotations."""
 _MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
-"""Size limits for kinds that users create and the operator caches. A pod contains its job's file."""
+"""Size limits for kinds that users create and the operator caches. The limit for pods is larger, as a pod contains its job's
+file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata fields that the API server writes or limits in size."""
 _SERVER_KEYS = ("apiVersion", "kind", "metadata", "status")
@@ -153,7 +154,7 @@ def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
 
 
 def _scalars(text: bytes, outer: _Span) -> Document:
-    """Return an omitted object's short scalars, such as `managedBy`."""
+    """Return the short scalars of an object that is otherwise omitted, such as `managedBy`."""
     scalars: Document = {}
     if text[outer.begin] != ord("{"):
         return scalars

@@ -106,7 +106,7 @@ def _from_pod(context: str | None) -> _Login:
 
 
 def _authorized(request: httpx2.Request) -> httpx2.Request:
-    """Add the service account's token, which the kubelet renews every hour."""
+    """Add the service account's token to a request. It is read for each request, as the kubelet renews it every hour."""
     try:
         request.headers["Authorization"] = f"Bearer {(kubeconfig.ACCOUNT / 'token').read_text().strip()}"
     except OSError as error:
@@ -115,7 +115,7 @@ def _authorized(request: httpx2.Request) -> httpx2.Request:
 
 
 def load() -> None:
-    """Import the library that `connect` needs in a pod, for a process that forks before it connects. Raises ImportError."""
+    """Import the library that `connect` needs in a pod. Meant for processes that fork before they connect. Raises ImportError."""
     import httpx2  # noqa: F401
 
 

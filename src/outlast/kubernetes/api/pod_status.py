@@ -45,7 +45,7 @@ class End:
     """How a worker's container ended."""
 
     code: int
-    """-1 if the container was lost or never started."""
+    """The exit code; -1 if the container was lost or never started."""
     sentence: str
     """A phrase that follows the worker's name, such as `was killed (exit code 137)`."""
     counted: bool

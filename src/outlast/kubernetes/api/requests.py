@@ -190,7 +190,7 @@ class Expired(Refused):
 
 
 def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
-    """Return the error for a response other than 2xx. Raises Gone."""
+    """Return the error for a response whose HTTP status is not 2xx. Raises Gone."""
     if status == 410 and subject.verb == "list":
         return Expired(f"{subject.description} cannot be listed: the list has expired")
     if status == 410 and subject.verb == "watch":

@@ -109,7 +109,7 @@ class _Reported:
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
         """Yield the changes between the reported state and a new list, and return the list's version. If another object now has a
-        vanished object's name, the deletion comes first."""
+        vanished object's name, the deletion is yielded first."""
         keys = {key: uid for uid, (_, key, _) in self._outlines.items()}
         uids: set[str] = set()
         version = ""

@@ -1,4 +1,4 @@
-"""Carries out the operator's plans. The order of the writes allows the process to be killed between any two of them.
+"""Carries out the operator's plans. It is safe to kill the process between any two writes.
 
 Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If a
 precondition does not hold, somebody else has changed the object, and the next reconcile pass decides again.
@@ -51,8 +51,8 @@ def carry_out(
     """Carry out a plan, but stop if a status write shows that the job has changed since the plan was made.
 
     `parallel` runs the writes of one part of the plan concurrently, and `background` writes Events. `on_status_written` is called
-    even if a later write fails. Raises ClusterError if a write failed, once no other write is in flight. If the API server
-    rejects a pod or an object that pods need, writes an Event and raises Refused or Forbidden.
+    even if a later write fails. If a write fails, raises ClusterError once no other write is in flight. If the API server rejects
+    a pod or an object that pods need, writes an Event and raises Refused or Forbidden.
     """
     execution = _Execution(cluster, job, now, parallel, background)
     try:

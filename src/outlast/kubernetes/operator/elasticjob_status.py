@@ -111,7 +111,7 @@ class Progress:
     goodput: float | None = None
     """The goodput that rank 0's worker reported; that of the whole run once the run has ended."""
     losses: Losses | None = None
-    """Reported together with `goodput`, but kept while nothing trains, when `goodput` is None."""
+    """Reported together with `goodput`. While nothing trains, `goodput` is None, but the losses are kept."""
 
 
 @dataclass(frozen=True)

@@ -108,7 +108,7 @@ class WorkloadSlice(Identified):
     def _status(self) -> Mapping[str, Any]:
         return self.document.get("status") or {}
 
-    # changed documents
+    # changed copies
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
         """Return the Workload with changed conditions (type, whether it is true, reason, message) and status fields."""
@@ -338,7 +338,7 @@ def _workload_name(pod: Mapping[str, Any]) -> str:
 
 
 def _requests_exactly(workload: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
-    """Return whether a Workload requests exactly this. Its `minCount` is not compared, because Kueue drops it if partial
+    """Return whether a Workload requests exactly these values. Its `minCount` is not compared, because Kueue drops it if partial
     admission is off."""
     fields = workload.document["spec"]
     return (fields.get("queueName"), workload.requested, fields.get("priority", 0)) == (queue, count, priority.value)

@@ -124,7 +124,7 @@ class Leadership:
         return self._renewed_at is not None and not self.is_leader()
 
     def run(self, stop: threading.Event) -> None:
-        """Acquire and renew the Lease until `stop` is set or the Lease is lost; release it at the end."""
+        """Acquire and renew the Lease until `stop` is set or the Lease is lost, then release it if it is still held."""
         while not stop.is_set() and not self.lost_leadership:
             try:
                 self.acquire_or_renew()

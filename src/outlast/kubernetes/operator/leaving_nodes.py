@@ -127,7 +127,8 @@ def pod_departure(pod: Document) -> Departure | None:
 
 
 def earliest(*departures: Departure | None) -> Departure | None:
-    """Return the departure with the earliest deadline; None if there are no departures. Any deadline is earlier than none."""
+    """Return the departure with the earliest deadline; None if there are no departures. A departure without a deadline counts as
+    the latest."""
     existing = [each for each in departures if each is not None]
     return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 

@@ -112,7 +112,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A phrase about other controllers' finalizers that keep a terminated pod; empty if there are none."""
+        """A phrase about other controllers' finalizers that keep a terminated pod from disappearing; empty if there are none."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""

@@ -1,7 +1,7 @@
 """Runs the operator: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
 
-Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. The process may
-be killed between any two lines.
+Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. It is safe to
+kill the process between any two lines.
 """
 
 from __future__ import annotations

@@ -19,7 +19,7 @@ class Deletion:
     uid: str
     reason: str
     grace_s: int | None = None
-    """0 deletes at once, without waiting for the node; None leaves the pod's own grace period."""
+    """0 deletes the object at once, without waiting for the node; None keeps the pod's own grace period."""
     kind: Kind = POD
 
 

@@ -126,8 +126,8 @@ class ReconcilePass:
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, condition_reason: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set the state, its reason and the condition. Only the first call in a pass counts. `event` writes an Event even if the
-        state stays the same."""
+        """Set the state, its reason and the condition. Only the first call in a pass counts. With `event`, an Event is written
+        even if the state stays the same."""
         if self.state_set:
             return
         self.state_set = True

@@ -1,7 +1,7 @@
 """Fills the operator's cache from one watch per kind of object, and discovers Kueue and gang schedulers.
 
-Errors are logged and counted, and the watch is started again after a pause. Only watches of Kueue's objects end, when the cluster
-no longer serves them.
+Errors are logged and counted, and the watch is started again after a pause. Only the watches of Kueue's objects may end: they do
+when the cluster no longer serves these objects.
 """
 
 from __future__ import annotations

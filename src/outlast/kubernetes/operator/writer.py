@@ -37,7 +37,7 @@ class Parallel:
             first, *others = items[begin : begin + IN_FLIGHT]
             futures = [self._pool.submit(function, item) for item in others]
             try:
-                results.append(function(first))  # the caller would only wait
+                results.append(function(first))  # otherwise the caller would only wait
             finally:
                 wait(futures)
             results += [future.result() for future in futures]

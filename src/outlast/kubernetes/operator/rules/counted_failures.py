@@ -1,4 +1,5 @@
-"""Counts failures of workers and their processes against the restart budget, each cause once. Pure."""
+"""Counts failures of workers and their processes against the restart budget. Failures with the same root cause are counted once.
+Pure."""
 
 from __future__ import annotations
 

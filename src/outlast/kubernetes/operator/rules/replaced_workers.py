@@ -20,7 +20,8 @@ from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEU
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
-"""A pod that ends sooner than this after its creation is not replaced at once, as its node would reject the next pod as well."""
+"""A pod that ends sooner than this after its creation is not replaced at once, because its node would reject the next pod as
+well."""
 SILENT_RECHECK_S = 10.0
 """Poll interval while most workers are silent. Polling is necessary because a worker's return triggers no reconcile pass."""
 AVOIDED_FROM = 2
@@ -103,7 +104,7 @@ def silent_workers(rec: ReconcilePass) -> None:
         if report is None or report.member.standing is MemberState.DONE:
             continue
         if (end := rec.presumed_dead_at(report)) is not None:
-            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # their return triggers no pass
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # a worker's return triggers no pass
             continue
         generation = rec.generation_of(pod)
         if pod.uid not in rec.handled_uids and not rec.is_counted(generation):

@@ -29,8 +29,8 @@ def _went_back(status: Status) -> bool:
 
 
 def update_progress(rec: ReconcilePass) -> None:
-    """Write the progress together with any other change, at a world's first step, and otherwise at intervals. A new step triggers
-    no reconcile pass, so this requests the next one."""
+    """Write the progress together with any other change, at a world's first step, and otherwise at intervals. New steps trigger
+    no reconcile pass, so this function requests the next pass."""
     last, mark = rec.status.progress, _mark(rec)
     pods, (base_bytes, each) = len(rec.snapshot.pods), STATUS_BYTES
     interval_s = max(rec.snapshot.limits.progress_s, pods * (base_bytes + pods * each) / PROGRESS_BYTES_PER_S)
@@ -63,8 +63,8 @@ def update_progress(rec: ReconcilePass) -> None:
 
 
 def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elasticjob_status.Losses | None]:
-    """Return the goodput and losses that rank 0's worker reports or, after the job's end, those of a worker that cover the whole
-    run."""
+    """Return the goodput and losses that rank 0's worker reports. After the job's end, return those that cover the whole run,
+    from any worker."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     last = rec.status.progress
     for id, report in rec.snapshot.reports.items():
