@@ -104,7 +104,7 @@ def silent_workers(rec: ReconcilePass) -> None:
         if report is None or report.member.standing is MemberState.DONE:
             continue
         if (end := rec.presumed_dead_at(report)) is not None:
-            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # a worker's return triggers no pass
+            rec.requeue_at(min(end, rec.now + SILENT_RECHECK_S) if rec.late_members else end)  # their return triggers no pass
             continue
         generation = rec.generation_of(pod)
         if pod.uid not in rec.handled_uids and not rec.is_counted(generation):
