@@ -40,11 +40,12 @@ if TYPE_CHECKING:
 
 RENEW_S = contract.RENEW_S
 PROGRESS_S = 3.0
-"""Interval between progress reports from rank 0's worker, in which users see the steps."""
+"""Interval between progress reports from rank 0's worker. Users see the current step through these reports."""
 LONGEST_PAUSE_S = 1.0
-"""Maximum pause between attempts to send a changed report or to watch. For a plain renewal, it is the renewal interval."""
+"""Maximum pause between attempts to send a changed report or to watch. Between attempts to renew the Lease with an unchanged
+report, the maximum is the renewal interval."""
 ANSWER_S = 10.0
-"""Timeout for the API server's response to a report. Arbitrary, as a newer report soon follows."""
+"""Timeout for the API server's response to a report. It may be short, as another report follows soon."""
 
 
 def board(endpoint: str, member: Member) -> Board:
@@ -55,7 +56,8 @@ def board(endpoint: str, member: Member) -> Board:
 
 
 def renewal_interval_s(workers: int, *, mesh: bool) -> float:
-    """Return the seconds between Lease renewals for this many workers. With `mesh`, peers watch one another."""
+    """Return the seconds between Lease renewals for this many workers. With `mesh`, the workers watch one another, and renewals
+    may be rarer."""
     return max(contract.MESH_RENEW_S if mesh else RENEW_S, workers / contract.RENEWALS_PER_S)
 
 
@@ -91,11 +93,11 @@ class Board:
         """The operator's ledger entries that the run's ledger already contains."""
         self._min_generation = member.generation
         self._owner: dict[str, Any] | None = None
-        """Owner reference to the ElasticJob. Reports are written only once the watch has shown the job."""
+        """Owner reference to the ElasticJob; None until the watch has shown the job. Until then, no reports are written."""
         self._workers = 1
         self._previous_generation = 0
-        """Newest generation before this member started. No world up to it includes this member, even if the world lists its
-        id."""
+        """Newest generation before this member started. No world up to that generation includes this member, even if the world
+        lists this member's id."""
         self._resource_version = ""
         self._report: Report | None = None
         self._changed_at = 0.0
@@ -104,7 +106,7 @@ class Board:
         """The last deadline that the operator published for this pod."""
         self._published = Published()
         self._cluster: api.Cluster | None = None
-        """The client for `put`, which no other thread uses, so it may be closed when its login expires."""
+        """The client for `put`. No other thread uses it, so `put` may close it when its login expires."""
         self._guard, self._watching, self._over = threading.Lock(), api.Stop(), False
 
     def put(self, report: Report) -> float | None:
@@ -210,7 +212,7 @@ class Board:
     # This member's reports
 
     def _renew(self, cluster: api.Cluster, lease: dict[str, Any]) -> None:
-        """Write the Lease. After the first write, require that no other pod has written it since. Raises Superseded."""
+        """Write the Lease. Raises Superseded if another pod has written it since this pod's first write."""
         meta = lease["metadata"]
         while True:
             precondition = {"resourceVersion": self._resource_version} if self._resource_version else {}
@@ -230,8 +232,8 @@ class Board:
                 self._resource_version = current["metadata"]["resourceVersion"]  # we wrote it, and the answer was lost
 
     def _interval_s(self, report: Report) -> float:
-        """Return the seconds until the next renewal: few for rank 0's worker and soon after a change, so that the operator sees a
-        world's first steps, and more if peers watch this member."""
+        """Return the seconds until the next renewal. The interval is short for rank 0's worker and soon after a change, so that
+        the operator sees a world's first steps early. It is longer if peers watch this member."""
         world = self._published.world
         if world is not None and world.members[:1] == (self.id,):
             return min(PROGRESS_S, RENEW_S)
@@ -278,7 +280,7 @@ class Board:
 
 
 def _account(report: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the goodput and losses in an `agent.upload.Report`; empty if the uploader does not compute them."""
+    """Return the goodput and losses in a `worker.agent.upload.Report`; empty if the uploader does not compute them."""
     if report.get("goodput") is None:
         return {}
     return {"goodput": report["goodput"], "lost": report.get("lost"), "lostSteps": report.get("lost_steps")}

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True)
 class Applied:
-    """The outcome for one document, which a dry run only predicts."""
+    """The outcome of applying one document. A dry run only predicts it."""
 
     old: Document | None
     """None if the object did not exist."""

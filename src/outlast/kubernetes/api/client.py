@@ -1,4 +1,4 @@
-"""A client for a cluster's API server. Documents are plain dicts, so unknown fields are preserved.
+"""A client for a cluster's API server. Objects are represented as plain dicts ("documents"), so unknown fields are preserved.
 
 All functions are thread-safe. Long calls end as soon as their `Stop` is set.
 """
@@ -31,7 +31,7 @@ class LogOptions:
     follow: bool = False
     since_s: float | None = None
     since: str = ""
-    """Read only lines after this time, which has the format of `timestamps`."""
+    """Read only lines after this time, given in the format that `timestamps` produces."""
     tail: int | None = None
     previous: bool = False
     """Read the log from before the container's last restart."""
@@ -50,15 +50,15 @@ class LogOptions:
 
 
 class Cluster(Api):
-    # Documents
+    # Objects
 
     def get(self, kind: Kind, name: str, *, namespace: str | None = None, subresource: str = "") -> Document:
-        """Return a document. Raises Absent."""
+        """Return an object. Raises Absent if it does not exist."""
         subject, path = self.address("get", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "GET", path, repeat=True))
 
     def find(self, kind: Kind, name: str, *, namespace: str | None = None) -> Document | None:
-        """Return a document, or None if it does not exist."""
+        """Return an object, or None if it does not exist."""
         try:
             return self.get(kind, name, namespace=namespace)
         except Absent:
@@ -67,7 +67,7 @@ class Cluster(Api):
     def list_(
         self, kind: Kind, *, namespace: str | None = None, everywhere: bool = False, labels: str = "", fields: str = ""
     ) -> list[Document]:
-        """Return all documents of a kind that the selectors match, in one namespace or everywhere."""
+        """Return all objects of a kind that match the selectors, in one namespace or in all."""
         selection = Selection(kind, namespace, everywhere, labels, fields)
         try:
             return [document for page, _ in self.pages(selection) for document in page]
@@ -75,7 +75,7 @@ class Cluster(Api):
             return [document for page, _ in self.pages(selection) for document in page]
 
     def create(self, document: Document) -> Document:
-        """Create a document. Raises Taken if a document with this name exists."""
+        """Create an object. Raises Taken if an object with this name exists."""
         kind, name, namespace = _named(document)
         collection, path = self.address("create", kind, "", namespace)
         subject = replace(collection, name=name)
@@ -84,8 +84,8 @@ class Cluster(Api):
     def apply(
         self, document: Document, *, dry_run: bool = False, tries: int | None = None, timeout_s: float | None = None
     ) -> Document:
-        """Create a document, or set its fields to the given values (server-side apply). Unknown fields are an error. Pass
-        `tries=1` if the caller retries with fresher data."""
+        """Create an object, or set the given fields if it exists (server-side apply). Unknown fields are an error. Pass `tries=1`
+        if the caller retries with fresher data."""
         kind, name, namespace = _named(document)
         subject, path = self.address("apply", kind, name, namespace)
         params = {"fieldManager": MANAGER, "force": "true", "fieldValidation": "Strict", **({"dryRun": "All"} if dry_run else {})}
@@ -95,13 +95,13 @@ class Cluster(Api):
         )
 
     def patch(self, kind: Kind, name: str, change: Any, *, namespace: str | None = None, subresource: str = "") -> Document:
-        """Change some fields with a merge patch. If the change has a `metadata.resourceVersion`, raises Conflict unless it is the
-        document's."""
+        """Change some fields of an object with a merge patch. If `change` contains a `metadata.resourceVersion`, raises Conflict
+        unless the object has that version."""
         subject, path = self.address("patch", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PATCH", path, _WRITE, change, "application/merge-patch+json"))
 
     def replace(self, document: Document, *, subresource: str = "") -> Document:
-        """Replace a document. Raises Conflict if another client has written it since it was read."""
+        """Replace an object. Raises Conflict if another client has written it since it was read."""
         kind, name, namespace = _named(document)
         subject, path = self.address("update", kind, name, namespace, subresource=subresource)
         return self.document(Request(subject, "PUT", path, _WRITE, document))
@@ -117,8 +117,8 @@ class Cluster(Api):
         uid: str | None = None,
         timeout_s: float | None = None,
     ) -> Document:
-        """Delete a document and by default its dependents. Returns the document with its deletion timestamp, or a Status. Raises
-        Absent, or Conflict if the document has another uid."""
+        """Delete an object and, by default, its dependents. Returns the object with its deletion timestamp, or a Status. Raises
+        Absent, or Conflict if the object has another uid."""
         options: Document = {"apiVersion": "v1", "kind": "DeleteOptions", "propagationPolicy": propagation}
         if grace_s is not None:
             options["gracePeriodSeconds"] = round(grace_s)
@@ -157,10 +157,10 @@ class Cluster(Api):
         fields: str = "",
         on_version: Callable[[str | None], None] = lambda _: None,
     ) -> Iterator[Change]:
-        """Yield all existing documents, then every change, until `stop` is set.
+        """Yield all existing objects, then every change, until `stop` is set.
 
         If the server no longer has the changes since the last connection, the watch lists everything again, and reports vanished
-        documents as deleted. While the server is down, the watch retries. Raises the server's refusals, and Unanswered if the
+        objects as deleted. While the server is down, the watch retries. Raises the server's refusals, and Unanswered if the
         server is down before the first list is complete.
 
         `on_version` receives the version up to which everything has been reported, and None when the connection is lost.
@@ -172,7 +172,7 @@ class Cluster(Api):
     def logs(
         self, pod: str, options: LogOptions | None = None, *, namespace: str | None = None, stop: Stop | None = None
     ) -> Iterator[str]:
-        """Yield a container's log lines, without line ends. Raises Refused if the container has not started."""
+        """Yield a container's log lines, without line endings. Raises Refused if the container has not started."""
         options = options or LogOptions()
         subject, path = self.address("log", POD, pod, namespace, subresource="log")
         silence_s = None if options.follow else requests.READ_S
@@ -224,7 +224,7 @@ class Cluster(Api):
             ) from error
 
     def serves(self, kind: Kind) -> bool:
-        """Return whether the cluster serves a kind of document."""
+        """Return whether the cluster serves this kind."""
         try:
             group_version = self.raw(kind.root)
         except (Absent, NotServed):
@@ -242,7 +242,7 @@ class Cluster(Api):
         return True
 
     def raw(self, path: str) -> Document:
-        """Return the document at a path, such as the server's version, which has no kind."""
+        """Return the JSON object at a path. It need not have a kind; the server's version, for example, has none."""
         return self.document(Request(Subject("get", server=self.server), "GET", path, repeat=True))
 
     def close(self) -> None:
@@ -250,7 +250,7 @@ class Cluster(Api):
 
 
 def without_server_fields(document: Document) -> Document:
-    """Return a document without its status and the metadata that the API server writes."""
+    """Return an object without its status and without the metadata that the API server writes."""
     meta = {key: value for key, value in document["metadata"].items() if key not in _WRITTEN_BY_SERVER}
     return {**{key: value for key, value in document.items() if key != "status"}, "metadata": meta}
 

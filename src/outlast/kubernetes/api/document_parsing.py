@@ -1,8 +1,8 @@
-"""Parses documents from an API server within limits, as users choose the shape of their JSON. Pure.
+"""Parses objects from an API server within limits, because users may write JSON of any shape. Pure.
 
 A job may be nested 10,000 levels deep, which Python's parser cannot read, or contain a million empty objects, which take 25 times
 as much memory once parsed. So the text is measured first, without recursion. Values that are too deep or too long are omitted and
-reported under `UNREADABLE`; the document's name, uid and version are always preserved.
+reported under `UNREADABLE`; an object's name, uid and version are always preserved.
 """
 
 from __future__ import annotations
@@ -24,13 +24,14 @@ MAX_DEPTH = 100
 MAX_BYTES = 128 * 1024
 """Maximum size of a job's spec as JSON."""
 _METADATA_FACTOR = 3
-"""Factor for the size limit of metadata: Kubernetes accepts 256 KiB of annotations."""
+"""Factor by which the size limit is larger for metadata: Kubernetes accepts 256 KiB of annotations."""
 _MAX_BYTES: dict[Kind, int] = {**dict.fromkeys((*dropins.ELASTIC_JOBS, LEASE), MAX_BYTES), POD: 4 * MAX_BYTES}
-"""Size limits for kinds that users create and the operator caches. A pod contains its job's file."""
+"""Size limits for kinds that users create and the operator caches. The limit for pods is larger, as a pod contains its job's
+file."""
 _IDENTITY = ("name", "namespace", "uid", "resourceVersion", "generation", "creationTimestamp", "deletionTimestamp")
 """Metadata fields that the API server writes or limits in size."""
 _SERVER_KEYS = ("apiVersion", "kind", "metadata", "status")
-"""Keys that only the API server and controllers write, so their length is not limited."""
+"""Keys whose values only the API server and controllers write, so the length of these values is not limited."""
 _MAX_SCALAR = 256
 _MAX_SCALARS = 32
 
@@ -61,7 +62,7 @@ class _Span(NamedTuple):
 
 
 def document(text: bytes, kind: Kind | None = None) -> Document:
-    """Return the document in a response. Raises ValueError if the text is not a JSON object."""
+    """Parse the text of a response. Raises ValueError if it is not a JSON object."""
     if _is_small(len(text), kind):
         try:
             parsed = json.loads(text)
@@ -91,7 +92,8 @@ def event(text: bytes, kind: Kind) -> tuple[str, Document]:
 
 
 def page(text: bytes, kind: Kind) -> tuple[Document, Iterator[Document]]:
-    """Return a list's metadata and an iterator that parses its documents one by one. Raises ValueError, also during iteration."""
+    """Return a list's metadata and an iterator that parses the list's objects one by one. Raises ValueError, also during
+    iteration."""
     meta: Document = {}
     items: _Span | None = None
     for key, span in _members(text, _skip_space(text, 0)):
@@ -152,7 +154,7 @@ def _problem(name: str, span: _Span, max_bytes: int | None) -> str:
 
 
 def _scalars(text: bytes, outer: _Span) -> Document:
-    """Return an omitted object's short scalars, such as `managedBy`."""
+    """Return the short scalars of an object that is otherwise omitted, such as `managedBy`."""
     scalars: Document = {}
     if text[outer.begin] != ord("{"):
         return scalars

@@ -45,7 +45,7 @@ class DropIn:
     kind: Kind
     container: str
     index: str
-    """Label with the worker's index on pods that the other controller created."""
+    """Label with the worker's index, on pods that the replaced controller created."""
     module: str
 
     @property
@@ -66,16 +66,16 @@ DROP_INS: list[DropIn] = [
 
 KINDS = tuple(each.kind for each in DROP_INS)
 ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
-"""Kinds that the operator runs. A workload of these kinds has its job's name, and fields of any shape."""
+"""Kinds of jobs that the operator runs. An object of these kinds has the job's name, and its fields may have any shape."""
 
 
 def has(workload: Document) -> bool:
-    """Return whether a drop-in runs this workload, whose pods then have no agent."""
+    """Return whether a drop-in runs this workload. If so, the workload's pods have no agent."""
     return _entry(workload) is not None
 
 
 def of(workload: Document) -> Functions | None:
-    """Return the functions of the drop-in that runs this workload, or None."""
+    """Return the functions of the drop-in that runs this workload, or None if no drop-in does."""
     entry = _entry(workload)
     return entry.functions if entry else None
 

@@ -56,7 +56,7 @@ class Subject:
 
 
 def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
-    """Return the error for a response other than 2xx."""
+    """Return the error for a response whose HTTP status is not 2xx."""
     status_body = _status(body)
     message = _shortened(str(status_body.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
     reason = str(status_body.get("reason") or "")

@@ -1,4 +1,4 @@
-"""The kinds of documents that Outlast uses, with their API paths. Pure."""
+"""The kinds of objects that Outlast uses, with their API paths. Pure."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ class Kind:
     """The API version, such as `batch/v1`."""
     kind: str
     plural: str
-    """The name in paths, such as `pods`."""
+    """The kind's name in URL paths, such as `pods`."""
     namespaced: bool = True
 
     @property
@@ -31,7 +31,7 @@ class Kind:
 
     @property
     def resource(self) -> str:
-        """The name that Kubernetes uses in messages, such as `jobs.batch`."""
+        """The kind's name in messages from Kubernetes, such as `jobs.batch`."""
         return f"{self.plural}.{self.group}" if self.group else self.plural
 
     def __str__(self) -> str:

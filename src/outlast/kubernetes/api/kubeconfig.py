@@ -1,7 +1,7 @@
 """Finds and reads the kubeconfig as kubectl does, without sending requests.
 
 The configuration is `$KUBECONFIG`, else `~/.kube/config`, else this pod's service account. Several files in `$KUBECONFIG` are
-merged, and the first that sets a value wins.
+merged, and the first file that sets a value wins.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
 """Connects to a cluster, with a kubeconfig or with this pod's service account.
 
 lightkube reads kubeconfigs and runs cloud providers' login programs. Only this module imports it, and never for a service
-account: its compiled parts are built for one version of Python, whereas torchrun may run our handler in another, the image's.
+account: its compiled parts are built for one Python version, but torchrun may run our handler with another one, that of the
+image.
 """
 
 from __future__ import annotations
@@ -38,7 +39,8 @@ def not_installed(error: ImportError) -> NoCluster:
 
 
 def connect(context: str | None = None, namespace: str | None = None, *, prefer_pod: bool = False) -> Cluster:
-    """Return the cluster of a kubeconfig context (default: the current one), or the cluster that this pod runs in.
+    """Return the cluster of a kubeconfig context (default: the current one) or, without a kubeconfig, the cluster that this pod
+    runs in.
 
     With `prefer_pod`, a pod with a service account ignores `$KUBECONFIG`, which may be meant for the training script. Sends no
     request. Raises NoCluster.
@@ -104,7 +106,7 @@ def _from_pod(context: str | None) -> _Login:
 
 
 def _authorized(request: httpx2.Request) -> httpx2.Request:
-    """Add the service account's token, which the kubelet renews every hour."""
+    """Add the service account's token to a request. It is read for each request, as the kubelet renews it every hour."""
     try:
         request.headers["Authorization"] = f"Bearer {(kubeconfig.ACCOUNT / 'token').read_text().strip()}"
     except OSError as error:
@@ -113,7 +115,7 @@ def _authorized(request: httpx2.Request) -> httpx2.Request:
 
 
 def load() -> None:
-    """Import the library that `connect` needs in a pod, for a process that forks before it connects. Raises ImportError."""
+    """Import the library that `connect` needs in a pod. Meant for processes that fork before they connect. Raises ImportError."""
     import httpx2  # noqa: F401
 
 

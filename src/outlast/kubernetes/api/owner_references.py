@@ -1,4 +1,4 @@
-"""Reads and makes owner references, by which Kubernetes deletes a document with its owner. Pure."""
+"""Reads and makes owner references, by which Kubernetes deletes an object together with its owner. Pure."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def owned_by(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
 
 
 def owned_by_predecessor(document: Mapping[str, Any], owner: Mapping[str, Any]) -> bool:
-    """Return whether an earlier object with the owner's group, kind and name owns the document, which will then be
+    """Return whether the document belongs to an earlier object with the owner's group, kind and name. If so, it will be
     garbage-collected."""
     identity = (_group(owner), owner["kind"], owner["metadata"]["name"])
     references = document["metadata"].get("ownerReferences") or ()

@@ -1,4 +1,4 @@
-"""Builds document paths and reads lists page by page, for requests, watches and streams."""
+"""Builds the URL paths of objects and reads lists page by page, for requests, watches and streams."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.requests import Document, Request
 
 _PAGE, _PAGE_OF_JOBS = 100, 20
-"""Documents per page. A job may be 1 MiB: an API server needs minutes for 500 of them, and a page must fit into memory."""
+"""Number of objects per page, for most kinds and for jobs. A job may take up 1 MiB: an API server needs minutes for 500 such
+jobs, and a page must fit into memory."""
 
 
 @dataclass(frozen=True)
@@ -31,7 +32,7 @@ class Selection:
 
 @dataclass
 class Api:
-    """An API server, and the default namespace for documents."""
+    """An API server, and the default namespace for requests."""
 
     connection: requests.Connection = field(repr=False)
     context: str
@@ -49,7 +50,7 @@ class Api:
     def address(
         self, verb: str, kind: Kind, name: str, namespace: str | None, *, everywhere: bool = False, subresource: str = ""
     ) -> tuple[Subject, str]:
-        """Return a request's subject, for errors, and its path."""
+        """Return the subject of a request, for error messages, and the request's path."""
         effective_namespace = (namespace or self.namespace) if kind.namespaced and not everywhere else ""
         parts = [kind.root, *(["namespaces", quote(effective_namespace, safe="")] if effective_namespace else []), kind.plural]
         parts += [quote(name, safe=":")] if name else []
@@ -58,8 +59,8 @@ class Api:
         return Subject(verb, kind, shown_name, effective_namespace, self.server, subresource), "/".join(parts)
 
     def pages(self, selection: Selection) -> Iterator[tuple[Iterator[Document], str]]:
-        """Yield a list's pages, each with the list's version. Documents are parsed one at a time. Raises `requests.Expired` if
-        the list has expired, which makes earlier pages useless."""
+        """Yield a list's pages, each with the list's version. Objects are parsed one at a time. Raises `requests.Expired` if the
+        list has expired; the earlier pages are then useless."""
         kind = selection.kind
         subject, path = self.address("list", kind, "", selection.namespace, everywhere=selection.everywhere)
         params = {**selection.selectors(), "limit": str(_PAGE_OF_JOBS if kind in dropins.ELASTIC_JOBS else _PAGE)}
@@ -77,7 +78,7 @@ class Api:
 
 
 def _items(items: Iterable[Document], kind: Kind, content: bytes, subject: Subject) -> Iterator[Document]:
-    """Yield a page's documents with their kind, which the server omits in lists."""
+    """Yield a page's objects with their kind, which the server omits in lists."""
     with requests.parsing(content, subject):
         for item in items:
             yield {"apiVersion": kind.api_version, "kind": kind.kind, **item}

@@ -1,6 +1,7 @@
-"""Reads pods: the worker's index and containers, why a pod waits, and how it ended. Pure.
+"""Reads a pod's worker index and containers, why the pod waits, and how it ended. Pure.
 
-Any part of a pod's status may be missing. The commands `status`, `logs` and `list` show the sentences to users.
+Any part of a pod's status may be missing. The commands `status`, `logs` and `list` show users the sentences that these functions
+return.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from outlast.kubernetes.api import dropins
 Document = Mapping[str, Any]
 
 CONTAINERS = (*contract.Pod.AGENT, *(each.container for each in dropins.DROP_INS))
-"""Names of the worker's container in pods with several containers."""
+"""Names that the worker's container may have in a pod with several containers."""
 _INDICES = (
     Label.WORKER,
     "batch.kubernetes.io/job-completion-index",
@@ -44,11 +45,11 @@ class End:
     """How a worker's container ended."""
 
     code: int
-    """-1 if the container was lost or never started."""
+    """The exit code; -1 if the container was lost or never started."""
     sentence: str
     """A phrase that follows the worker's name, such as `was killed (exit code 137)`."""
     counted: bool
-    """True if the end is a failure."""
+    """True if this end counts as a failure."""
     time: float
     out_of_memory: bool = False
 
@@ -57,7 +58,7 @@ class End:
 
 
 def name(document: Document) -> str:
-    """Return a document's name; empty if it has none."""
+    """Return an object's name; empty if it has none."""
     return str((document.get("metadata") or {}).get("name", ""))
 
 
@@ -106,14 +107,14 @@ def finished(pod: Document) -> bool:
 
 
 def conditions(document: Document, kind: str = "") -> Iterator[Document]:
-    """Yield the conditions of a pod, Job or node, or with `kind` only those of this type."""
+    """Yield the conditions of a pod, Job or node. With `kind`, yield only those of that type."""
     for each in (document.get("status") or {}).get("conditions") or ():
         if not kind or each.get("type") == kind:
             yield each
 
 
 def condition(document: Document, kind: str, status: str = "True") -> dict[str, Any] | None:
-    """Return the condition of type `kind` with this status, or None."""
+    """Return the condition of type `kind` with this status, or None if there is none."""
     return next((dict(each) for each in conditions(document, kind) if each.get("status") == status), None)
 
 
@@ -123,7 +124,8 @@ def bound_at(pod: Document) -> float:
 
 
 def disruption(pod: Document) -> dict[str, Any] | None:
-    """Return the DisruptionTarget condition, with which the cluster terminates a pod through no fault of its own."""
+    """Return the pod's DisruptionTarget condition, or None. A pod gets this condition when it is terminated through no fault of
+    its own."""
     return condition(pod, "DisruptionTarget")
 
 
@@ -185,12 +187,13 @@ def waiting_states(pod: Document) -> Iterator[tuple[str, str]]:
 
 
 def terminated(status: Document) -> dict[str, Any]:
-    """Return the container's current termination, else the one before its last restart, else an empty dict."""
+    """Return how the container terminated, else how it terminated before its last restart, else an empty dict."""
     return (status.get("state") or {}).get("terminated") or (status.get("lastState") or {}).get("terminated") or {}
 
 
 def termination(pod: Document) -> dict[str, Any] | None:
-    """Return how the pod's first failed container, else its worker's container, terminated; None if neither has."""
+    """Return how the pod's first failed container terminated, or its worker's container if none failed; None if neither has
+    terminated."""
     terminations = [
         {**termination_, "container": each.get("name")}
         for each in statuses(pod)
@@ -209,8 +212,8 @@ def any_running(pod: Document) -> bool:
 
 
 def all_ended(pod: Document) -> bool:
-    """Return whether no container of the pod runs or will run. The kubelet writes the phase seconds later, once the sandbox is
-    removed."""
+    """Return whether all containers of the pod have ended. The kubelet updates the pod's phase only seconds later, once it has
+    removed the sandbox."""
     status = pod.get("status") or {}
     all_statuses = [*statuses(pod), *(status.get("ephemeralContainerStatuses") or ())]
     all_reported = len(status.get("containerStatuses") or ()) == len(pod["spec"].get("containers") or ())
@@ -218,7 +221,7 @@ def all_ended(pod: Document) -> bool:
 
 
 def ready(pod: Document) -> bool:
-    """Return whether the worker is ready, which it is while it is in a world."""
+    """Return whether the worker is ready. A worker is ready while it is in a world."""
     return bool(container_status(pod).get("ready")) and not terminating(pod)
 
 
@@ -286,7 +289,8 @@ def _unfinished_init(pod: Document) -> Document:
 
 
 def _failed_init(pod: Document) -> Document | None:
-    """Return the status of the last init container with an exit code, as earlier sidecars end after the failed one."""
+    """Return the status of the last init container with a nonzero exit code. Sidecars before it may have such a code too, but
+    they end only after it has failed."""
     statuses_ = (pod.get("status") or {}).get("initContainerStatuses") or ()
     return next((each for each in reversed(statuses_) if terminated(each).get("exitCode")), None)
 
@@ -356,7 +360,7 @@ def last_error(pod: Document) -> str:
 
 
 def rejected_by_kubelet(reason: str) -> bool:
-    """Return whether kubelets reject or remove blameless pods for this reason."""
+    """Return whether this is a reason for which kubelets reject or remove pods that have done nothing wrong."""
     return reason in _REFUSALS or reason.startswith("OutOf")
 
 
@@ -372,7 +376,8 @@ def memory_field(pod: Document) -> str:
 
 
 def out_of_memory(pod: Document) -> str:
-    """Return a phrase about an OOMKilled container. Without a limit, the container has exceeded its node's memory."""
+    """Return a phrase about an OOMKilled container. It names the container's memory limit, or the node's memory if there is no
+    limit."""
     limit = ((container(pod).get("resources") or {}).get("limits") or {}).get("memory")
     return f"was OOMKilled: it used more than {f'its limit of {limit}' if limit else 'its node had left'}"
 

@@ -36,7 +36,7 @@ _CLOSE_S = 1.0
 _MAX_CLIENTS = 32
 """Maximum number of HTTP clients, each of which takes a few kilobytes."""
 _ATTEMPTS = 4
-"""Attempts for a request that had no effect or is idempotent."""
+"""Number of attempts for a request that failed without an effect or that is idempotent."""
 LONGEST_PAUSE_S = 30.0
 
 
@@ -186,11 +186,11 @@ class Gone(Exception):
 
 
 class Expired(Refused):
-    """The rest of a list has expired (HTTP 410)."""
+    """The remaining pages of a list have expired (HTTP 410)."""
 
 
 def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
-    """Return the error for a response other than 2xx. Raises Gone."""
+    """Return the error for a response whose HTTP status is not 2xx. Raises Gone."""
     if status == 410 and subject.verb == "list":
         return Expired(f"{subject.description} cannot be listed: the list has expired")
     if status == 410 and subject.verb == "watch":
@@ -227,21 +227,22 @@ def connection_error(error: Exception, subject: Subject) -> ClusterError:
 
 
 def pause(attempt: int, answer: httpx2.Response | None = None) -> float:
-    """Return the seconds until the next attempt: exponential with jitter, at least `Retry-After`, at most LONGEST_PAUSE_S."""
+    """Return the pause before the next attempt, in seconds. It grows exponentially, with jitter. It is at least the server's
+    `Retry-After` and at most LONGEST_PAUSE_S."""
     demanded = answer.headers.get("retry-after", "") if answer is not None else ""
     least_s = float(demanded) if demanded.isdecimal() else 0.0
     return min(LONGEST_PAUSE_S, max(least_s, backoff.jittered(backoff.exponential(attempt, 0.25, 256.0))))
 
 
 def parse(content: bytes, subject: Subject) -> Document:
-    """Return the document in a response. Raises Unanswered if the response contains none."""
+    """Return the JSON object in a response. Raises Unanswered if the response contains none."""
     with parsing(content, subject):
         return document_parsing.document(content, subject.kind)
 
 
 @contextlib.contextmanager
 def parsing(content: bytes, subject: Subject) -> Iterator[None]:
-    """Turn a ValueError in the block into Unanswered, as the content is not from an API server."""
+    """Turn a ValueError in the block into Unanswered: content that cannot be parsed is not from an API server."""
     try:
         yield
     except ValueError as error:
@@ -268,6 +269,6 @@ def _lines(answer: httpx2.Response, subject: Subject, stop: Stop) -> Iterator[by
 
 
 def shut_down_reading(connection: WebSocketSession) -> None:
-    """Shut down the receiving side of a websocket, so that the reader sees the end and closes it."""
+    """Shut down the receiving side of a websocket, so that its reader sees the end of the stream and closes the websocket."""
     if (raw_socket := connection.stream.get_extra_info("socket")) is not None:
         shut_down(raw_socket, socket.SHUT_RD)

@@ -1,4 +1,4 @@
-"""An Event that also shuts down connections, so that setting it ends waits for the API server."""
+"""A `threading.Event` that also shuts down connections: setting it ends every wait for the API server."""
 
 from __future__ import annotations
 

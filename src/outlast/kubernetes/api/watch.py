@@ -1,4 +1,4 @@
-"""Watches a kind: reports all existing documents, then every change, over as many connections as necessary."""
+"""Watches a kind: reports all existing objects, then every change, over as many connections as necessary."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from outlast.kubernetes.api.requests import Document
 from outlast.kubernetes.api.stop import Stop
 
 _WATCH_S = 140
-"""Requested duration of one connection. It is less than `_SILENCE_S`, as the server sends no bookmarks for a kind that has not
-changed since its start: only the end of the connection shows that the server is alive."""
+"""Requested duration of one connection. It is less than `_SILENCE_S`, because the server sends no bookmarks for a kind that has
+not changed since the server started: then only the end of a connection shows that the server is alive."""
 _SILENCE_S = 150.0
 """Timeout for a connection on which nothing arrives."""
 _STABLE_S = 30.0
@@ -30,8 +30,8 @@ _LONGEST_PAUSE_S = 1.0
 class Change:
     type: Literal["added", "modified", "deleted"]
     document: Document
-    """The document's current or last state. If the document vanished between two connections, only its kind, apiVersion and
-    metadata without annotations remain."""
+    """The object's current or last state. If the object vanished between two connections, only its kind, apiVersion and metadata
+    without annotations remain."""
 
 
 def changes(api: Api, selection: Selection, stop: Stop, on_version: Callable[[str | None], None]) -> Iterator[Change]:
@@ -94,11 +94,12 @@ def _one_connection(
 
 
 class _Reported:
-    """The state that a watch has reported. A comparison with a new list shows which documents have vanished."""
+    """The state that a watch has reported. A comparison with a new list shows which objects have vanished."""
 
     def __init__(self) -> None:
         self._outlines: dict[str, tuple[str, tuple[str, str], bytes]] = {}
-        """Version, namespace and name, and JSON text, by uid. Parsed documents would take ten times the memory."""
+        """The version, the namespace and name, and the JSON text of each object, keyed by uid. Parsed objects would take ten
+        times the memory."""
 
     def record(self, change: Change) -> None:
         if change.type == "deleted":
@@ -107,8 +108,8 @@ class _Reported:
             self._store(change.document)
 
     def differences(self, pages: Iterable[tuple[Iterable[Document], str]]) -> Generator[Change, None, str]:
-        """Yield the changes between the reported state and a new list, and return the list's version. If another document now has
-        a vanished document's name, the deletion comes first."""
+        """Yield the changes between the reported state and a new list, and return the list's version. If another object now has a
+        vanished object's name, the deletion is yielded first."""
         keys = {key: uid for uid, (_, key, _) in self._outlines.items()}
         uids: set[str] = set()
         version = ""

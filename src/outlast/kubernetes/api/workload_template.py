@@ -1,4 +1,4 @@
-"""Reads workloads, the documents that define jobs of any kind. Pure."""
+"""Reads workloads, the objects that define jobs of any kind. Pure."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def replicas(workload: Mapping[str, Any]) -> int:
 
 
 def template(workload: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a workload's pod template. An ElasticJob's has only the fields that its job file sets."""
+    """Return a workload's pod template. An ElasticJob's template has only the fields that its job file sets."""
     spec = workload.get("spec") or {}
     fields: dict[str, Any] = spec.get("template") or {}
     return fields

@@ -1,7 +1,7 @@
-"""Carries out the operator's plans, one write after another. The process may be killed between any two writes.
+"""Carries out the operator's plans. It is safe to kill the process between any two writes.
 
-Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If it does not
-hold, somebody else has changed the object, and the next reconcile pass decides again.
+Most writes have a precondition: a resource version for a status, a uid for a deletion, a free name for a creation. If a
+precondition does not hold, somebody else has changed the object, and the next reconcile pass decides again.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ log = logging.getLogger(__name__)
 RETRY_S = 1.0
 """Pause before retrying to create an object whose name is still taken."""
 EVENT_WINDOW_S = 600
-"""Identical Events within this window are counted in one Event."""
+"""Identical Events within this window, in seconds, are merged into one Event with a count."""
 FAILED_CREATE = "FailedCreate"
 
 
@@ -50,9 +50,9 @@ def carry_out(
 ) -> Outcome:
     """Carry out a plan, but stop if a status write shows that the job has changed since the plan was made.
 
-    `parallel` runs the writes of one part of the plan, and `background` writes Events. `on_status_written` is called even if a
-    later write fails. Raises ClusterError if a write failed, once no other write is in flight. If the API server rejects a pod or
-    an object that pods need, writes an Event and raises Refused or Forbidden.
+    `parallel` runs the writes of one part of the plan concurrently, and `background` writes Events. `on_status_written` is called
+    even if a later write fails. If a write fails, raises ClusterError once no other write is in flight. If the API server rejects
+    a pod or an object that pods need, writes an Event and raises Refused or Forbidden.
     """
     execution = _Execution(cluster, job, now, parallel, background)
     try:
@@ -105,7 +105,8 @@ class _Execution:
         self._background(functools.partial(_write_event, self.cluster, self.job, event, self.now))
 
     def prerequisites(self, plan: Plan) -> str:
-        """Write the plan's `prerequisites` and `apply`, or return a sentence about an object that must disappear first."""
+        """Create the plan's `prerequisites`, and update the objects in `apply`. Returns a sentence about an object that must
+        disappear first, or an empty string."""
         bindings = [document for document in plan.prerequisites if "roleRef" in document]
         others = [document for document in plan.prerequisites if "roleRef" not in document]
         for part in (others, bindings):  # a Role must exist before it is bound
@@ -158,8 +159,8 @@ class _Execution:
 
     def _check_owner(self, document: Document, existing: Document) -> str | None:
         """Return None if the existing object belongs to this job, and a sentence if it belongs to an earlier job of this name and
-        must be garbage-collected first. A foreign object is only reported, but a foreign Role or RoleBinding raises Refused, as
-        pods must not get rights that somebody else granted."""
+        must be garbage-collected first. For a foreign object, record a warning and return an empty string. Raises Refused for a
+        foreign Role or RoleBinding, because pods must not get rights that somebody else granted."""
         name = f"{kind_of(document)} {document['metadata']['name']}"
         if not document["metadata"].get("ownerReferences"):
             return ""
@@ -207,8 +208,8 @@ class _Obstacle:
 
 
 def _with_status(job: Mapping[str, Any], status: Mapping[str, Any]) -> Document:
-    """Return the job for a PUT to its status subresource, which removes missing keys, unlike a merge patch. The resource version
-    makes the write conditional."""
+    """Return the job with its new status, for a PUT to the status subresource. Unlike a merge patch, a PUT removes missing keys.
+    The resource version makes the write conditional."""
     meta = {name: job["metadata"][name] for name in ("name", "namespace", "uid", "resourceVersion") if name in job["metadata"]}
     return kind_of(job).document(meta, spec=job.get("spec", {}), status=dict(status))
 
@@ -231,8 +232,8 @@ def delete(cluster: Writer, deletion: Deletion, namespace: str | None) -> None:
 
 
 def _write_event(cluster: Writer, job: Mapping[str, Any], event: Event, now: float) -> None:
-    """Write an Event. Its name is a hash of its content and time window, so a repetition only increments its count. Failures are
-    only logged."""
+    """Write an Event. The Event's name contains a hash of its content and time window, so writing it again only increments its
+    count. Failures are only logged."""
     document = event_document(job, event, now)
     try:
         if not _create(cluster, document):

@@ -1,4 +1,4 @@
-"""Caches the cluster's state for the operator: documents from the watches, and the responses to the operator's own writes.
+"""Caches the cluster's state for the operator: objects from the watches, and the responses to the operator's own writes.
 
 A watch lags: a decision based on the watch alone would create again what we have just created. So the response to each write
 takes precedence until the watch has reached its resource version. Resource versions of one kind are increasing numbers
@@ -46,23 +46,23 @@ class CachedJob:
     leases: list[Document]
     nodes: Mapping[str, Document]
     observed_since: float
-    """When the last watch connected; the current time while any watch is disconnected."""
+    """When the last of the required watches connected; the current time while any of them is disconnected."""
     refusal: str = ""
     """Why the last attempt to create the job's pods failed; empty if it did not fail."""
     job_count: int = 1
 
 
 class _Entry(NamedTuple):
-    """A document as JSON, which takes a fifth of the memory that dictionaries would take."""
+    """An object as JSON, which takes a fifth of the memory that dictionaries would take."""
 
     body: bytes
-    """The document without its resource version."""
+    """The object without its resource version."""
     uid: str
     version: int
     urgent_hash: int
     """Hash of the fields whose changes must be reconciled immediately."""
     progress_hash: int
-    """Hash of the progress whose changes may be reconciled later."""
+    """Hash of the parts of a progress report whose changes may be reconciled later."""
     job: str
     node: str
 
@@ -89,8 +89,8 @@ class KindCache:
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
-        """Record that the watch has delivered everything up to a version, or with None that it is disconnected. Returns the
-        objects that have vanished without an event."""
+        """Record that the watch has delivered everything up to `version`, or if that is None, that the watch is disconnected.
+        Returns the objects that have vanished without an event."""
         if version is None:
             self.connected = False
             return []
@@ -105,7 +105,7 @@ class KindCache:
         return vanished
 
     def put(self, document: Document) -> Urgency | None:
-        """Store a document from the watch. Returns when to reconcile the change, or None for never."""
+        """Store an object from the watch. Returns when to reconcile the change, or None if that is not necessary."""
         name, new = _name_of(document), _entry(self.kind, document)
         previous = self.newest(name)
         if self.unconfirmed is not None:
@@ -121,7 +121,7 @@ class KindCache:
         return "later" if previous and after and previous.progress_hash != after.progress_hash else None
 
     def remove(self, document: Document) -> bool:
-        """Remove a document that the watch reports as deleted. Returns whether the deletion was unknown until now."""
+        """Remove an object that the watch reports as deleted. Returns False if the deletion was already known."""
         name, uid = _name_of(document), document["metadata"]["uid"]
         previous = self.newest(name)
         self._advance(int(document["metadata"]["resourceVersion"]))
@@ -143,7 +143,7 @@ class KindCache:
             self.deleted_uids.add(uid)
 
     def newest(self, name: NamespacedName) -> _Entry | None:
-        """Return a document's newest version, or None if the document is unknown or deleted."""
+        """Return the newest version of an object, or None if the object is unknown or deleted."""
         entry = self.written.get(name)
         if entry is not None and entry.version <= self.delivered_version:
             del self.written[name]
@@ -155,12 +155,13 @@ class KindCache:
         return None if entry is None or entry.uid in self.deleted_uids else entry
 
     def of_job(self, job: NamespacedName) -> list[Document]:
-        """Return a job's documents, sorted by name."""
+        """Return a job's objects, sorted by name."""
         found = [self.newest(name) for name in sorted(self.jobs.get(job, ()))]
         return [_decoded(each) for each in found if each is not None and each.job == job[1]]
 
     def _advance(self, version: int) -> None:
-        """Raise the version that the watch has reached, but not during a list, whose items come in no particular order."""
+        """Record the version that the watch has reached, unless the watch is listing: a list's items come in no particular
+        order."""
         if self.connected and self.unconfirmed is None:
             self.delivered_version = max(self.delivered_version, version)
 
@@ -192,7 +193,8 @@ class Cache:
         self._lock = threading.RLock()
 
     def add_kind(self, kind: Kind) -> None:
-        """Start an empty cache for an optional kind, which `CachedJob.observed_since` ignores, and by default `unsynced` too."""
+        """Start an empty cache for an optional kind. `CachedJob.observed_since` ignores optional kinds, and so does `unsynced` by
+        default."""
         with self._lock:
             self._kinds[kind] = KindCache(kind)
 
@@ -204,7 +206,7 @@ class Cache:
             self._kinds[kind].begin_listing()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
-        """Record that a watch has delivered everything up to a version, or with None that it is disconnected."""
+        """Record that a watch has delivered everything up to `version`, or if that is None, that the watch is disconnected."""
         with self._lock:
             kind_cache = self._kinds[kind]
             for each in kind_cache.set_version(version, now):
@@ -215,7 +217,7 @@ class Cache:
             old = self._kinds[kind].watched.get(_name_of(document))
             urgency = self._kinds[kind].put(document)
             if old and kind not in self.jobs and old.job != _job_of(kind, document):
-                self._notify_job(_name_of(document)[0], old.job)  # the document now belongs to another job
+                self._notify_job(_name_of(document)[0], old.job)  # the object now belongs to another job
             if kind == NODE:  # the old dict is not modified, as readers may still hold it
                 self._nodes = {**self._nodes, document["metadata"]["name"]: document}
             if urgency:
@@ -258,12 +260,12 @@ class Cache:
             return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 
     def of_job(self, kind: Kind, key: Key) -> list[Document]:
-        """Return a job's documents of one kind."""
+        """Return a job's objects of one kind."""
         with self._lock:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
-        """Return all documents of a kind that has few of them."""
+        """Return all objects of a kind. Meant for kinds that have few objects."""
         with self._lock:
             kind_cache = self._kinds[kind]
             return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
@@ -303,7 +305,7 @@ class Cache:
 
 
 def trimmed(kind: Kind, document: Document) -> Document:
-    """Return a document without fields that the operator does not read."""
+    """Return an object without the fields that the operator does not read."""
     meta = {name: value for name, value in document["metadata"].items() if name not in ("managedFields", "selfLink")}
     meta["annotations"] = {
         name: value for name, value in (meta.get("annotations") or {}).items() if name not in _REDUNDANT_ANNOTATIONS
@@ -328,7 +330,7 @@ def trimmed(kind: Kind, document: Document) -> Document:
 
 
 def _container(container: Document) -> Document:
-    """Return only what the sentence about an OOMKilled container needs."""
+    """Return only the container's name and memory limit, which the message about an OOMKilled container needs."""
     limit = ((container.get("resources") or {}).get("limits") or {}).get("memory")
     return {"name": container["name"], **({"resources": {"limits": {"memory": limit}}} if limit else {})}
 
@@ -359,7 +361,7 @@ def _urgent_progress(progress: str | None) -> tuple[Any, bool, Any]:
 
 
 def _job_of(kind: Kind, document: Document) -> str:
-    """Return the name of the job that a document belongs to. A Lease's job is taken from its name, not from its labels: a worker
+    """Return the name of the job that an object belongs to. A Lease's job is taken from its name, not from its labels: a worker
     can relabel its own Lease, but cannot write another worker's Lease."""
     meta = document["metadata"]
     if kind == LEASE:

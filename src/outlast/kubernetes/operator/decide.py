@@ -2,7 +2,7 @@
 
 Each rule is named after a situation and writes a sentence for the status, the Event and the log line. If several rules set the
 state in one pass, the first wins, unless a later rule forms a world or ends the job. `rendezvous.coordinator.step` decides which
-workers train together, as it does on one machine.
+workers train together, as it does for jobs on one machine.
 
 Invariants: no pod is created beyond the desired number, nor with the index of an existing pod. No failure is counted twice.
 Nothing is deleted before the status says why.

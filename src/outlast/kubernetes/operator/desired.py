@@ -22,7 +22,7 @@ def prerequisites(snapshot: JobSnapshot) -> tuple[Document, ...]:
     topologies.elasticjob(request)  # validates jobs from kubectl, which `outlast submit` has not checked
     worker = worker_pod.pod(request, _worker(snapshot, request), index=0, generation=0, file="")
     return (
-        *configmaps_and_service.claims(request),  # claims have no owner, as they may hold data that others need
+        *configmaps_and_service.claims(request),  # claims have no owner, as they may hold data that other jobs need
         *_worker_access(snapshot, request, bound_account=worker["spec"].get("serviceAccountName") or "default"),
         _with_owner(snapshot, configmaps_and_service.service(request)),
         _budget(snapshot, request),
@@ -125,7 +125,7 @@ _LOOSE_SKEW = 1000
 
 
 def _prefer_other_nodes(pod: Document, nodes: Sequence[str]) -> None:
-    """Make a pod prefer other nodes but not require them, as it would stay pending if there were none."""
+    """Make a pod prefer other nodes. It does not require them, because it would stay pending if there were none."""
     fields = [{"key": "metadata.name", "operator": "NotIn", "values": [node]} for node in nodes]
     affinity = pod.setdefault("affinity", {}).setdefault("nodeAffinity", {})
     preferred = affinity.setdefault("preferredDuringSchedulingIgnoredDuringExecution", [])

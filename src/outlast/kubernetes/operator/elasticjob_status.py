@@ -1,6 +1,6 @@
 """Reads and writes a job's `.status`, in which the operator keeps its state between reconcile passes. Pure.
 
-`outlast status` and kubectl read the fields of `outlast.job.status.JobStatus`, and the job's agents watch `rendezvous`.
+`outlast status` and kubectl read the fields of `outlast.job.status.JobStatus`, and the job's agents watch the field `rendezvous`.
 `startTime`, `completionTime`, `progressTime` and the times of conditions are in Kubernetes' format; all others are seconds since
 the epoch.
 """
@@ -39,7 +39,8 @@ class CountedFailure:
 
 @dataclass(frozen=True)
 class Silent:
-    """A pod that we deleted because its worker was silent. The pod's end will show why."""
+    """A pod that was deleted because its worker was silent. Once the pod is gone, it is known whether the worker hung or its node
+    was lost."""
 
     uid: str
     worker: int
@@ -48,14 +49,15 @@ class Silent:
     generation: int = 0
     """Generation of the worker's world; 0 if it was in none."""
     echo: bool = False
-    """True if the failure is already counted."""
+    """True if the silence follows from a failure that is already counted."""
     after_s: float = LEASE_S
     """How long the worker was silent."""
 
 
 @dataclass(frozen=True)
 class Lost:
-    """A worker that its peers could not reach, which is kept out of worlds for a while; see `rendezvous.partition.Loss`."""
+    """A worker that its peers could not reach and that is therefore kept out of worlds for a while; see
+    `rendezvous.partition.Loss`."""
 
     worker: int
     uid: str
@@ -67,7 +69,7 @@ class Lost:
 
 @dataclass(frozen=True)
 class Leaving:
-    """A worker that must leave by a deadline, in seconds since the epoch, as published for its agent."""
+    """A worker that must leave by `deadline`, in seconds since the epoch. The status publishes this for the worker's agent."""
 
     worker: int
     uid: str
@@ -77,13 +79,14 @@ class Leaving:
 
 @dataclass(frozen=True)
 class Losses:
-    """Training seconds lost by cause (`report.incidents.CAUSES`), and steps lost."""
+    """Lost training time, in seconds for each cause (`report.incidents.CAUSES`), and the number of lost steps."""
 
     seconds: Mapping[str, float] = field(default_factory=dict)
     steps: int = 0
 
     def grown(self, newer: Losses) -> Losses:
-        """Return the larger value of each number: counters must not fall, even if a later computation is more accurate."""
+        """Return the maximum of the old and the newer value of each counter: counters must not fall, even if the newer values are
+        more accurate."""
         causes = sorted({*self.seconds, *newer.seconds})
         seconds = {cause: max(self.seconds.get(cause, 0.0), newer.seconds.get(cause, 0.0)) for cause in causes}
         return Losses(seconds, max(self.steps, newer.steps))
@@ -95,20 +98,20 @@ class Progress:
     steps: int | None = None
     committed: int = 0
     committed_at: float = 0.0
-    """When the commit at that step was first reported."""
+    """When the commit at step `committed` was first reported."""
     rate: float | None = None
     """The current world's steps per second."""
     time: float = 0.0
     """When the progress was written, in whole seconds."""
     mark: tuple[int, float] | None = None
-    """The step from which the next rate is measured, and its time by rank 0's clock."""
+    """The step from which the next rate is measured, and when rank 0 completed it, by rank 0's clock."""
     snapshot: tuple[int, int] = (0, 0)
     """Step of the newest complete snapshot, and the number of steps between snapshots; 0 if unknown."""
     bytes: int = 0
     goodput: float | None = None
     """The goodput that rank 0's worker reported; that of the whole run once the run has ended."""
     losses: Losses | None = None
-    """Reported together with `goodput`, but kept while nothing trains."""
+    """Reported together with `goodput`. While nothing trains, `goodput` is None, but the losses are kept."""
 
 
 @dataclass(frozen=True)
@@ -124,7 +127,7 @@ class Status:
     state: State | None = None
     reason: str = ""
     blocked_worker: int | None = None
-    """The worker that cannot start, which `reason` names."""
+    """The worker that `reason` names because it cannot start."""
     run: str = ""
     world: World | None = None
     called: Call | None = None
@@ -135,7 +138,7 @@ class Status:
     handled_pods: tuple[str, ...] = ()
     """Uids of pods whose end is already counted or was expected."""
     restarted: Mapping[str, int] = field(default_factory=dict)
-    """Counted container restarts by pod uid, only for workers without an agent."""
+    """Number of container restarts already counted, keyed by pod uid. Used only for workers without an agent."""
     silent: tuple[Silent, ...] = ()
     lost: tuple[Lost, ...] = ()
     leaves: tuple[Leaving, ...] = ()
@@ -145,10 +148,10 @@ class Status:
     uses_etcd: bool = False
     """True if an operator of the previous version had agents elect a coordinator in etcd."""
     failure: Mapping[str, Any] | None = None
-    """The last failure, as a `failure.Failure` with its node and the log's tail."""
+    """The last failure: the fields of a `failure.Failure`, the failed worker's node and the end of its log."""
     started: float | None = None
     resumed: float | None = None
-    """When the job was last resumed, and deadlines started over."""
+    """When the job was last resumed. Its deadlines count from then on."""
     finished: float | None = None
     has_formed_world: bool = False
     """True if a world has formed since the job was started or resumed."""
@@ -156,7 +159,7 @@ class Status:
     queue: str = ""
     """The Kueue queue in which the job waits or which has admitted it."""
     gang: str = ""
-    """The gang scheduler for the job's pods, even if another one is installed later."""
+    """The gang scheduler for the job's pods. It is kept even if another one is installed later."""
     progress: Progress = Progress()
     ledger: tuple[Mapping[str, Any], ...] = ()
     """The operator's decisions as ledger events: the first one and the newest ones."""
@@ -177,18 +180,18 @@ class Status:
 
 
 MAX_LEDGER_EVENTS = 32
-"""Maximum number of ledger events in the status, from which rank 0's worker copies them into the run's own ledger."""
+"""Maximum number of ledger events in the status. Rank 0's worker copies them into the run's own ledger."""
 
 
 def with_event(ledger: tuple[Mapping[str, Any], ...], t: float, kind: str, **fields: Any) -> tuple[Mapping[str, Any], ...]:
-    """Return the ledger with one more entry, unless the entry is already there. The first entry, the submission, is always kept;
-    of the others, the oldest are dropped."""
+    """Return the ledger with this event appended, unless it is already there. Beyond MAX_LEDGER_EVENTS, the oldest events are
+    dropped, but never the first one, which records the submission."""
     entry = _without_none({"t": _ms(t), "kind": kind, "source": "operator", **fields})
     return ledger if entry in ledger else (*ledger[:1], *(*ledger[1:], entry)[1 - MAX_LEDGER_EVENTS :]) if ledger else (entry,)
 
 
 def read(status: Mapping[str, Any]) -> Status:
-    """Parse a job's status, which is `{}` for a new job. Drops invalid objects in it, such as those of another version."""
+    """Parse a job's status, which is `{}` for a new job. Ignores invalid parts, such as those written by another version."""
     rendezvous, counted = status.get("rendezvous") or {}, status.get("judged") or {}
     account = status.get("accounting") or {}
     return Status(
@@ -283,7 +286,7 @@ def write(
     status: Status, *, job: str, pods: int, world_size: int, size_range: tuple[int, int], checkpoints: str, grace_s: float
 ) -> Document:
     """Return the status as a document. `world_size` is the current world's number of workers, `size_range` the allowed range, and
-    `checkpoints` the URL in the store. A planned re-rendezvous waits `grace_s` seconds for workers to save."""
+    `checkpoints` the URL of the checkpoints in the store. A planned re-rendezvous waits `grace_s` seconds for workers to save."""
     low, high = size_range
     world, progress = status.world, status.progress
     goodput = progress.goodput
@@ -330,8 +333,8 @@ def write(
 def with_condition(
     conditions: Sequence[Mapping[str, Any]], type_: str, reason: str, message: str, generation: int, now: float
 ) -> tuple[Document, ...]:
-    """Return the conditions with this one true and all others except `Created` false. A condition that was never true stays
-    absent."""
+    """Return the conditions with the one of type `type_` set to true and all others except `Created` set to false. Conditions
+    that were never true stay absent."""
     by_type = {each["type"]: dict(each) for each in conditions}
     by_type[type_] = {"type": type_, "status": "False", **by_type.get(type_, {}), "reason": reason, "message": message}
     for name, each in by_type.items():
@@ -395,7 +398,7 @@ def _rendezvous_document(status: Status, grace_s: float) -> Document:
 
 
 def _ms(when: float | None) -> float | None:
-    """Round a time to milliseconds, so that it is read back as it was written."""
+    """Round a time to milliseconds, so that reading it back yields exactly the value that was written."""
     return None if when is None else round(when, 3)
 
 

@@ -1,9 +1,9 @@
 """Computes a job's quota from its Kueue Workloads, and the changes to make to them. Pure.
 
 A job has one Workload for its first workers and another for each later addition: workers that were not admitted at first, or that
-`outlast scale` adds. So the admitted workers keep training, and each Workload can be evicted separately; the job stops only if
-fewer than `workers.min` workers remain. Quota that the job no longer needs is returned by deleting Workloads or marking pods as
-reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
+`outlast scale` adds. That way, the admitted workers keep training while others wait, and each Workload can be evicted separately.
+The job stops only if fewer than `workers.min` workers remain. Quota that the job no longer needs is returned by deleting
+Workloads or marking pods as reclaimable (https://kueue.sigs.k8s.io/docs/concepts/workload/#dynamic-reclaim).
 
 Kueue only requests evictions. The quota stays reserved until the pods are gone; then the operator releases it, as Kueue's own
 integrations do.
@@ -41,7 +41,7 @@ class KueueObjects:
 @dataclass(frozen=True)
 class ClusterFeatures:
     groups: frozenset[str] = frozenset()
-    """API groups of Kueue and the gang schedulers that the cluster serves."""
+    """Those API groups of Kueue and of the gang schedulers that the cluster serves."""
     kueue: KueueObjects | None = None
     """None until the watches on Kueue's objects are synced."""
 
@@ -70,7 +70,7 @@ class WorkloadSlice(Identified):
 
     @property
     def is_admitted(self) -> bool:
-        """True if the Workload is admitted, so its pods may exist."""
+        """True if the Workload is admitted, so its pods may be created."""
         return not self.is_finished and self.is_true("Admitted") and not self.is_true("Evicted")
 
     @property
@@ -90,7 +90,7 @@ class WorkloadSlice(Identified):
 
     @property
     def reason(self) -> str:
-        """Kueue's message on why the Workload is not admitted; empty if there is none."""
+        """Kueue's message about why the Workload is not admitted; empty if there is none."""
         order = ("Evicted", "QuotaReserved", "Admitted") if self.is_evicted else ("QuotaReserved", "Admitted")
         for type_ in order:
             condition = self.condition(type_)
@@ -108,7 +108,7 @@ class WorkloadSlice(Identified):
     def _status(self) -> Mapping[str, Any]:
         return self.document.get("status") or {}
 
-    # changed documents
+    # changed copies
 
     def with_status(self, now: float, conditions: Sequence[tuple[str, bool, str, str]], **fields: Any) -> Document:
         """Return the Workload with changed conditions (type, whether it is true, reason, message) and status fields."""
@@ -120,7 +120,7 @@ class WorkloadSlice(Identified):
                 "type": type_,
                 "status": status,
                 "reason": reason,
-                "message": message[:1024],  # arbitrary, as Kueue's messages may be long
+                "message": message[:1024],  # an arbitrary limit: Kueue's messages may be long
                 "lastTransitionTime": since,
                 "observedGeneration": self.document["metadata"].get("generation", 1),
             }
@@ -152,7 +152,8 @@ class WorkloadSlice(Identified):
         return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
 
     def with_pods_ready(self, now: float) -> Document:
-        """Return the Workload with PodsReady, without which Kueue's start timeout would evict it."""
+        """Return the Workload with its PodsReady condition set. Without this condition, Kueue evicts the Workload after a
+        timeout."""
         return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
 
     def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
@@ -173,7 +174,7 @@ class Queue:
     job: Mapping[str, Any]
     objects: KueueObjects
     slices: tuple[WorkloadSlice, ...]
-    """The oldest comes first."""
+    """The job's Workloads, oldest first."""
 
     @property
     def admitted_slices(self) -> list[WorkloadSlice]:
@@ -203,7 +204,7 @@ class Queue:
         return f"waits in the queue {self.name} to be admitted{because}"
 
     def missing_object(self) -> str:
-        """Return a sentence about a missing flavor or priority class, or an empty string."""
+        """Return a sentence about a missing flavor or priority class, or an empty string if none is missing."""
         for workload in self.admitted_slices:
             for flavor in sorted(kueue.flavors(workload.document) - self.objects.flavors.keys()):
                 return f"the queue {self.name} has assigned the ResourceFlavor {flavor}, which does not exist"
@@ -211,8 +212,8 @@ class Queue:
         return priority if isinstance(priority, str) else ""
 
     def assign(self, pod: Document, free_quota: dict[str, int]) -> Document | None:
-        """Return the pod assigned to a Workload, whose entry in `free_quota` is reduced, or None if no Workload has free quota
-        and all its flavors."""
+        """Assign a pod to a Workload, and subtract it from the Workload's entry in `free_quota`. Returns the changed pod, or None
+        if there is no Workload that has free quota and whose flavors all exist."""
         for workload in self.admitted_slices:
             if free_quota[workload.name] > 0 and kueue.flavors(workload.document) <= self.objects.flavors.keys():
                 free_quota[workload.name] -= 1
@@ -228,8 +229,8 @@ class Queue:
         make_workload: MakeWorkload,
         now: float,
     ) -> Changes:
-        """Return the changes to the Workloads for `desired` workers. `sizes` are the allowed numbers, and `pods` are all pods
-        that still use resources."""
+        """Return the changes to the Workloads for `desired` workers. `sizes` are the allowed numbers of workers, and `pods` are
+        all pods that still use resources."""
         live = [workload for workload in self.slices if not workload.is_finished]
         if not self.name or not desired:  # a suspended job returns its quota once its pods are gone
             return Changes(
@@ -259,7 +260,7 @@ class Queue:
         return tuple(workload.with_finished(succeeded, reason, now) for workload in self.slices if not workload.is_finished)
 
     def priority(self) -> Priority | str:
-        """Return the priority of the job's Workloads, or a sentence if its class is missing."""
+        """Return the priority of the job's Workloads, or a sentence saying that its priority class is missing."""
         return kueue.priority(self.job, self.objects.classes)
 
     def _request_missing(
@@ -301,7 +302,8 @@ class Queue:
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:
-        """Return each Workload's free quota in pods. Pods that are older than the queue name no Workload but also use quota."""
+        """Return the free quota of each admitted Workload, as a number of pods. Pods created before the job was put into the
+        queue name no Workload, but use quota too."""
         free = {workload.name: workload.count for workload in self.admitted_slices}
         unassigned = 0
         for pod in pods:
@@ -336,7 +338,8 @@ def _workload_name(pod: Mapping[str, Any]) -> str:
 
 
 def _requests_exactly(workload: WorkloadSlice, queue: str, count: int, priority: Priority) -> bool:
-    """Compare a Workload's request, except for `minCount`, which Kueue drops if partial admission is off."""
+    """Return whether a Workload requests exactly these values. Its `minCount` is not compared, because Kueue drops it if partial
+    admission is off."""
     fields = workload.document["spec"]
     return (fields.get("queueName"), workload.requested, fields.get("priority", 0)) == (queue, count, priority.value)
 

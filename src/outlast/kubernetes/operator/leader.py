@@ -21,19 +21,20 @@ from outlast.kubernetes.api.kinds import LEASE
 Document = dict[str, Any]
 
 DURATION_S = 7.0
-"""How long the Lease lasts after a renewal, in seconds. If a node is lost with the leader, decisions wait this long. Kubernetes'
-own components use 15 s, but no running world needs our operator, so a restart of it costs little."""
+"""How long the Lease lasts after a renewal, in seconds. If the leader's node is lost, nothing is decided for this long.
+Kubernetes' own components use 15 s. A shorter time makes a needless change of leader more likely, but that costs little, as
+running worlds do not need the operator."""
 RENEW_S = 2.0
 RENEW_DEADLINE_S = 5.0
 """The leader stops acting this many seconds after its last renewal, which leaves time for requests in flight."""
 
 ANSWER_OVERDUE_S = 5.0
-"""If a response is overdue by this many seconds, the API server was unavailable, even if no connection was lost."""
+"""If a response is overdue by this many seconds, the API server counts as unavailable, even if no connection was lost."""
 
 
 def boottime() -> float:
-    """Return monotonic seconds that include time spent suspended, as our Lease can expire during it. CLOCK_MONOTONIC stops then;
-    see clock_gettime(2)."""
+    """Return monotonic seconds that include the time for which the machine was suspended, as our Lease can expire meanwhile.
+    CLOCK_MONOTONIC does not include that time; see clock_gettime(2)."""
     return time.clock_gettime(_CLOCK)
 
 
@@ -123,7 +124,7 @@ class Leadership:
         return self._renewed_at is not None and not self.is_leader()
 
     def run(self, stop: threading.Event) -> None:
-        """Acquire and renew the Lease until `stop` is set or the Lease is lost; release it at the end."""
+        """Acquire and renew the Lease until `stop` is set or the Lease is lost, then release it if it is still held."""
         while not stop.is_set() and not self.lost_leadership:
             try:
                 self.acquire_or_renew()

@@ -28,7 +28,7 @@ class NoticePeriod(NamedTuple):
 
     default_s: float | None
     spot_s: float | None
-    """The same time on a spot node: some notices announce interruptions as well as planned changes."""
+    """The time on a spot node, where the same notice may announce an interruption instead of a planned change."""
     source: str
 
 
@@ -57,9 +57,9 @@ TAINTS: Mapping[str, NoticePeriod] = {
 CONDITIONS: Mapping[str, NoticePeriod] = {
     "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector")
 }
-"""These count as notices while they are True and the node is cordoned, as a node that accepts pods is not leaving."""
+"""Node conditions that count as notices while they are True and the node is cordoned: a node that accepts pods is not leaving."""
 TAINTED_AT = "tainted"
-"""Key for when a watch first delivered a node with a notice, by the operator's clock."""
+"""Key under which the operator stores when it first saw a node's notice, by its own clock."""
 RESERVED_S = 2.0
 """Time reserved for a deletion to reach the kubelet and end the pod."""
 
@@ -79,8 +79,8 @@ class Departure:
         return f"node {node} ({self.cause}{f', {self.reason}' if self.reason else ''})"
 
     def grace_s(self, pod: Document, now: float) -> int | None:
-        """Return the grace period for deleting a pod; None if the pod's own ends before the deadline. It is at least 1, as 0
-        would not wait for the node."""
+        """Return the grace period for deleting a pod, in seconds; None if the pod's own grace period ends before the deadline. It
+        is at least 1, because a deletion with a grace period of 0 does not wait for the node."""
         if self.deadline is None:
             return None
         left_s = max(1, math.floor(self.deadline - now - RESERVED_S))
@@ -119,7 +119,7 @@ def _notices(node: Document) -> dict[str, LeavingKind]:
 
 
 def pod_departure(pod: Document) -> Departure | None:
-    """Return why a pod's worker has to leave even if its node stays, or None."""
+    """Return why and by when a pod's worker has to leave even if its node stays, or None if it does not have to."""
     annotations = pod["metadata"].get("annotations") or {}
     if (deadline := _deadline(annotations)) is None:
         return None
@@ -127,8 +127,8 @@ def pod_departure(pod: Document) -> Departure | None:
 
 
 def earliest(*departures: Departure | None) -> Departure | None:
-    """Return the departure with the earliest deadline, where no deadline counts as the latest; None if there are no
-    departures."""
+    """Return the departure with the earliest deadline; None if there are no departures. A departure without a deadline counts as
+    the latest."""
     existing = [each for each in departures if each is not None]
     return min(existing, key=lambda each: math.inf if each.deadline is None else each.deadline, default=None)
 

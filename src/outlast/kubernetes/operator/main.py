@@ -33,8 +33,8 @@ from outlast.kubernetes.operator.watches import Settings
 log = logging.getLogger(__name__)
 
 GC_THRESHOLD = 100_000
-"""A pass allocates many objects but no cycles: with Python's default of 700, collections take a third of the time and free
-nothing."""
+"""Number of allocations between garbage collections. A reconcile pass allocates many objects but no cycles: with Python's default
+of 700, collections take a third of the time and free nothing."""
 MIN_LOST_S = 5.0
 """Lower bound for --lost-after."""
 
@@ -54,7 +54,7 @@ def port(env: Mapping[str, str]) -> int:
 
 
 def limits(lost_after: str) -> Limits:
-    """Return the operator's timeouts. Raises OutlastError."""
+    """Return the operator's timeouts for a value of --lost-after. Raises OutlastError if the value is invalid."""
     try:
         lost_s = units.duration(lost_after).total_seconds()
     except ValueError as error:
@@ -68,7 +68,7 @@ def limits(lost_after: str) -> Limits:
 
 
 def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
-    """Return a steady clock, which starts at the API server's time if this machine's differs much from it."""
+    """Return a steady clock. It starts at the API server's time if this machine's time differs much from it."""
     try:
         offset_s = cluster.time() - wall()
     except ClusterError as error:  # if the API server is unreachable, the watches report it
@@ -82,7 +82,8 @@ def clock(cluster: api.Cluster, wall: Callable[[], float] = time.time) -> Clock:
 
 
 def own_image(cluster: api.Cluster, env: Mapping[str, str]) -> str:
-    """Return this pod's image, which a kustomization may have set, or the release image outside of pods. Raises ClusterError."""
+    """Return this pod's image, which a kustomization may have changed. Outside of pods, return the image of this release. Raises
+    ClusterError."""
     if Env.POD not in env:
         return OPERATOR_IMAGE
     pod = cluster.get(kinds.POD, env[Env.POD], namespace=env.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE)

@@ -32,10 +32,10 @@ from outlast.rendezvous.who_trains import Member
 Document = Mapping[str, Any]
 
 RECEIVED_AT = "heard"
-"""Key for when a Lease's renewal arrived or a node became unready, by the operator's clock. Clocks of other machines are not
-used."""
+"""Key under which the operator stores when a Lease's renewal arrived or a node became unready, by its own clock: the clocks of
+other machines may be wrong."""
 NNODES = f"{contract.GROUP}/nnodes"
-"""Annotation with torchrun's --nnodes on a pod without an agent."""
+"""Annotation on pods without an agent, with the value of torchrun's --nnodes."""
 MAX_LEASE_S = 600.0
 """Upper bound for a Lease's duration, whatever its worker wrote."""
 
@@ -45,8 +45,8 @@ class Limits:
     silence_s: float = LEASE_S
     """A member that has not renewed its Lease for this long is presumed dead."""
     mass_silence_s: float = 300.0
-    """Replaces `silence_s` if most workers fall silent at once although their nodes are ready; see decision 17. Kubernetes
-    tolerates an unreachable node for as long."""
+    """Replaces `silence_s` if most workers fall silent at once although their nodes are ready; see decision 17. The default is
+    the time for which Kubernetes tolerates an unreachable node."""
     progress_s: float = 3.0
     """Minimum interval between status writes that only update the step. A world's first step is written at once."""
     lost_s: float = 30.0
@@ -80,7 +80,7 @@ class Pod(Identified):
 
     @property
     def killed_by(self) -> float:
-        """The latest time at which the kubelet kills the pod, if it is being deleted; otherwise 0."""
+        """The time by which the kubelet kills the pod, if the pod is being deleted; otherwise 0."""
         return pod_status.timestamp(self.document["metadata"].get("deletionTimestamp"))
 
     @property
@@ -112,7 +112,7 @@ class Pod(Identified):
 
     @property
     def finalizer_problem(self) -> str:
-        """A phrase about other controllers' finalizers that keep a terminated pod; empty if there are none."""
+        """A phrase about other controllers' finalizers that keep a terminated pod from disappearing; empty if there are none."""
         meta = self.document["metadata"]
         gone = self.terminating and meta.get("deletionGracePeriodSeconds") == 0 and pod_status.finished(self.document)
         finalizers = ", ".join(meta.get("finalizers") or ()) if gone else ""
@@ -152,7 +152,7 @@ class LeaseProgress:
 
     @property
     def losses(self) -> Losses:
-        """The run's losses, without unknown causes, as each cause is a time series."""
+        """The run's losses. Unknown causes are left out, because each cause becomes a time series of its own."""
         seconds = {cause: float(lost) for cause, lost in (self.lost or {}).items() if cause in CAUSES and lost > 0}
         return Losses(seconds, self.lostSteps or 0)
 
@@ -199,11 +199,11 @@ class JobSnapshot(Identified):
     run: str
     pods: tuple[Pod, ...]
     foreign_pods: tuple[Pod, ...]
-    """Pods with this job's labels that it does not own, such as those of an earlier job of this name."""
+    """Pods with this job's labels that the job does not own, such as those of an earlier job with the same name."""
     reports: Mapping[int, MemberReport]
     now: float
     observed_since: float
-    """When the last watch connected: earlier silence may be due to the operator itself."""
+    """When the last of the operator's watches connected. Silence before that may be due to the operator itself."""
     features: ClusterFeatures = field(default_factory=ClusterFeatures)
     queue: kueue_workloads.Queue | None = None
     limits: Limits = Limits()
@@ -271,7 +271,7 @@ def take_snapshot(
 
 
 def _document(job: Document) -> dict[str, Any]:
-    """Return the job as its author wrote it, without metadata from others."""
+    """Return the job as its author wrote it, without the metadata that others have added."""
     meta = job["metadata"]
     retained = {key: meta[key] for key in ("name", "namespace") if key in meta}
     labels = {key: value for key, value in (meta.get("labels") or {}).items() if not _is_own_label(key)}
@@ -325,7 +325,7 @@ def is_ready(node: Document) -> bool:
 
 def _report(lease: Document, job: str, run: str, holders: Mapping[int, str]) -> MemberReport | None:
     """Return the report on a Lease, or None if it is from an earlier pod or another run. Only the Lease's name identifies the
-    worker, as a worker can change its labels."""
+    worker, because a worker can change the labels of its Lease."""
     meta, fields = lease["metadata"], lease.get("spec") or {}
     annotations = meta.get("annotations") or {}
     try:

@@ -1,7 +1,7 @@
 """Runs the operator: watches fill a cache, changes put jobs into a queue, and worker threads reconcile one job each.
 
-Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. The process may
-be killed between any two lines.
+Nothing is decided before all watches are synced, only the leader writes, and failures are retried with backoff. It is safe to
+kill the process between any two lines.
 """
 
 from __future__ import annotations
@@ -44,9 +44,9 @@ STUCK_S = 300.0
 BUSY_PASSES = 30
 """A job is slowed down after this many consecutive passes that found something to do."""
 PROGRESS_DEBOUNCE_S = 2.0
-"""Changes that are mere progress are reconciled together after this long."""
+"""Changes that only report progress are collected for this long, then reconciled together."""
 STOP_TIMEOUT_S = 6.0
-"""Timeout for running passes after SIGTERM, less than the pod's terminationGracePeriodSeconds."""
+"""How long running passes may continue after SIGTERM. It is less than the pod's terminationGracePeriodSeconds."""
 WRITERS_PER_WORKER = 2
 """Additional writer threads per concurrent reconcile pass."""
 PENDING_EVENTS = 1000
@@ -80,7 +80,7 @@ class Operator:
         self._failures: dict[Key, int] = {}
         self._busy_passes: dict[Key, int] = {}
         self._refusals: dict[Key, str] = {}
-        """Why the last attempt to create a job's pods failed."""
+        """Why the last attempt to create a job's pods failed, keyed by job."""
         self._decision_lock = threading.Lock()
         """Decisions are computed one at a time. Several at once would be no faster in Python, but would delay the reading of
         Lease renewals."""
@@ -200,7 +200,7 @@ class Operator:
 
     def _requeue(self, key: Key, plan: Plan, outcome: apply.Outcome, now: float) -> None:
         """Reconcile the job again if the pass did something: only a pass with nothing to do shows a steady state. A job that
-        never reaches one is slowed down."""
+        never reaches a steady state is slowed down."""
         if not plan:
             self._busy_passes.pop(key, None)
             return
@@ -215,7 +215,7 @@ class Operator:
             self.queue.hold(key, now + pause)  # our own writes come back as changes and must not keep us busy
 
     def _reconcile_deleted(self, key: Key, cached: CachedJob, now: float) -> None:
-        """Force-delete a deleted job's pods on unreachable nodes. Its other objects are garbage-collected."""
+        """Force-delete a deleted job's pods on unreachable nodes. The job's other objects are garbage-collected."""
         self.metrics.remove_job(key.kind.resource, key.namespace, key.name)
         self._busy_passes.pop(key, None)
         self._refusals.pop(key, None)

@@ -19,7 +19,7 @@ class Deletion:
     uid: str
     reason: str
     grace_s: int | None = None
-    """0 deletes at once, without waiting for the node; None leaves the pod's own grace period."""
+    """0 deletes the object at once, without waiting for the node; None keeps the pod's own grace period."""
     kind: Kind = POD
 
 
@@ -35,7 +35,8 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write for one job now, in the order of the fields; empty for a job in a steady state."""
+    """What to write for one job now; empty for a job in a steady state. The fields are written in this order, except Events,
+    which are written in the background after the status."""
 
     prerequisites: tuple[Document, ...] = ()
     """Objects to create unless they exist. Nothing else is done while an object of an earlier job with this name exists."""

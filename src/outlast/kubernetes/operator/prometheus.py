@@ -1,4 +1,4 @@
-"""Computes the operator's metrics for Prometheus, which `prometheus_metrics.TABLE` describes."""
+"""Computes the operator's metrics for Prometheus. `job.prometheus_metrics.TABLE` describes them."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Metrics:
         self._lock = threading.Lock()
         self._now: float | None = None
         self._jobs: dict[tuple[str, str, str], _Job] = {}
-        """Existing jobs by kind, namespace and name."""
+        """Existing jobs, keyed by kind, namespace and name."""
         self.registry = CollectorRegistry()
         self.registry.register(self)
         self._reconciles = Histogram(*_of("outlast_reconcile_seconds"), buckets=_RECONCILE_BUCKETS, registry=self.registry)
@@ -136,7 +136,7 @@ def _family(name: str) -> CounterMetricFamily | GaugeMetricFamily:
 
 
 def _age(job: _Job, since: float | None, now: float | None) -> float | None:
-    """Return the seconds since a time if the job should be making progress, otherwise None."""
+    """Return the seconds since `since` if the job should be making progress, otherwise None."""
     return max(0.0, now - since) if job.state in _TRAINING and since and now is not None else None
 
 

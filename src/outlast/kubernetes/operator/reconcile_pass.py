@@ -37,10 +37,10 @@ class ReconcilePass:
         self.events: list[Event] = []
         self.state_set = False
         self.handled_uids = dict.fromkeys(self.status.handled_pods)
-        """Uids of pods whose end is not counted any more, as it is already counted or was expected."""
+        """Uids of pods whose end must not be counted, because it is already counted or was expected."""
         self.ended_pods = [pod for pod in snapshot.pods if pod.ended]
         self.pod_ends = {pod.uid: end for pod in self.ended_pods if (end := pod.end) is not None}
-        """How the workers of `ended_pods` ended, by pod uid."""
+        """How the workers of `ended_pods` ended, keyed by pod uid."""
         self._alive_pods = [pod for pod in snapshot.pods if pod.alive]
         self._requeue_times: list[float] = []
         self._members: tuple[who_trains.World | None, frozenset[int]] = (None, frozenset())
@@ -61,12 +61,12 @@ class ReconcilePass:
 
     @property
     def requested(self) -> int:
-        """The number of workers that the specification requests; 0 during suspension."""
+        """The number of workers that the specification requests; 0 while the job is suspended."""
         return 0 if self.spec.suspend else self.spec.workers.replicas
 
     @property
     def resource_pods(self) -> list[Mapping[str, Any]]:
-        """Pods that use resources or are about to, including new ones."""
+        """Pods that use resources or are about to, including those that this plan creates."""
         ended = {uid for uid, deletion in self.deletes.items() if deletion.grace_s == 0}
         ended |= self.pod_ends.keys() | {pod.uid for pod in self.succeeded}
         remaining = (pod for pod in self.snapshot.pods if pod.uid not in ended)
@@ -74,7 +74,7 @@ class ReconcilePass:
 
     @property
     def alive(self) -> list[Pod]:
-        """Pods that train or will train, without those that this plan deletes."""
+        """Pods that train or will train, except those that this plan deletes."""
         return [pod for pod in self._alive_pods if pod.uid not in self.deletes]
 
     @property
@@ -126,8 +126,8 @@ class ReconcilePass:
         self.status = dataclasses.replace(self.status, **fields)
 
     def set_state(self, state: State, reason: str, condition_reason: str, *, event: bool = False, warning: bool = False) -> None:
-        """Set the state, its reason and the condition. Only the first call in a pass counts. `event` writes an Event even if the
-        state stays the same."""
+        """Set the state, its reason and the condition. Only the first call in a pass counts. With `event`, an Event is written
+        even if the state stays the same."""
         if self.state_set:
             return
         self.state_set = True
@@ -206,7 +206,7 @@ class ReconcilePass:
         )
 
     def _worker_count(self) -> int:
-        """Return the number of workers, including new ones, unless the API server rejected pods on the last attempt."""
+        """Return the number of live workers. New ones are included unless the API server rejected pods on the last attempt."""
         return len(self.alive) + (0 if self.snapshot.refusal else len(self.creates))
 
     def _status_document(self) -> Document:
@@ -240,7 +240,7 @@ class ReconcilePass:
         return self.status.world.generation if self.status.world and self.is_member(pod) else 0
 
     def newest_start(self, generation: int) -> tuple[int, int]:
-        """Return a generation with the newest attempt that its members have reported."""
+        """Return a pair of a generation and the newest attempt in it that its members have reported."""
         return generation, self._attempts.get(generation, 0)
 
     @functools.cached_property
@@ -261,7 +261,7 @@ class ReconcilePass:
         return self.end_of_wait(self.last_seen(report), max(lease_s, self.snapshot.limits.mass_silence_s) if held else lease_s)
 
     def lease_s(self, report: MemberReport) -> float:
-        """Return how many seconds a member may be silent, which are at least its Lease's duration."""
+        """Return how many seconds a member may be silent. That is at least the duration of its Lease."""
         return max(self.snapshot.limits.silence_s, report.lease_s)
 
     def is_mass_silence(self) -> bool:

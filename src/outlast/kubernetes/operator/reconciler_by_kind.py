@@ -39,7 +39,7 @@ def _of_an_elastic_job(pod: observed_job.Pod) -> bool:
 
 
 def reconcilers(limits: Limits, agent_image: Callable[[], str] | None = None) -> dict[Kind, Reconciler]:
-    """Return the reconciler for each kind. Passes fail while `agent_image` raises ClusterError."""
+    """Return the reconciler for each kind. Reconcile passes fail while `agent_image` raises ClusterError."""
 
     def elastic_jobs(cached: CachedJob, now: float, features: ClusterFeatures) -> Plan:
         own = dataclasses.replace(limits, agent_image=agent_image()) if agent_image else limits

@@ -1,7 +1,7 @@
 """Fills the operator's cache from one watch per kind of object, and discovers Kueue and gang schedulers.
 
-Errors are logged and counted, and the watch is started again after a pause. Only watches of Kueue's objects end, when the cluster
-no longer serves them.
+Errors are logged and counted, and the watch is started again after a pause. Only the watches of Kueue's objects may end: they do
+when the cluster no longer serves these objects.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class Settings:
     """The only namespace that the operator serves; all if None."""
     workers: int = 8
     host: str = ""
-    """Address of the probes; all addresses if empty."""
+    """Address on which the probes are served; all addresses if empty."""
     port: int = 0
     retry_s: float = 1.0
-    """Pause before the first retry, doubled with each further failure."""
+    """Pause before the first retry. It doubles with each further failure."""
     discovery_s: float = 60.0
     """Interval between checks for Kueue and gang schedulers."""
 
@@ -186,7 +186,7 @@ class Watches:
             self._on_change()  # the jobs' queues may be known now
 
     def _apply(self, kind: Kind, change: api.Change) -> None:
-        """Cache a change from a watch. A bug with one document must not block the others."""
+        """Cache a change from a watch. A bug that affects one object must not block the others."""
         try:
             if change.type == "deleted":
                 if kind == NODE:

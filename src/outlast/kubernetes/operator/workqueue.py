@@ -51,7 +51,7 @@ class WorkQueue(Generic[K]):
                 self._changed.notify()
 
     def hold(self, key: K, until: float) -> None:
-        """Queue a key at this time, and postpone any earlier `add` of the key until then."""
+        """Queue a key at time `until`, and postpone any earlier `add` of the key until then."""
         with self._changed:
             self._held_until[key] = until
             self._dirty.discard(key)

@@ -1,5 +1,5 @@
-"""Writes to the cluster for the operator. Only the leader writes; writes are counted, and put into the cache before the next
-decision."""
+"""Writes to the cluster for the operator, if it is the leader. Each write is counted, and its result is in the cache before the
+next decision."""
 
 from __future__ import annotations
 
@@ -20,7 +20,8 @@ D = TypeVar("D")
 R = TypeVar("R")
 
 IN_FLIGHT = 8
-"""Maximum number of writes in flight per plan. If quota rejects one, it would reject the rest too, so we stop there."""
+"""Maximum number of a plan's writes in flight at once. If a quota rejects one of them, it would reject the rest too, so no more
+are sent."""
 
 
 class Parallel:
@@ -36,7 +37,7 @@ class Parallel:
             first, *others = items[begin : begin + IN_FLIGHT]
             futures = [self._pool.submit(function, item) for item in others]
             try:
-                results.append(function(first))  # the caller would only wait
+                results.append(function(first))  # otherwise the caller would only wait
             finally:
                 wait(futures)
             results += [future.result() for future in futures]
@@ -110,7 +111,7 @@ class Writer:
     def delete(
         self, kind: Kind, name: str, *, namespace: str | None = None, grace_s: float | None = None, uid: str | None = None
     ) -> Document:
-        """Delete an object, if it has this uid."""
+        """Delete an object. If `uid` is given, delete it only if it has this uid."""
         self._check_and_count(kind, "delete")
         object_namespace = (namespace or self._cluster.namespace) if kind.namespaced else ""
         try:

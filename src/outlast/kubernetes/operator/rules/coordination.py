@@ -1,4 +1,4 @@
-"""Runs the operator's steps as a coordinator, whose state is restored from a job's status. Pure."""
+"""Runs the coordinator's steps in the operator. The coordinator's state is restored from the job's status. Pure."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ def take(rec: ReconcilePass, event: coordinator.Event) -> None:
 
 
 def step(rec: ReconcilePass, event: coordinator.Event) -> tuple[CoordinatorState, list[Effect]]:
-    """Return the coordinator's state after an event, and the effects. The debounce is longer than elsewhere, as kubelets report
-    late."""
+    """Return the coordinator's state after an event, and the effects. The debounce is longer than in other coordinators, because
+    kubelets report late."""
     settings = coordinator.Settings.of(rec.spec)
     settings = dataclasses.replace(settings, fences=False, counts_ends=True, debounce=root_cause.OPERATOR)
     return coordinator.step(settings, _restored(rec, event), event, rec.now)
@@ -33,7 +33,7 @@ def step(rec: ReconcilePass, event: coordinator.Event) -> tuple[CoordinatorState
 
 def _restored(rec: ReconcilePass, event: coordinator.Event) -> CoordinatorState:
     """Restore the coordinator's state from the status and the members' reports. The newest saved step is capped at the current
-    world's step, as the world may have resumed from an earlier one."""
+    world's step, as the world may have resumed from an earlier step."""
     status, reports, gone = rec.status, rec.snapshot.reports, []
     for id, report in reports.items():
         pod = rec.pod(id)
@@ -114,7 +114,7 @@ def _failed(rec: ReconcilePass, state: CoordinatorState, record: Record, failure
 
 
 def failure_document(rec: ReconcilePass, failure: Failure) -> Document:
-    """Return a failure as stored in the status, with its worker's node and the tail of its log."""
+    """Return a failure as it is stored in the status, with the node and the end of the log of the failed worker."""
     pod = rec.pod(failure.worker)
     node, log_tail = failure.node or (pod.node if pod else ""), failure.log_tail or (pod.log_tail if pod else "")
     empty = {name for name in ("cause", "attempt") if not getattr(failure, name)}

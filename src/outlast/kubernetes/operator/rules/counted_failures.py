@@ -1,4 +1,5 @@
-"""Counts failures of workers and their processes against the restart budget, each cause once. Pure."""
+"""Counts failures of workers and their processes against the restart budget. Failures with the same root cause are counted once.
+Pure."""
 
 from __future__ import annotations
 
@@ -28,8 +29,8 @@ def repaired_failures(rec: ReconcilePass) -> None:
 
 
 def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
-    """Return the failure behind a pod's end. If the pod ran out of memory, its step is that of its peers. A worker that left
-    because of wrong bits has reported that itself."""
+    """Return the failure that ended a pod. If the pod ran out of memory, the failure's step is the newest one that a member has
+    reported. If the worker left because its bits were wrong, return the failure that it reported itself."""
     world_now, report = rec.status.world, rec.snapshot.reports.get(pod.index)
     told = report.failure if report else None
     if told and told.cause is FailureCause.BITS and world_now and told.generation == world_now.generation:
@@ -50,7 +51,8 @@ def pod_failure(rec: ReconcilePass, pod: Pod, end: pod_status.End) -> Failure:
 
 
 def count(rec: ReconcilePass, failure: Failure, generation: int) -> None:
-    """Count a worker's end and, unless it ends the job, treat the world's other failures as covered; see `cover_others`."""
+    """Count a worker's failure. Unless that ends the job, treat the world's other failures as its consequences; see
+    `cover_others`."""
     coordination.take(rec, Known(failure, failure.step, rec.committed))
     if not rec.skip_rest:
         cover_others(rec, generation)

@@ -27,8 +27,8 @@ def unreadable(rec: ReconcilePass) -> None:
 
 
 def elected_through_etcd(rec: ReconcilePass) -> None:
-    """Move a job off etcd, through which an operator of the previous version had its agents decide. The workers follow only etcd,
-    so all of them save and are replaced."""
+    """Move a job off etcd, through which its agents elected a coordinator under an operator of the previous version. These
+    workers follow only etcd, so all of them save and are replaced."""
     if not rec.status.uses_etcd or rec.status.result is not None:
         return
     newest = max([rec.status.generation, *(report.member.generation for report in rec.snapshot.reports.values())])

@@ -14,7 +14,8 @@ from outlast.kubernetes.operator.rules.replaced_workers import FAST_LOSS_S
 from outlast.rendezvous.partition import FORGIVEN_S, Loss
 
 _EARLIER_S = 2.0
-"""A requested deletion is shortened only if it would end more than this after the deadline, as API servers keep whole seconds."""
+"""A deletion that has begun is shortened only if it would end more than this many seconds after the deadline, because API servers
+store times in whole seconds."""
 
 
 def unreachable_workers(rec: ReconcilePass) -> None:
@@ -76,7 +77,8 @@ def cut_off_workers(rec: ReconcilePass) -> None:
 
 def leaving_nodes(rec: ReconcilePass) -> None:
     """Let workers save and exit in time if they must leave, usually because their node is about to be terminated. The deadline is
-    published before the pod is deleted, and shortens deletions that others requested."""
+    published before the pod is deleted. If somebody else has already requested the deletion, it is shortened to meet the
+    deadline."""
     leaves = {each.uid: each for each in rec.status.leaves}
     for pod in rec.snapshot.pods:
         departure = pod.departure

@@ -1,4 +1,4 @@
-"""Rules for workers that run plain torchrun without an agent. Their state shows only in their pods. Pure.
+"""Rules for workers that run plain torchrun without an agent. Only their pods show their state. Pure.
 
 Worker 0 hosts the store through which torchrun forms its worlds. If worker 0 is lost, torchrun exits with 1 in all other pods. A
 worker that starts after others have succeeded has nothing left to train.
@@ -25,7 +25,7 @@ OVERDUE_S = 60.0
 _NODE_STARTED = ("Unknown", "ContainerStatusUnknown")
 """Reasons that containerd and kubelets give for containers that did not survive their node's restart."""
 _REMEMBERED = 10
-"""Number of failures that are kept for the backoff, which has then reached its maximum."""
+"""Number of failures kept to compute the backoff. With this many, the backoff has reached its maximum."""
 
 
 def start_time(rec: ReconcilePass) -> None:
@@ -35,7 +35,7 @@ def start_time(rec: ReconcilePass) -> None:
 
 
 def restarted_containers(rec: ReconcilePass) -> None:
-    """Count container restarts by kubelets, which all policies except `Never` and `ExitCode` allow."""
+    """Count the containers that kubelets have restarted. All restart policies except `Never` and `ExitCode` allow this."""
     counted, counts, added = rec.status.restarted, {}, 0
     for pod in rec.snapshot.pods:
         status = pod_status.container_status(pod.document)
@@ -86,7 +86,7 @@ def ended_workers(rec: ReconcilePass) -> None:
 
 
 def done_workers(rec: ReconcilePass) -> None:
-    """End the job once a worker has succeeded and no other one trains."""
+    """End the job once a worker has succeeded and no other worker trains."""
     done = [pod for pod in _succeeded(rec) if pod.index < rec.desired]
     over = {pod.uid for pod in rec.ended_pods if pod.succeeded or pod.index >= rec.desired or _started_too_late(rec, pod)}
     if done and over >= {pod.uid for pod in rec.snapshot.pods}:
@@ -94,7 +94,7 @@ def done_workers(rec: ReconcilePass) -> None:
 
 
 def overdue_workers(rec: ReconcilePass) -> None:
-    """Force-delete pods that still exist after OVERDUE_S."""
+    """Force-delete pods that still exist OVERDUE_S after their grace period."""
     for pod in rec.snapshot.pods:
         if pod.terminating and rec.now < pod.killed_by + OVERDUE_S:
             rec.requeue_at(pod.killed_by + OVERDUE_S)
@@ -143,7 +143,8 @@ def _plain_job(rec: ReconcilePass) -> PlainJob:
 
 
 def _succeeded(rec: ReconcilePass) -> list[Pod]:
-    """Return the pods whose worker succeeded before any deletion, as scripts may exit with 0 on SIGTERM."""
+    """Return the pods whose worker has succeeded. Pods that ended because they were deleted are left out, as scripts may exit
+    with 0 on SIGTERM."""
     return [pod for pod in rec.succeeded if not _exited_on_deletion(rec, pod)]
 
 

@@ -20,12 +20,13 @@ from outlast.kubernetes.operator.rules.waiting_in_queue import RECHECK_S as QUEU
 from outlast.rendezvous.who_trains import MemberState
 
 FAST_LOSS_S = 10.0
-"""A pod that ends sooner than this after its creation is not replaced at once, as its node would reject the next pod as well."""
+"""A pod that ends sooner than this after its creation is not replaced at once, because its node would reject the next pod as
+well."""
 SILENT_RECHECK_S = 10.0
-"""Poll interval while most workers are silent, as their return triggers no reconcile pass."""
+"""Poll interval while most workers are silent. Polling is necessary because a worker's return triggers no reconcile pass."""
 AVOIDED_FROM = 2
-"""Pods avoid a node after this many failures of the job there. A rank whose state differs from the others' counts as this
-many."""
+"""New pods avoid a node on which the job has failed this many times. A rank whose state differs from the other ranks' counts as
+this many failures."""
 _MAX_BACKOFF_S = 60.0
 
 
@@ -72,8 +73,8 @@ def lost_fast_at(pod: Pod, ended: float) -> float:
 
 
 def silent_workers(rec: ReconcilePass) -> None:
-    """Delete workers whose Lease has expired, and count a hang once the pod is gone, unless its node is unreachable. All silence
-    in one world is counted as one failure."""
+    """Delete the pods of workers whose Lease has expired. Once such a pod is gone, count a hang, unless the pod's node was
+    unreachable. All silence in one world is counted as one failure."""
     existing = {pod.uid for pod in rec.snapshot.pods}
     gone = [each for each in rec.status.silent if each.uid not in existing]
     if gone:
@@ -114,7 +115,8 @@ def silent_workers(rec: ReconcilePass) -> None:
 
 
 def mass_silence(rec: ReconcilePass) -> None:
-    """Report that most workers are silent although their nodes are ready. They continue to train, and kubelets kill hung ones."""
+    """Report that most workers are silent although their nodes are ready. These workers continue to train, and kubelets kill
+    those that hang."""
     if rec.is_mass_silence() and rec.status.state is not None:
         silence_s, held_s = min(map(rec.lease_s, rec.late_members)), rec.snapshot.limits.mass_silence_s
         count = len(rec.snapshot.reports)
@@ -182,8 +184,8 @@ def backoff_until(rec: ReconcilePass) -> float | None:
 
 
 def _nodes_to_avoid(rec: ReconcilePass) -> tuple[str, ...]:
-    """Return the nodes to avoid: those with repeated failures or differing states, those that were cut off from the job's other
-    workers, and those about to be terminated."""
+    """Return the nodes to avoid: those on which the job has failed repeatedly or a rank's state differed, those that were cut off
+    from the job's other workers, and those that are about to be terminated."""
     window = rec.policy.window.total_seconds()
     counts: dict[str, int] = {}
     for counted in rec.status.counted_failures:

@@ -13,9 +13,10 @@ from outlast.kubernetes.operator.reconcile_pass import ReconcilePass
 from outlast.rendezvous import sentences
 
 PROGRESS_BYTES_PER_S = 5e6
-"""Bytes per second of progress for one job's agents, each of which watches the whole status."""
+"""Maximum traffic that progress in the status may cause for one job, in bytes per second: each of its agents receives the whole
+status."""
 STATUS_BYTES = (10_000, 15)
-"""Estimated bytes of a status: a base, mostly the ledger, and a share per worker."""
+"""Estimated size of a status in bytes: a constant part, mostly the ledger, and a part for each worker."""
 MEASURE_S = 5.0
 """Minimum time over which a rate is measured, in seconds."""
 
@@ -28,8 +29,8 @@ def _went_back(status: Status) -> bool:
 
 
 def update_progress(rec: ReconcilePass) -> None:
-    """Write progress together with any other change, at a world's first step, and at an interval. New steps trigger no reconcile
-    pass, so we request one."""
+    """Write the progress together with any other change, at a world's first step, and otherwise at intervals. New steps trigger
+    no reconcile pass, so this function requests the next pass."""
     last, mark = rec.status.progress, _mark(rec)
     pods, (base_bytes, each) = len(rec.snapshot.pods), STATUS_BYTES
     interval_s = max(rec.snapshot.limits.progress_s, pods * (base_bytes + pods * each) / PROGRESS_BYTES_PER_S)
@@ -62,8 +63,8 @@ def update_progress(rec: ReconcilePass) -> None:
 
 
 def _account(rec: ReconcilePass, *, trains: bool) -> tuple[float | None, elasticjob_status.Losses | None]:
-    """Return the goodput and losses that rank 0's worker reports or, after the job's end, those of a worker that cover the whole
-    run."""
+    """Return the goodput and losses that rank 0's worker reports. After the job's end, return those that cover the whole run,
+    from any worker."""
     first, over = rec.status.world.members[:1] if trains and rec.status.world else (), rec.status.finished is not None
     last = rec.status.progress
     for id, report in rec.snapshot.reports.items():
@@ -81,7 +82,8 @@ def _snapshot(rec: ReconcilePass) -> tuple[int, int]:
 
 
 def _mark(rec: ReconcilePass) -> tuple[int, float] | None:
-    """Return rank 0's newest step in the current world and its time. Only rank 0 is read, as nodes' clocks differ."""
+    """Return rank 0's newest step in the current world, and when rank 0 completed it. Only rank 0's reports are used, because
+    nodes' clocks differ."""
     world = rec.status.world
     if world is None or rec.status.called is not None or rec.status.result is not None:
         return None
