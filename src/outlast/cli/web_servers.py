@@ -17,7 +17,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""Timeout for a server's first response, in seconds; arbitrary."""
+"""Timeout for a server's first response, in seconds. The value is arbitrary."""
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
@@ -69,8 +69,8 @@ def child(
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, and yield its process once `ready` returns True. The server ends with the block, or when this process is
-    killed. Ctrl-C does not reach the server; this process stops it. Raises NotFound, with the end of the log, if it does not
-    start."""
+    killed. Ctrl-C does not reach the server; this process stops the server. Raises NotFound, with the end of the log, if the
+    server does not start."""
     from outlast.worker.launch import os_calls
 
     with log.open("wb") as output:

@@ -94,7 +94,8 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Return whether the directory is the source, its path, and the URL of the other side, which may also be a directory."""
+    """Return whether the source is a directory, the directory's path, and the URL of the other side. If both sides are
+    directories, the source counts as the directory, and the target's URL begins with `file://`."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")

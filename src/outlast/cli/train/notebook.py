@@ -38,7 +38,7 @@ def notebook(
         typer.Option("--kubeflow", help="In a Kubeflow pod: serve below $NB_PREFIX, without a token unless one is given."),
     ] = False,
 ) -> None:
-    """Start JupyterLab with a first notebook, until Ctrl-C.
+    """Run JupyterLab with a first notebook until Ctrl-C.
 
     The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where the
     time went. Its kernel is the Python in which this Outlast is installed. An existing notebook is not changed, and jobs that

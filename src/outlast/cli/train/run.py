@@ -48,8 +48,9 @@ def run(
     file; changes since then are listed. A run that has succeeded is resumed if only its steps or epochs have been raised.
     Otherwise, and with --fresh, the next run starts from the beginning.
 
-    Shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a second Ctrl-C
-    kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
+    The command shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a
+    second Ctrl-C kills the job. Closing the terminal leaves the job running. The exit code is 0 if the job succeeded, otherwise
+    the exit code of its failure.
 
     \b
     Examples:

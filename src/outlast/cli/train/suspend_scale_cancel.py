@@ -47,7 +47,7 @@ def scale(
 def suspend(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Save a job's state, and release its workers until `outlast resume`.
+    """Save a job and release its workers until `outlast resume`.
 
     Training with a session saves first; a plain script gets SIGTERM, and has interruption.grace to save.
 

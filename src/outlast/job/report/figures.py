@@ -21,8 +21,8 @@ _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """A page's plots by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots over
-    `step`."""
+    """A page's plots, keyed by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots
+    over `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
         self.drawn: dict[str, Any] = {}

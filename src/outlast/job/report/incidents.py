@@ -1,5 +1,6 @@
 """A run's incidents, and the training time that each failure cost: detection, re-forming, restoring, and repeated steps. The loss
-begins with the fault and ends with the next completed step, whose ordinary duration is not lost. Used by `report.timeline`."""
+begins with the fault and ends with the next completed step, whose ordinary duration does not count as lost. Used by
+`report.timeline`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Checks local code archives, and unpacks archives, within limits, where the code runs."""
+"""Checks local code archives, and unpacks archives where the code runs, with limits on size and number of files."""
 
 from __future__ import annotations
 
