@@ -1,7 +1,7 @@
 """Finds the job that a command refers to, and the backend that runs it.
 
-With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, this directory is searched
-first, then the namespace of the kubeconfig's current context, if there is one.
+With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, the current directory is
+searched first, then the namespace of the kubeconfig's current context, if there is one.
 """
 
 from __future__ import annotations

@@ -192,7 +192,7 @@ def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
 
 
 def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
-    """Return a job's cells for a list, by heading. With `namespaced`, the cells include the job's namespace."""
+    """Return a job's cells for a list, keyed by heading. With `namespaced`, the cells include the job's namespace."""
     if output is ListOutput.NAME:
         return {"NAME": status.name}
     cells = {

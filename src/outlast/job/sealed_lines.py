@@ -49,7 +49,7 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other."""
+    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other key."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 

@@ -328,8 +328,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints, on this machine and in the store.
 
-    The newest checkpoints are kept, as are the best ones, if checkpoints have a metric, and any that are being read. On a
-    terminal, the command asks first.
+    The newest checkpoints are kept, and so are the best ones (if there is a metric) and any that are being read. On a terminal,
+    the command asks first.
 
     \b
     Examples:

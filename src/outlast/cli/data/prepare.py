@@ -174,7 +174,7 @@ def jsonl(
 ) -> None:
     """Tokenize records for fine-tuning.
 
-    Writes columns input_ids and labels. Tokens with the label -100 do not count toward the loss. Each line of SOURCE's .jsonl
+    Writes the columns input_ids and labels. Tokens with the label -100 do not count toward the loss. Each line of SOURCE's .jsonl
     files is {"prompt": ..., "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns
     completions, texts, and the assistant's messages. Files named train and val become the parts train and val; otherwise, a hash
     assigns each record to a part.
@@ -207,10 +207,10 @@ def images(
 ) -> None:
     """Decode images that are sorted into classes.
 
-    Writes columns image, uint8 of (height, width, 3), and label. SOURCE has a directory per class, or train/CLASS and val/CLASS
-    (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. If there is no train and val, a hash of each image's name assigns the
-    image to a part. Classes are numbered in the order of their names; the manifest lists them. Samples are shuffled, so that each
-    shard has some of every class.
+    Writes the columns image (uint8, of shape (height, width, 3)) and label. SOURCE has a directory per class, or train/CLASS and
+    val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. If SOURCE has no train and val, a hash of each image's name
+    assigns the image to a part. Classes are numbered in the order of their names; the manifest lists them. Samples are shuffled,
+    so that each shard has some of every class.
 
     \b
     Examples:
@@ -239,9 +239,9 @@ def video(
 ) -> None:
     """Cut clips out of videos.
 
-    Writes columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label. A clip lasts 0.64 s: 16 frames at 25
-    per second, with mono audio at 48 kHz, as Perceiver IO expects. Labels are the names of the directories (CLASS/, train/CLASS/,
-    val/CLASS/), or come from the list given with --labels.
+    Writes the columns video (uint8, of shape (16, 224, 224, 3)), audio (int16, of shape (30720,)) and label. A clip lasts 0.64 s:
+    16 frames at 25 per second, with mono audio at 48 kHz, as Perceiver IO expects. Labels are the names of the directories
+    (CLASS/, train/CLASS/, val/CLASS/), or come from the list given with --labels.
 
     \b
     Examples:
@@ -378,7 +378,7 @@ class _Stored:
             yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError if the place contains other files, or parts of a dataset that has another `note`."""
+        """Raise OutlastError if the place contains other files, or parts of a dataset with a different `note`."""
         from outlast.data import dataset_directory as place
         from outlast.job import ownership
 

@@ -124,7 +124,7 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
-    """Return a summary: `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
+    """Return a summary such as `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
     files, size = units.count(report.transferred, "file"), units.human_bytes(report.bytes)
     rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""

@@ -33,8 +33,8 @@ def top(
 ) -> None:
     """Show the CPU, memory and accelerators that a job uses.
 
-    The rows are the job's workers and their nodes. In a cluster, usage comes from metrics-server; without it, only requests are
-    shown.
+    The rows are the job's workers and their nodes. In a cluster, usage comes from metrics-server; without it, only resource
+    requests are shown.
 
     \b
     Examples:

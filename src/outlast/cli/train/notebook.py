@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 _START_S = 180.0
 """Timeout, in seconds, for the server's first response, which can take a minute in a pod on a busy node with cold disks."""
 _GRACE_S = 20.0
-"""Seconds that kernels have to end by themselves before the server is killed."""
+"""Seconds within which kernels may end by themselves before the server is killed."""
 
 
 def notebook(

@@ -39,10 +39,10 @@ def run(
         bool, typer.Option("--take-over", help="Take the run of this name in the store from another machine that trains it.")
     ] = False,
 ) -> None:
-    """Start or continue training: a script, or the job in a file.
+    """Start or continue training, with a script or a job file.
 
-    Options for outlast come before a script, arguments of the script after it, as with python. A script runs as one worker with
-    one process per GPU, and the job is named after it.
+    Options for outlast come before a script, and arguments of the script after it, as with python. A script runs as one worker
+    with one process per GPU, and the job is named after it.
 
     A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job
     file; changes since then are listed. A run that has succeeded is resumed if only its steps or epochs have been raised.

@@ -127,7 +127,7 @@ def forget(
 ) -> None:
     """Remove jobs that have ended.
 
-    This removes their state: they cannot go on, and outlast run starts them from the beginning. --output also removes their
+    This removes their state, so they cannot continue, and outlast run starts them from the beginning. --output also removes their
     checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. Output in a store stays, unless
     its URL is given instead of a name: then the whole output at that URL is removed, and nothing else. In a cluster, the job and
     the objects created for it are removed; claims and output stay. A job that has not ended cannot be removed; end it with

@@ -1,8 +1,8 @@
 """The report as one self-contained HTML page: `outlast report -o html`. For the reasons, see docs/decisions/0065-one-page.md.
 
 A job's text becomes markup in one place, the template `page.html`, where Jinja escapes it; plots are packed as gzip and base64.
-The page's policy allows two scripts, by their digests: BokehJS, and `page.js`, which unpacks the plots. `outlast ui` extends the
-template (`live.html`) with a third script that keeps its pages up to date.
+The page's content security policy allows two scripts, identified by their digests: BokehJS, and `page.js`, which unpacks the
+plots. `outlast ui` extends the template (`live.html`) with a third script that keeps its pages up to date.
 """
 
 from __future__ import annotations

@@ -112,7 +112,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """Return a bar of up to `_BAR` columns, in steps of an eighth. A share above 0 gets at least one eighth."""
+    """Return a bar of up to `_BAR` columns, in steps of an eighth of a column. A share above 0 gets at least one eighth."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 

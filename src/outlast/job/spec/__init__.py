@@ -7,7 +7,7 @@
     schema()     JSON schema, for editors
 
 These functions return a complete, consistent job or raise `InvalidJob` with every mistake and its line. Attributes are
-snake_case, names in the file are camelCase. The heaviest import in this package is pydantic.
+snake_case, and names in the file are camelCase. The heaviest import in this package is pydantic.
 """
 
 from __future__ import annotations

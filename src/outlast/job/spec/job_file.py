@@ -1,4 +1,4 @@
-"""Job files on disk: read with absolute paths, written, and checked for missing files."""
+"""Reads job files, makes their paths absolute, writes them, and checks whether the files that they name exist."""
 
 from __future__ import annotations
 

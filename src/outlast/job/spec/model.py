@@ -57,7 +57,7 @@ class Weights(Checked):
     from_: field_types.Source
     """Directory on this machine, or URL of a store or file, as for data."""
     name: field_types.Directory
-    """Name of the directory with the weights, which is `$OUTLAST_MODELS/<name>`, in a pod `/models/<name>`."""
+    """Name of the directory with the weights. Its path is `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
@@ -142,8 +142,8 @@ class Rendezvous(Checked):
     is no operator. `etcd`: a worker elected through etcd v3, if there is no operator. `c10d`: worker 0."""
     endpoint: field_types.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, or several addresses separated by commas. Credentials come from
-    the variables `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d:
-    `host:29400`."""
+    the variables `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. With backend
+    `c10d`, the address of worker 0: `host:29400`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.backend == "etcd" and not self.endpoint:
@@ -237,8 +237,8 @@ class Scheduling(Checked):
     queue: Annotated[str, field_types.object_name(63)] = ""
     """Queue of Kueue or Volcano. In a cluster with Kueue, it is a Kueue queue unless `gang` is `volcano`."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
-    """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one
-    when it first sees the job, `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
+    """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one of
+    them when it first sees the job, and if `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
     priority_class_name: Annotated[str, field_types.object_name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
@@ -272,9 +272,9 @@ class Compile(Checked):
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training itself. It
-    runs in the directory of the code with the job's environment and data. Anything that it writes to `OUTLAST_OUTPUT` is thrown
-    away. Needs `cache`."""
+    """Command that fills the cache, such as two steps of the training itself. A worker runs it before training, once in a run, in
+    the directory of the code with the job's environment and data. Anything that it writes to `OUTLAST_OUTPUT` is thrown away.
+    Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
@@ -346,8 +346,8 @@ class Secret(Checked):
 
 
 class Tracking(Checked):
-    """Where metrics, parameters and checkpoint locations go, besides the output; for scripts that use `run.log`. Weights and
-    Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
+    """Where scripts that use `run.log` send metrics, parameters and checkpoint locations, besides the output. Weights and Biases
+    needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: field_types.Flag = False
     """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them,
@@ -359,8 +359,8 @@ class Tracking(Checked):
     variable `MLFLOW_TRACKING_URI`, if it is set. `none` disables MLflow even then. Credentials come from MLflow's own
     variables."""
     experiment: field_types.Text | None = None
-    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
-    `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
+    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: the variables `MLFLOW_EXPERIMENT_NAME`
+    and `WANDB_PROJECT`, else the name of the job."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.mlflow and re.search("//[^/@]*:[^/@]+@", self.mlflow):
@@ -419,7 +419,7 @@ class Spec(Checked):
     resources: Resources = Resources()
     """Resources of each worker."""
     rendezvous: Rendezvous = Rendezvous()
-    """How workers find each other. `outlast run` ignores it: its launcher coordinates."""
+    """How workers find each other. `outlast run` ignores it, because its launcher coordinates."""
     checkpoint: Checkpoint = Checkpoint()
     """How often to save, and how many checkpoints to keep."""
     sync: Sync = Sync()

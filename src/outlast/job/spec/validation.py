@@ -29,7 +29,7 @@ class Broken(ValueError):
 
 
 class Checked(BaseModel):
-    """A frozen part of a document, with rules between its fields. Attributes are snake_case, names in the document are
+    """A frozen part of a document, with rules between its fields. Attributes are snake_case, and names in the document are
     camelCase."""
 
     model_config = ConfigDict(
@@ -93,8 +93,8 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document. Reports unknown names, suggesting the field that was probably meant, and mutually exclusive
-    names."""
+    """Checks the names in a document. Reports unknown names, each with the field that was probably meant, and names that are
+    mutually exclusive."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document

@@ -165,7 +165,8 @@ def step_in(line: str) -> Logged | None:
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
     """Return the step in the last log line that has one, or `before` if none does. A progress bar with a smaller total than
-    before is a different bar, such as an evaluation's. A counter that decreases restarts with each epoch."""
+    before is skipped, because it is a different bar, such as that of an evaluation. A counter that decreases is taken to restart
+    with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):

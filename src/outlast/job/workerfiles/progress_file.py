@@ -55,7 +55,7 @@ class Progress:
     warning: str = ""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
+    """Start time of the process in clock ticks since boot (proc(5)), needed because pids are reused; 0 if unknown."""
     attempt: int = 0
     time: float = 0.0
     """When the record was written, in seconds since the epoch. Only for people: the agent measures silence with its own clock."""
