@@ -21,8 +21,8 @@ _START_S = 60.0
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
-    """Return the `requested` port; without a request, the `default`, or a free port if that is taken. Raises OutlastError if the
-    `requested` port is taken, or if the machine does not have the address."""
+    """Return the `requested` port or, without a request, the `default` port, or a free port if the default is taken. Raises
+    OutlastError if the `requested` port is taken, or if the machine does not have the address."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET

@@ -88,7 +88,7 @@ class Backend(Protocol):
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Return the log lines of one worker, or of all workers, merged.
+        """Return the log lines of one worker, or the merged log lines of all workers.
 
         `tail` limits the existing lines per worker; 0 returns only new lines. `since_s` skips lines with timestamps older than
         this many seconds. `follow` waits for a job that has not started, calling `say`, and ends when the job ends.

@@ -33,8 +33,8 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, term with its grace
-period."""
+"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term deletes it with its
+grace period."""
 SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: the number of stops, the seconds of each stop, and the seconds between two stops."""
 

@@ -136,9 +136,9 @@ def text(
 
     Writes train.bin, val.bin, meta.pkl, tokenizer.json and a manifest. SOURCE contains UTF-8 files, each a document, or .jsonl
     files, each line a document. Files or directories named train and val become the parts train and val. A single file is split
-    as in nanoGPT: its last 10 % becomes val. Otherwise, a hash of each document's name assigns the document to a part. The same
-    source always gives the same bytes, with any number of processes. If the command was killed, running it again continues where
-    it stopped.
+    as in nanoGPT: its last 10 % becomes val. Otherwise, a hash of each document's name or text assigns the document to a part.
+    The same source always gives the same bytes, with any number of processes. If the command was killed, running it again
+    continues where it stopped.
 
     \b
     Examples:

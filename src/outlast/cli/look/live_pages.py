@@ -44,7 +44,7 @@ _LINES, _CHARACTERS = 1000, 1 << 18
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """The part of a job's page below the panel, as built at one time."""
+    """The part of a job's page below the panel, as it was last built."""
 
     built: page.Page | None
     problem: str

@@ -124,8 +124,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return about `most` segments. Half are the longest ones, preferring those in which training was disturbed. The time between
-    two of them becomes one segment, with the bucket that covers most of it."""
+    """Return about `most` segments. Half of them are the longest given ones, with preference for those in which training was
+    disturbed. The time between two of these becomes one segment, with the bucket that covers most of it."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))

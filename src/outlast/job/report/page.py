@@ -62,7 +62,7 @@ class Run:
     run: str
     events: Iterable[Event]
     active: bool
-    """True if a launcher or an operator drives the job. The account then extends to now."""
+    """True if a launcher or an operator drives the job. The account then extends up to now."""
     metrics: Callable[[], Iterable[str | bytes]]
     job_file: Callable[[], str]
     log: Callable[[int], Iterable[LogLine]]

@@ -93,7 +93,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """Return a line for each bucket that took time: training first, then the other buckets by size."""
+    """Return a line for each bucket that took time: training first, then the other buckets in descending order of time."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:

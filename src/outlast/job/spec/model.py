@@ -319,7 +319,7 @@ class Toleration(Checked):
     key: Annotated[str, field_types.TAINT_KEY] = ""
     """Key of the taint. Default: any."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """`Equal` compares `value`, `Exists` ignores it."""
+    """`Equal` compares `value`, and `Exists` ignores it."""
     value: Annotated[str, field_types.Pattern(field_types.LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
     """Value of the taint."""
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
