@@ -60,7 +60,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "node-watch": processes.node_watch,
     },
 }
-"""Commands by heading in the help, everyday commands first. The guide lists commands in the same order."""
+"""Commands, keyed by their heading in the help, everyday commands first. The guide lists commands in the same order."""
 _CLASSES: dict[str, type[TyperCommand]] = {
     "run": script.Command,
     "submit": script.Command,
@@ -126,5 +126,5 @@ app.command(hidden=True)(evaluation)
 
 @functools.cache
 def command() -> Any:
-    """Build the whole command line, only once, because this takes longer than most commands run."""
+    """Build the whole command line. The result is cached, because building it takes longer than most commands run."""
     return typer.main.get_command(app)

@@ -20,7 +20,7 @@ _TIMEOUT_S = 1.0
 
 
 def jobs(ctx: typer.Context, incomplete: str) -> list[str]:
-    """Return job names from the cluster in the preceding options, or else from this directory or the current cluster."""
+    """Return job names from the cluster that the preceding options select, or else from this directory or the current cluster."""
     return _offered(lambda: _jobs(ctx), incomplete)
 
 

@@ -1,7 +1,7 @@
 """Finds the job that a command refers to, and the backend that runs it.
 
-With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, this directory is searched
-first, then the namespace of the kubeconfig's current context, if there is one.
+With `-n`, `-A`, `-l` or `--context`, and as a kubectl plug-in, the job is in a cluster. Otherwise, the current directory is
+searched first, then the namespace of the kubeconfig's current context, if there is one.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def place(
     everywhere: bool = False,
     selector: str = "",
 ) -> Backend:
-    """Return the backend that has the job with this name, or the only job."""
+    """Return the backend that has the job with this name or, if no name is given, any job."""
     if ctx.obj is not None:
         return backend(ctx)
     if namespace or context or everywhere or selector or ctx.find_root().info_name == completion.PLUGIN:
@@ -162,7 +162,8 @@ def job(place: Backend, name: str | None) -> str:
 
 
 def no_job(place: Backend) -> str:
-    """Return a sentence about the missing job and how to start one. Raises OutlastError if even the namespace does not exist."""
+    """Return a sentence that says that there is no job, and how to start one. Raises OutlastError if even the namespace does not
+    exist."""
     if (there := in_cluster(place)) is None:
         return "no job has been run here; start one with `outlast run FILE`, in this directory"
     if not there.everywhere and not there.cluster.has_namespace():
@@ -208,7 +209,7 @@ def in_store(given: str | None) -> str | None:
 
 
 def stored_run(url: str) -> tuple[Store, runs.Run]:
-    """Return the store with a job's output, and the run's record there. Raises NotFound."""
+    """Return the store with a job's output, and the record of the run in that store. Raises NotFound."""
     from outlast.storage import runs, store
 
     there = store.open_(url)
@@ -238,7 +239,7 @@ def takes(words: str) -> type[TyperCommand]:
 def run_and_last(
     ctx: typer.Context, words: Sequence[str], what: str, namespace: str | None, context: str | None
 ) -> tuple[Run, str]:
-    """Return the run and the last word of `[NAME] WORD`."""
+    """Return the run and the last word for arguments of the form `[NAME] WORD`."""
     if not 1 <= len(words) <= 2:
         raise typer.BadParameter(f"expected [NAME] {what}, got {len(words)} words")
     return run(ctx, words[0] if len(words) > 1 else None, namespace, context), words[-1]

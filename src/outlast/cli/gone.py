@@ -52,7 +52,7 @@ GONE: dict[str, str] = {
     "volume status": "`aws cloudformation describe-stacks` and `kubectl get pvc` show it",
     "volume": "CloudFormation creates and deletes file systems, from examples/aws/stacks (docs/guide/aws.md)",
 }
-"""A sentence about the replacement, by command (`"cluster create"`) or by command with an option (`"install --etcd"`)."""
+"""Sentences about replacements, keyed by command (`"cluster create"`) or by command and option (`"install --etcd"`)."""
 
 
 def sentence(args: Sequence[str]) -> str | None:

@@ -16,7 +16,7 @@ class Commands(TyperGroup):
     """A command with subcommands, shown in the order and under the headings of `groups`."""
 
     groups: ClassVar[Mapping[str, Sequence[str]]] = {}
-    """Names of commands by heading. If there are none, all commands are under `Commands`."""
+    """Names of commands, keyed by heading. If it is empty, all commands are under `Commands`."""
 
     def list_commands(self, ctx: Any) -> list[str]:
         """Return the names in the order of the groups, then the hidden commands."""

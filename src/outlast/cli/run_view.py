@@ -66,7 +66,7 @@ class Plain:
 
 @contextlib.contextmanager
 def screen() -> Iterator[Screen]:
-    """Yield a live screen on a terminal, a plain screen elsewhere."""
+    """Yield a live screen on a terminal, and a plain screen elsewhere."""
     if not terminal.interactive(sys.stdout):
         yield Plain()
         return

@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 _WIDEST = 300
 _FIRST_STEP_S = 20.0
-"""Seconds during which a run without a reported step is shown at step 0; arbitrary."""
+"""Seconds during which a run without a reported step is shown at step 0. The value is arbitrary."""
 
 
 def goodput(status: JobStatus) -> str | None:
@@ -186,12 +186,13 @@ def page(status: JobStatus, now: float) -> str:
 
 
 def _has_uploads(store: StoreStatus, status: JobStatus) -> bool:
-    """Return whether the store's status has more than a URL, which in a cluster is the output's URL. Only agents report more."""
+    """Return whether the store's status says anything about uploads. In a cluster, it has only the URL of the output until an
+    agent reports more."""
     return store.url != status.output or bool(store.step or store.pushed or store.since)
 
 
 def row(status: JobStatus, now: float, output: ListOutput, *, namespaced: bool = False) -> dict[str, object]:
-    """Return a job's cells for a list, by heading. With `namespaced`, they include its namespace."""
+    """Return a job's cells for a list, keyed by heading. With `namespaced`, the cells include the job's namespace."""
     if output is ListOutput.NAME:
         return {"NAME": status.name}
     cells = {

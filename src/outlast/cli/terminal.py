@@ -31,7 +31,8 @@ if TYPE_CHECKING:
 _UNSAFE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069]")
 """C0 except tab and newline, DEL, C1, Unicode's line separators, and characters that change the direction of text."""
 _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
-"""Select graphic rendition: colours, bold. https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
+"""The sequences "select graphic rendition", which set colours and bold text.
+https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
 """The cursor-up sequence, with which tqdm returns from a second bar to the first, or the newline before that sequence."""
 _BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
@@ -113,7 +114,7 @@ def colours(stream: TextIO | None) -> bool:
 
 def interactive(stream: TextIO | None) -> bool:
     """Return whether the stream is a terminal that can redraw lines and accepts input. A command in a notebook's cell has a
-    pseudo-terminal, but the page shows all lines and accepts no input."""
+    pseudo-terminal, but the notebook shows all lines and accepts no input."""
     return stream is not None and stream.isatty() and "JPY_PARENT_PID" not in os.environ
 
 
@@ -161,8 +162,8 @@ def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
 
 
 class Folded:
-    """Filters echoes: lines that survivors of a failure print only because another rank has ended. One echo per worker stays,
-    after the cause. A line that all workers print at a restart is shown only once."""
+    """Filters echoes: lines that survivors of a failure print only because another rank has ended. Keeps one echo per worker,
+    after the line that names the cause. A line that all workers print at a restart is shown only once."""
 
     def __init__(self) -> None:
         self._below: dict[int, LogLine] = {}

@@ -1,4 +1,5 @@
-"""Shows long transfers on the command line, as a bar or as lines, and handles Ctrl-C, after which the same command continues."""
+"""Shows long transfers on the command line, as a bar or as lines, and handles Ctrl-C so that the same command can continue
+later."""
 
 from __future__ import annotations
 

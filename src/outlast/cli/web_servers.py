@@ -17,12 +17,12 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import terminal
 
 _START_S = 60.0
-"""Timeout for a server's first response, in seconds; arbitrary."""
+"""Timeout for a server's first response, in seconds. The value is arbitrary."""
 
 
 def port(requested: int | None, bind: str, default: int) -> int:
-    """Return the `requested` port; without a request, the `default`, or a free port if that is taken. Raises OutlastError if the
-    `requested` port is taken, or if the machine does not have the address."""
+    """Return the `requested` port or, without a request, the `default` port, or a free port if the default is taken. Raises
+    OutlastError if the `requested` port is taken, or if the machine does not have the address."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -69,8 +69,8 @@ def child(
     grace_s: float = 5.0,
 ) -> Iterator[subprocess.Popen[bytes]]:
     """Start a server, and yield its process once `ready` returns True. The server ends with the block, or when this process is
-    killed. Ctrl-C does not reach the server; this process stops it. Raises NotFound, with the end of the log, if it does not
-    start."""
+    killed. Ctrl-C does not reach the server; this process stops the server. Raises NotFound, with the end of the log, if the
+    server does not start."""
     from outlast.worker.launch import os_calls
 
     with log.open("wb") as output:

@@ -104,8 +104,8 @@ PEAKS = (
     ("A100", 312), ("A800", 312), ("L40S", 362), ("L40", 181), ("L4", 121), ("A40", 150), ("A30", 165), ("A10G", 70),
     ("A10", 125), ("V100", 125), ("T4", 65), ("RTX 4090", 165), ("MI300X", 1307), ("MI250X", 383),
 )  # fmt: skip
-"""Peak of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, by words in a GPU's name. Source: vendors' data
-sheets."""
+"""Peak throughput of dense matrix products in bfloat16 (V100, T4: float16), in TFLOP/s, for words in a GPU's name. Source:
+vendors' data sheets."""
 
 
 def peak_flops(name: str) -> float | None:

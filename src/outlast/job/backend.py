@@ -48,8 +48,8 @@ class Backend(Protocol):
 
         `source` is the job file or script; relative paths in the job start from its directory. With `fresh`, the run starts from
         the beginning. With `take_over`, this machine takes the run over from another machine that is training it. Without
-        `take_over`, if that machine may be dead, the call waits for proof and passes a message to `say`. `command` is the command
-        that runs the job again, if it is not `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
+        `take_over`, if that machine may be dead, the call waits until that is certain, and passes a message to `say`. `command`
+        is the command that runs the job again, if it is not `outlast run SOURCE`. `chaos` is a schedule of faults to inject (see
         `outlast.job.faults`). Raises AlreadyRunning.
         """
 
@@ -69,9 +69,9 @@ class Backend(Protocol):
     def steer(self, name: str, verb: str) -> None:
         """Carry out a verb that takes no parameters.
 
-        `suspend` saves the state and releases the workers. `resume` continues any job that has not succeeded, as submitted.
-        `cancel` ends the run but keeps its checkpoints, from which `submit` continues. `interrupt` saves the state and stops the
-        run. `kill` ends all its processes at once.
+        `suspend` saves the state and releases the workers. `resume` continues any job that has not succeeded, with the job file
+        as it was submitted. `cancel` ends the run but keeps its checkpoints, from which `submit` continues. `interrupt` saves the
+        state and stops the run. `kill` ends all processes of the run at once.
         """
 
     def forget(self, name: str, *, output: bool = False) -> None:
@@ -88,7 +88,7 @@ class Backend(Protocol):
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Return the log lines of one worker, or of all workers, merged.
+        """Return the log lines of one worker, or the merged log lines of all workers.
 
         `tail` limits the existing lines per worker; 0 returns only new lines. `since_s` skips lines with timestamps older than
         this many seconds. `follow` waits for a job that has not started, calling `say`, and ends when the job ends.
@@ -108,7 +108,7 @@ class Backend(Protocol):
         """Return the lines of the job's metrics.jsonl; none if nothing was logged, or if only the job's pods have the file."""
 
     def job_file(self, name: str) -> str:
-        """Return the job file, without secrets; empty if it cannot be read."""
+        """Return the text of the job file, without secrets; empty if the job file cannot be read."""
 
     def evaluate(self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda _: None) -> int:
         """Run the job's module with `--evaluate` and `args` in one foreground process, and return its exit code."""

@@ -1,4 +1,4 @@
-"""The contract between Outlast's processes, perhaps of different versions: exit codes, environment variables, paths and file
+"""The contract between Outlast's processes, which may be of different versions: exit codes, environment variables, paths and file
 formats. This module imports only the standard library."""
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ def job_name(text: str) -> str:
 
 
 def killed(code: int) -> bool:
-    """Return whether an exit code means that the process was killed: by SIGHUP, SIGINT, SIGKILL, SIGUSR1 (138) or SIGTERM."""
+    """Return whether an exit code means that the process was killed by SIGHUP, SIGINT, SIGKILL, SIGUSR1 or SIGTERM."""
     return code in (129, 130, 137, 138, 143)
 
 
@@ -103,7 +103,7 @@ class Env:
     WORKER = "OUTLAST_WORKER"
     """Index of the worker, from 0 to `workers.max` - 1. It is not a rank."""
     GENERATION = "OUTLAST_GENERATION"
-    """Generation of the current world. The agent instead gets the run's newest generation before this worker was started."""
+    """Generation of the current world. For the agent, it is the run's newest generation at the time this worker was started."""
     HELD = "OUTLAST_HELD"
     """The newest step that any worker of the previous world is known to have completed; 0 if unknown."""
     ATTEMPT = "OUTLAST_ATTEMPT"
@@ -120,8 +120,8 @@ class Env:
     STATE = "OUTLAST_WORKER_STATE"
     RENDEZVOUS = "OUTLAST_RENDEZVOUS"
     RENDEZVOUS_KEY = "OUTLAST_RENDEZVOUS_KEY"
-    """Shared key of a run's workers. Default: a digest of OUTLAST_JOB_FILE if they meet at worker 0, otherwise of the run's
-    name."""
+    """Shared key of a run's workers. Default: a digest of OUTLAST_JOB_FILE if the workers meet at worker 0, otherwise a digest of
+    the run's name."""
     ETCD_PREFIX = "OUTLAST_ETCD_PREFIX"
     """Prefix of all keys in etcd. Default: the path in OUTLAST_RENDEZVOUS, or `/outlast` if there is none."""
     ETCD_CACERT = "OUTLAST_ETCD_CACERT"
@@ -141,9 +141,10 @@ class Env:
     GO_BACK = "OUTLAST_CHECKPOINT_GO_BACK"
     """If `1`, the run goes back to an earlier step when one rank's state differs from most other ranks' state."""
     TENSORBOARD = "OUTLAST_TENSORBOARD"
-    """If `1`, metrics are also written to TensorBoard event files in the output."""
+    """If `1`, metrics are also written to TensorBoard event files in the job's output."""
     MLFLOW = "OUTLAST_MLFLOW"
-    """URI of an MLflow server, or the path of its directory. `none` disables MLflow even if MLFLOW_TRACKING_URI is set."""
+    """URI of an MLflow server, or path of a directory for MLflow's files. `none` disables MLflow even if MLFLOW_TRACKING_URI is
+    set."""
     EXPERIMENT = "OUTLAST_EXPERIMENT"
     """Name of the experiment in MLflow and of the project in Weights & Biases."""
 
@@ -180,9 +181,10 @@ class Env:
     ZONE = "OUTLAST_ZONE"
     """The node's failure domain; empty if unknown. Replicas go to another zone if possible."""
     MEMBER = "OUTLAST_MEMBER"
-    """The pod's uid, which tells its reports on the Lease from those of an earlier pod of that name. Set only by the operator."""
+    """The pod's uid, which distinguishes its reports on the Lease from those of an earlier pod with the same name. Set only by
+    the operator."""
     OWNER = "OUTLAST_OWNER"
-    """This machine's fencing token in the run's store. A process that finds another token there is a zombie."""
+    """This machine's fencing token in the run's store. A process that finds another token there has been superseded."""
     REVIVE = "OUTLAST_REVIVE"
     """Command, as a JSON list, that restarts the launcher when the launcher cannot be reached."""
 
@@ -195,7 +197,7 @@ RESERVED_ENV = re.compile(
 
 _S3_KEYS = "--from-literal=AWS_ACCESS_KEY_ID=... --from-literal=AWS_SECRET_ACCESS_KEY=..."
 S3_SECRET = f"kubectl create secret generic s3 {_S3_KEYS}, and secrets: [{{name: s3}}] in the job file"
-"""How to give S3 credentials to pods whose nodes have no role. Used in error messages."""
+"""How to give S3 credentials to pods whose nodes have no IAM role. Used in error messages."""
 
 
 class Pod:
@@ -215,7 +217,7 @@ class Pod:
     CACHE = "/var/cache/outlast"
     HOME = "/home/outlast"
     CONFIG = "/etc/outlast"
-    """Directory of the job file and of the submitter's local files that it refers to."""
+    """Directory with the job file and the submitter's local files that the job file refers to."""
     JOB_FILE = "/etc/outlast/job.yaml"
     INJECTED = "/opt/outlast-agent"
     """Directory to which an init container copies the agent if the image lacks Outlast."""
@@ -282,7 +284,8 @@ MESH_LEASE_S = 100.0
 MESH_RENEW_S = 30.0
 """Lease duration and renewal interval, in seconds, in worlds whose members watch each other and report a lost member."""
 RENEWALS_PER_S = 200
-"""Maximum Lease renewals per second for one job; larger jobs renew less often. Kubernetes is tested with 500 for its nodes."""
+"""Maximum Lease renewals per second for one job; larger jobs renew less often. Kubernetes itself is tested with 500 per second
+for the Leases of its nodes."""
 OPERATOR = "outlast-operator"
 MANAGED_BY = f"{GROUP}/operator"
 KUBERNETES = "kubernetes://"
@@ -349,7 +352,8 @@ NOTICE = "notice.json"
 and exits with 75."""
 
 SNAPSHOTS = "snapshots.sock"
-"""Socket on which the agent serves memory for snapshots. It is missing if the agent serves none (see `snapshots.server`)."""
+"""Socket on which the agent serves memory for snapshots. It is missing if the agent serves no such memory (see
+`snapshots.server`)."""
 
 
 def worker_log(index: int) -> str:
@@ -358,7 +362,8 @@ def worker_log(index: int) -> str:
 
 
 def ledger_source(env: Mapping[str, str]) -> str:
-    """Return a training process's name in the ledger, which contains the worker, because a rank may move but its files do not."""
+    """Return a training process's name in the ledger. In a worker, the name contains the worker's index instead of the rank,
+    because a rank may move to another worker, but its files stay."""
     if Env.WORKER not in env:
         return f"rank-{env.get('RANK', 0)}"
     return f"worker-{env[Env.WORKER]}-process-{env.get('LOCAL_RANK', 0)}"

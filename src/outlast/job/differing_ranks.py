@@ -1,7 +1,7 @@
 """Compares snapshot checksums to find ranks whose copy of the common state differs from the other ranks' copies. Pure.
 
-Under DDP all ranks have the same parameters and optimizer state, bit for bit. Each worker has one copy, whose copying and
-checksumming its ranks share.
+Under DDP all ranks have the same parameters and optimizer state, bit for bit. Each worker has one copy of this state in its
+snapshot, and the worker's ranks share the work of copying it and computing its checksums.
 """
 
 from __future__ import annotations
@@ -25,8 +25,8 @@ def share(local_rank: int, turn: int, local_ranks: int) -> int:
 
 
 def weight(worker: int, workers: int) -> int:
-    """Return the factor for a worker's checksum in the sum over all workers, which is 0 if all checksums are equal. The sum is
-    not 0 if one checksum differs, and 0 by chance once in 2**32 if several do. `worker` is the worker's position."""
+    """Return the factor for a worker's checksum in a weighted sum over all workers. The sum is 0 if all checksums are equal, and
+    not 0 if one checksum differs. If several differ, it is 0 by chance once in 2**32. `worker` is the worker's position."""
     return 1 if worker < workers - 1 else 1 - workers
 
 
@@ -39,7 +39,7 @@ class Copy:
     node: str
     share: int
     checksums: Mapping[str, int]
-    """Checksums by tensor name; empty if they could not be read."""
+    """Checksums, keyed by tensor name; empty if they could not be read."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +72,7 @@ class Difference:
 def differing(copies: Sequence[Copy]) -> list[Difference]:
     """Return the differences between the copies of each share. Tensors of modules come before those of optimizers."""
     found: dict[tuple[int | None, int], list[str]] = {}
-    """Tensor names, by the rank that differs (None if unknown) and the share."""
+    """Tensor names, keyed by the rank that differs (None if unknown) and the share."""
     groups: dict[int, list[Copy]] = {}
     for each in copies:
         if each.checksums:

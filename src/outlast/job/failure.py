@@ -36,7 +36,7 @@ class Failure:
     counted: bool = True
     node: str = ""
     hung: bool = field(default=False, metadata=_INTERNAL)
-    """True if the process was killed because it hung, unless it was stopped from outside."""
+    """True if the process was killed because it hung by itself, not because something had stopped it from outside."""
     left: bool = field(default=False, metadata=_INTERNAL)
     """True if the worker exited with 0 before other workers failed. Its exit is the cause if their failures are mere
     consequences."""
@@ -47,7 +47,8 @@ class Failure:
 
     @property
     def start(self) -> tuple[int, int]:
-        """Generation and attempt in which the processes failed. At most one failure per pair is counted, in ascending order."""
+        """Generation and attempt in which the processes failed. Failures are counted in ascending order of these pairs, at most
+        one per pair."""
         return self.generation, self.attempt
 
     def document(self, *, but: Collection[str] = ()) -> dict[str, Any]:

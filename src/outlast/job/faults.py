@@ -4,7 +4,7 @@ such as
     - {step: 40, do: kill-worker, worker: 1}
     - {at: 20s, do: kill-process, worker: random}
 
-The backend injects the fault. Random choices come from a seed, so repeating a command injects the same faults.
+The backend injects the faults. Random choices come from a seed, so repeating a command injects the same faults.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ ACTIONS = {
     "term": "SIGTERM a worker, as when its machine is taken away",
     "evict": "evict a worker's pod, as draining its node does; on this machine the same as term",
 }
-"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, term with its grace
-period."""
+"""Faults with their descriptions. In a cluster, kill-worker deletes the pod without a grace period, and term deletes it with its
+grace period."""
 SLOW = (20, 0.4, 0.1)
 """Parameters of `slow`: the number of stops, the seconds of each stop, and the seconds between two stops."""
 
@@ -128,7 +128,7 @@ def every(text: str) -> timedelta:
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator seeded with a schedule's text, which stays the same if a class is renamed."""
+    """Return a random generator seeded with a text that describes the schedule. The text stays the same if a class is renamed."""
     texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
     return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
 
@@ -186,7 +186,8 @@ def _status(backend: Backend, name: str, run: str, say: Callable[[str], None]) -
 
 
 def _attempt(backend: Backend, name: str, fault: Fault, rng: random.Random) -> str:
-    """Inject a fault. Without a target, e.g. while workers restart, return the reason instead, so that the schedule continues."""
+    """Inject a fault, and return a sentence about it. If that is impossible, e.g. while workers restart, the sentence says why,
+    and the schedule continues."""
     try:
         return backend.chaos(name, fault.do, worker=fault.worker, rng=rng)
     except OutlastError as error:

@@ -63,10 +63,11 @@ from typing import Any
 Event = dict[str, Any]
 
 TOGETHER_S = 1.0
-"""Seconds within which completed steps share one event. Otherwise, 100 ms steps would write 1 kB per second, for months."""
+"""Seconds within which completed steps share one event. If each step had its own event, steps of 100 ms would write 1 kB per
+second, for months."""
 _PIECE = 64 << 10
 _UNSORTED = 1024
-"""Maximum distance, in events, of an event from its chronological position in its file. Arbitrary."""
+"""Maximum number of positions by which an event may be out of chronological order in its file. The value is arbitrary."""
 
 
 class Ledger:
@@ -88,8 +89,8 @@ class Ledger:
             self._append(self._event(kind, fields))
 
     def step(self, generation: int, step: int, waited_s: float = 0.0, copied_s: float = 0.0) -> None:
-        """Record the end of a step: immediately, or together with other steps within TOGETHER_S, but before any other event. The
-        step spent `waited_s` seconds waiting for data and `copied_s` seconds copying its state into memory."""
+        """Record the end of a step, either immediately or together with other steps within TOGETHER_S, but always before any
+        other event. The step spent `waited_s` seconds waiting for data and `copied_s` seconds copying the state into memory."""
         with self._lock:
             last = self._steps
             if last and (last["generation"], last["step"]) != (generation, step - 1):

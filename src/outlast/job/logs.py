@@ -22,7 +22,8 @@ class LogLine:
 
 
 def previous_attempt(lines: Iterable[LogLine], *, tail: int | None = None) -> list[LogLine]:
-    """Return the last `tail` lines, or all lines, of each worker's second-to-last attempt, in order. Raises NotFound."""
+    """Return the lines of each worker's second-to-last attempt, or the last `tail` of them, in their original order. Raises
+    NotFound if no worker has had two attempts."""
     last: dict[int, list[tuple[int, LogLine]]] = {}
     before: dict[int, list[tuple[int, LogLine]]] = {}
     for number, line in enumerate(lines):

@@ -1,5 +1,5 @@
-"""Ownership of cluster objects, by labels, and of store locations, so that no command replaces or deletes somebody else's work. A
-location may be used if it is empty or contains the command's own mark, such as a manifest. Pure."""
+"""Checks who owns an object in the cluster, by its labels, or a location in a store, so that no command replaces or deletes
+somebody else's work. A location may be used if it is empty or contains the command's own mark, such as a manifest. Pure."""
 
 from __future__ import annotations
 

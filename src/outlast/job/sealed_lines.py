@@ -7,7 +7,7 @@ the run's key and both nonces, so nobody without the key can write, replay or re
     then each side          <64 hex digits> {"report": ...}
 
 `rendezvous.transports.sockets` and `rendezvous.mesh` use these lines; in the mesh, the accepting side is the "decider". Lines on
-a Unix socket are plain, because only its user can open it.
+a Unix socket are plain, because only the socket's owner can open it.
 """
 
 from __future__ import annotations
@@ -37,8 +37,8 @@ def key(environ: Mapping[str, str]) -> bytes:
     """Return a run's key: the one from a Secret or the launcher, or else one derived from the job. It is empty under plain
     torchrun.
 
-    The derived key is a digest of the job file if pods meet at worker 0, otherwise of the run's name, because other job files may
-    change during a run.
+    The derived key is a digest of the job file if pods meet at worker 0, otherwise a digest of the run's name, because in all
+    other cases the job file may change during a run.
     """
     if given := environ.get(Env.RENDEZVOUS_KEY):
         return given.encode()
@@ -49,7 +49,7 @@ def key(environ: Mapping[str, str]) -> bytes:
 
 
 def derived(key: bytes, purpose: str) -> bytes:
-    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other."""
+    """Derive a key for another purpose from the run's key. Lines sealed with one key are invalid under the other key."""
     return hmac.digest(key, purpose.encode(), "sha256")
 
 

@@ -51,8 +51,8 @@ def judged(windows: Sequence[Window], work: Sequence[float], named: Mapping[int,
 
 
 def _excess(window: Window, work: Sequence[float], rank: int) -> tuple[float, float]:
-    """Return the fraction by which a rank's time exceeds the other ranks' median, adjusted for its work, and its standard
-    error."""
+    """Return the fraction by which a rank's time exceeds the other ranks' median, adjusted for the rank's work, and the standard
+    error of this fraction."""
     own_s, error_s = window[rank]
     others = [each for number, each in enumerate(window) if number != rank and each[0] > 0]
     if not own_s or not others:

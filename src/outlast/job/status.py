@@ -55,7 +55,7 @@ class Ending:
     state: State
     reason: str
     code: int
-    """Exit code of the job. If it is INTERRUPTED, workers are asked to save and leave; otherwise they end at once."""
+    """Exit code of the job. If it is INTERRUPTED, workers are asked to save and leave; otherwise they are stopped at once."""
     end: End = End.UNKNOWN
 
 
@@ -89,9 +89,10 @@ class WorkerStatus(_Model):
     reason: str = ""
     """Why the worker waits, where it hangs, or how it ended."""
     slow: str = ""
-    """A sentence about the worker's slowest rank, if that rank is slow (`job.slow_ranks`). It is also in `warnings`."""
+    """A sentence about the worker's slowest rank, if that rank is slow (`job.slow_ranks`). It is also in the job's `warnings`."""
     differs: str = ""
-    """A sentence about a rank whose copy of the common state differs from the other ranks' copies. It is also in `warnings`."""
+    """A sentence about a rank whose copy of the common state differs from the other ranks' copies. It is also in the job's
+    `warnings`."""
 
     @property
     def suspicions(self) -> list[str]:
@@ -127,7 +128,7 @@ class SnapshotStatus(_Model):
 
 
 class SavedStatus(_Model):
-    """The newest file or directory of a plain script whose name looks like a checkpoint."""
+    """The newest file or directory that a plain script has written and that is named like a checkpoint."""
 
     name: str
     step: int | None = None
@@ -182,7 +183,7 @@ class JobStatus(_Model):
     step: int = 0
     steps: int | None = None
     epoch: int | None = None
-    """The epoch in which `step` counts, if the log counts steps per epoch; -1 if the log does not name the epoch."""
+    """The epoch that `step` belongs to, if the log counts steps per epoch; -1 if the log does not name the epoch."""
     epoch_steps: int | None = None
     told: str = ""
     """Source of the step: `session`, `script` (`outlast.training.progress`), `log` (parsed from log lines), or empty if there is

@@ -32,10 +32,11 @@ def doctor(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="Timeout of the pods.")] = _TIMEOUT_S,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Check that training would work here, and in a cluster.
+    """Check that training would work on this machine and in a cluster.
 
-    Nothing is changed. With --image, one or two small pods are created, and deleted afterwards: they try the image, names
-    (DNS), the network between nodes with an all-reduce, and the store. Exit code 1: something would not work.
+    Nothing is changed. With --image, one or two small pods are created, and deleted afterwards. They try the image, name
+    resolution (DNS), the network between nodes (with an all-reduce), and the store. The exit code is 1 if something would not
+    work.
 
     \b
     Examples:

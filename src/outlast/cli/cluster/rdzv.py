@@ -35,7 +35,7 @@ RunOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this r
 
 @app.command()
 def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption = Output.TABLE) -> None:
-    """Show the runs in an etcd, or one run with its members.
+    """Show the runs in etcd, or one run with its members.
 
     Credentials come from the variables OUTLAST_ETCD_USER, _PASSWORD, _CACERT, _CERT and _KEY. Nothing is changed.
 

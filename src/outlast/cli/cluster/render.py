@@ -33,8 +33,9 @@ def render(
 ) -> None:
     """Print a job as Kubernetes documents.
 
-    elasticjob needs the operator, and grows, shrinks and recovers as on this machine. The other topologies need no operator: job
-    is one pod, the rest are one pod per worker. Applying a file again changes nothing; applying a changed file starts a new run.
+    The topology elasticjob needs the operator; such a job grows, shrinks and recovers as on this machine. The other topologies
+    need no operator: job is one pod, and the rest are one pod per worker. Applying a file again changes nothing; applying a
+    changed file starts a new run.
 
     Code on this machine is included in a ConfigMap if it is small; otherwise it is uploaded to the store that the job writes to.
 

@@ -65,11 +65,11 @@ def list_(
 ) -> None:
     """List the checkpoints of a job, on this machine and in its store.
 
-    Only committed checkpoints are listed, the newest last. If the training has measured them (checkpoint.by,
-    run.save(metric=)), BEST numbers them: 1 is the best.
+    Only committed checkpoints are listed, the newest last. If they have a metric (checkpoint.by, run.save(metric=)), BEST ranks
+    them, starting with 1 for the best.
 
-    NAME may be a job file, or the URL of a job's output in a store, so this works even if the machine that ran it is gone. For
-    a job in a cluster, the checkpoints in its store are listed. The same is true of the other checkpoints commands.
+    NAME may be a job file, or the URL of a job's output in a store, so this works even if the machine that ran the job is gone.
+    For a job in a cluster, the checkpoints in its store are listed. The same is true of the other checkpoints commands.
 
     \b
     Examples:
@@ -158,9 +158,9 @@ def verify(
 ) -> None:
     """Check that checkpoints are undamaged.
 
-    Reads all checkpoints, or that of --step, on this machine and in the store, and compares every file with its checksum.
-    The exit code is 1 if a checkpoint is damaged. A checkpoint that the training removes meanwhile, because of checkpoint.keep,
-    does not count.
+    Reads all checkpoints, or only the one selected with --step, on this machine and in the store, and compares every file with
+    its checksum. The exit code is 1 if a checkpoint is damaged. A checkpoint that training removes during the check, because of
+    checkpoint.keep, does not count as damaged.
 
     \b
     Examples:
@@ -230,7 +230,7 @@ def restore(
     """Download a checkpoint from the store.
 
     Downloads the newest undamaged checkpoint unless --best or --step is given. Every file is verified. If this machine has a
-    valid checkpoint of the same step, it is kept.
+    valid checkpoint of the same step, that checkpoint is kept.
 
     \b
     Examples:
@@ -289,9 +289,9 @@ def export(
 ) -> None:
     """Write the weights in a checkpoint to a file.
 
-    The file can be read with torch.load(FILE, weights_only=True) or with safetensors. The weights come from the
-    newest checkpoint unless --best or --step is given. A checkpoint that is only in a store is downloaded first. --key is needed
-    if the training has saved several modules. Needs torch.
+    The file can be read with torch.load(FILE, weights_only=True) or with safetensors. The weights come from the newest checkpoint
+    unless --best or --step is given. A checkpoint that is only in a store is downloaded first. --key is needed if training has
+    saved several modules. Needs torch.
 
     \b
     Examples:
@@ -328,8 +328,8 @@ def prune(
 ) -> None:
     """Remove old checkpoints, on this machine and in the store.
 
-    The newest checkpoints are kept, as are the best if they have a metric, and any that are being read. On a terminal, the
-    command asks first.
+    The newest checkpoints are kept, and so are the best ones (if there is a metric) and any that are being read. On a terminal,
+    the command asks first.
 
     \b
     Examples:

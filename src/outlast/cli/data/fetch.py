@@ -23,8 +23,8 @@ def fetch(
 ) -> None:
     """Fetch the results of a job from its output in a store.
 
-    Checkpoints are fetched only if a PATTERN names them. The directory is ignored by git, and is not part of the code of later
-    jobs.
+    Checkpoints are fetched only if a PATTERN names them. The target directory is ignored by git, and is not part of the code of
+    later jobs.
 
     \b
     Examples:

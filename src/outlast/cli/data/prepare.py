@@ -134,10 +134,11 @@ def text(
 ) -> None:
     """Tokenize text into the files that nanoGPT reads.
 
-    Writes train.bin, val.bin and meta.pkl, tokenizer.json, and a manifest. SOURCE contains UTF-8 files, each a document, or
-    .jsonl files, each line a document. Files or directories named train and val become these parts. A single file is divided as
-    in nanoGPT: its last 10 % are val. Otherwise a hash of its name assigns each document to a part. The same source gives the
-    same bytes, whatever the number of processes. After a kill, the same command continues.
+    Writes train.bin, val.bin, meta.pkl, tokenizer.json and a manifest. SOURCE contains UTF-8 files, each a document, or .jsonl
+    files, each line a document. Files or directories named train and val become the parts train and val. A single file is split
+    as in nanoGPT: its last 10 % becomes val. Otherwise, a hash of each document's name or text assigns the document to a part.
+    The same source always gives the same bytes, with any number of processes. If the command was killed, running it again
+    continues where it stopped.
 
     \b
     Examples:
@@ -173,9 +174,10 @@ def jsonl(
 ) -> None:
     """Tokenize records for fine-tuning.
 
-    Writes input_ids and labels; the label -100 takes no part in the loss. Each line of SOURCE's .jsonl files is {"prompt": ...,
-    "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns completions, texts, and
-    the assistant's messages. Files named train and val become these parts; otherwise a hash assigns each record to a part.
+    Writes the columns input_ids and labels. Tokens with the label -100 do not count toward the loss. Each line of SOURCE's .jsonl
+    files is {"prompt": ..., "completion": ...}, {"text": ...}, or {"messages": [{"role": ..., "content": ...}]}. The model learns
+    completions, texts, and the assistant's messages. Files named train and val become the parts train and val; otherwise, a hash
+    assigns each record to a part.
 
     \b
     Examples:
@@ -205,10 +207,10 @@ def images(
 ) -> None:
     """Decode images that are sorted into classes.
 
-    Writes columns image, uint8 of (height, width, 3), and label. SOURCE has a directory per class, or train/CLASS and val/CLASS
-    (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. Without such parts, a hash of its name assigns each image to a part.
-    Classes are numbered in the order of their names; the manifest lists them. Samples are shuffled, so that each shard has some
-    of every class.
+    Writes the columns image (uint8, of shape (height, width, 3)) and label. SOURCE has a directory per class, or train/CLASS and
+    val/CLASS (ImageNet, tiny-imagenet-200), or CIFAR-10's batches. If SOURCE has no train and val, a hash of each image's name
+    assigns the image to a part. Classes are numbered in the order of their names; the manifest lists them. Samples are shuffled,
+    so that each shard has some of every class.
 
     \b
     Examples:
@@ -237,9 +239,9 @@ def video(
 ) -> None:
     """Cut clips out of videos.
 
-    Writes columns video, uint8 of (16, 224, 224, 3), audio, int16 of (30720,), and label. A clip is 0.64 s: 16 frames at 25 per
-    second, and their sound at 48 kHz in one channel, as Perceiver IO expects. Labels are the names of the directories (CLASS/,
-    train/CLASS/, val/CLASS/), or come from a list.
+    Writes the columns video (uint8, of shape (16, 224, 224, 3)), audio (int16, of shape (30720,)) and label. A clip lasts 0.64 s:
+    16 frames at 25 per second, with mono audio at 48 kHz, as Perceiver IO expects. Labels are the names of the directories
+    (CLASS/, train/CLASS/, val/CLASS/), or come from the list given with --labels.
 
     \b
     Examples:
@@ -333,7 +335,7 @@ class _Stages:
 
 
 def summary(made: Manifest) -> str:
-    """Return `train 2,975,840 tokens, val 494,212 tokens of 729 documents (vocabulary 4,096, uint16)`."""
+    """Return a summary such as `train 2,975,840 tokens, val 494,212 tokens of 729 documents (vocabulary 4,096, uint16)`."""
     if made.kind == "text":
         parts = ", ".join(f"{name} {part.tokens or 0:,} tokens" for name, part in made.parts.items())
         documents = sum(part.samples for part in made.parts.values())
@@ -376,7 +378,7 @@ class _Stored:
             yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
 
     def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError if the place contains other files, or parts of a dataset that has another `note`."""
+        """Raise OutlastError if the place contains other files, or parts of a dataset with a different `note`."""
         from outlast.data import dataset_directory as place
         from outlast.job import ownership
 

@@ -94,7 +94,8 @@ def _nothing(place: Store) -> NotFound:
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:
-    """Return whether the directory is the source, its path, and the URL of the other side, which may also be a directory."""
+    """Return whether the source is a directory, the directory's path, and the URL of the other side. If both sides are
+    directories, the source counts as the directory, and the target's URL begins with `file://`."""
     here = [None if "://" in side and not side.startswith("file://") else _local(side) for side in (source, target)]
     if here[0] is None and here[1] is None:
         raise OutlastError(f"{source} and {target} are both in a store; sync the one to a directory, and that to the other")
@@ -123,7 +124,7 @@ def _state(pushing: bool, directory: Path, url: str) -> Path:
 
 
 def summary(report: Report, verb: str, seconds: float, *, dry_run: bool) -> str:
-    """Return a summary: `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
+    """Return a summary such as `1,000 files, 1.0 GiB sent in 4.2s (250 MiB/s), 3 unchanged, 0 deleted`."""
     files, size = units.count(report.transferred, "file"), units.human_bytes(report.bytes)
     rest = f"{report.unchanged:,} unchanged, {report.deleted:,} {'would be ' if dry_run and report.deleted else ''}deleted"
     failed = f", {len(report.failed):,} failed" if report.failed else ""

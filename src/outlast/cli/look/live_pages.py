@@ -1,5 +1,5 @@
-"""The server and the read-only pages of `outlast ui`: the job list, a job (the notebook panel above the page of `outlast report
--o html`), a worker's log. See docs/decisions/0068-the-live-page.md."""
+"""The server and the read-only pages of `outlast ui`: the job list, the page of a job, and the log of a worker. A job's page has
+the notebook panel above the page of `outlast report -o html`. See docs/decisions/0068-the-live-page.md."""
 
 from __future__ import annotations
 
@@ -37,20 +37,20 @@ _HEADERS = {
     "X-Content-Type-Options": "nosniff",
 }
 _NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")
-"""Pattern for job names, here and in clusters. No other text becomes part of a path."""
+"""Pattern for job names on this machine and in clusters. No other text becomes part of a path."""
 _LINES, _CHARACTERS = 1000, 1 << 18
 """Maximum numbers of lines and characters shown from the end of a log."""
 
 
 @dataclasses.dataclass(frozen=True)
 class _Report:
-    """The part of a job's page below the panel, as built at one time."""
+    """The part of a job's page below the panel, as it was last built."""
 
     built: page.Page | None
     problem: str
     workers: list[int]
     version: list[object]
-    """The state, and everything else that changes with the job."""
+    """The job's state, and everything else that changes with the job."""
     due: float
     """Monotonic time before which the report is not rebuilt."""
 

@@ -50,14 +50,14 @@ def report(
     ] = None,
     output: Annotated[Format, typer.Option("-o", "--output", help="Output format; html is a page with plots.")] = Format.TABLE,
 ) -> None:
-    """Show where the time of a job went, or compare several.
+    """Show where the time of a job went, or compare several jobs.
 
     The report shows the share of training, the time lost to replayed steps, waiting for data, checkpoints and recovery, and a
-    list of incidents. The report of a job in a cluster needs its output in a store. NAME may be a job file, or the URL of a job's
+    list of incidents. For a job in a cluster, the job's output must be in a store. NAME may be a job file, or the URL of a job's
     output in a store.
 
-    With `-o html`, the report is one page that any browser shows without other files: loss and other metrics, a timeline of the
-    workers, the cost of each failure, first errors, step times, checkpoints and the job file.
+    With `-o html`, the report is one self-contained page for a browser, with loss and other metrics, a timeline of the workers,
+    the cost of each failure, first errors, step times, checkpoints and the job file.
 
     If several names are given, each job is compared with the first: time from submission to the end, speed-up, efficiency (the
     speed-up divided by the ratio of workers), speed, goodput and the last loss.

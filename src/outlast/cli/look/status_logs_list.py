@@ -153,9 +153,9 @@ def logs(
 ) -> None:
     """Print the logs of the workers.
 
-    Log lines on this machine have no times: existing lines come one worker after the other, new lines as they are written. In a
-    cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a job file, or the
-    URL of a job's output in a store, which has the logs of machines that are gone.
+    Log lines on this machine have no timestamps, so existing lines are printed one worker after the other, and new lines as they
+    are written. In a cluster, -f waits for pods, says why they do not start, and follows restarts and new workers. NAME may be a
+    job file, or the URL of a job's output in a store, which has the logs of machines that are gone.
 
     -p shows why the last attempt was necessary: an attempt ends with a failure, a change of the workers or an interruption.
 

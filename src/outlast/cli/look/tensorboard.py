@@ -1,5 +1,5 @@
-"""`outlast tensorboard`: TensorBoard for any job's metrics. The command makes event files in a temporary directory from the
-`metrics.jsonl` of an output on this machine, in a store or in a pod, and updates them while the job runs."""
+"""`outlast tensorboard`: TensorBoard for any job's metrics. The command reads a job's `metrics.jsonl` from the output on this
+machine, in a store or in a pod, makes event files from it in a temporary directory, and updates them while the job runs."""
 
 from __future__ import annotations
 
@@ -48,12 +48,12 @@ def tensorboard(
     namespace: NamespaceOption = None,
     context: ContextOption = None,
 ) -> None:
-    """Start TensorBoard on the metrics of jobs, until Ctrl-C.
+    """Run TensorBoard on the metrics of jobs until Ctrl-C.
 
     TensorBoard follows the jobs while they run. This works for every job that calls run.log, even without `tracking` in its job
-    file: event files are made here from metrics.jsonl, which is read from the directory of the output, from its store, or from
-    a pod. Files that a script itself writes into tensorboard/ are shown too, unless they are only in a pod. Several jobs are
-    compared.
+    file: the command makes event files from the job's metrics.jsonl, which it reads from the output directory, from a store, or
+    from a pod. Files that a script itself writes into tensorboard/ are shown too, unless they are only in a pod. If several jobs
+    are named, TensorBoard compares them.
 
     \b
     Examples:

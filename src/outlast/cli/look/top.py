@@ -33,8 +33,8 @@ def top(
 ) -> None:
     """Show the CPU, memory and accelerators that a job uses.
 
-    The rows are the job's workers and their nodes. In a cluster, usage comes from metrics-server; without it, only requests are
-    shown.
+    The rows are the job's workers and their nodes. In a cluster, usage comes from metrics-server; without it, only resource
+    requests are shown.
 
     \b
     Examples:
@@ -89,7 +89,7 @@ def _on_this_machine(status: JobStatus) -> dict[str, Any]:
 
 
 def _measured(processes: Iterable[Any]) -> list[tuple[float, int]]:
-    """Return the CPU usage in percent since the last measurement, and the memory in bytes, of the remaining processes."""
+    """Return the CPU usage in percent since the last measurement, and the memory in bytes, of each process that still exists."""
     import psutil
 
     usage = []
@@ -141,7 +141,7 @@ def _in_pods(place: KubernetesBackend, name: str) -> dict[str, Any]:
 
 
 def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str = "") -> Mapping[str, Mapping[str, float]]:
-    """Return the CPU cores and bytes of memory that each pod or node uses, by name, as last measured by metrics-server."""
+    """Return the CPU cores and bytes of memory that pods or nodes use, keyed by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
     except NotServed:

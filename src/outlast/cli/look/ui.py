@@ -39,7 +39,7 @@ def ui(
 
     The list leads to the page of each job: its state, the plots and tables of `outlast report -o html`, which grow while it
     trains, and the logs of its workers. The server only reads, listens on this machine only, and needs the token in the URL,
-    which is new at each start. On another machine, forward the port: `ssh -L 8700:127.0.0.1:8700 HOST`.
+    which is new at each start. If the server runs on another machine, forward the port: `ssh -L 8700:127.0.0.1:8700 HOST`.
 
     \b
     Examples:

@@ -24,7 +24,7 @@ def wait(
     """Wait until a job reaches a step or a state.
 
     By default, this waits until the job has succeeded. The exit code is 1 if the job fails, is cancelled or stops first, and the
-    first error of the first failed rank is printed. It is 124 after --timeout, while the job goes on.
+    first error of the first failed rank is printed. After --timeout, the exit code is 124, and the job goes on.
 
     \b
     Examples:

@@ -18,8 +18,8 @@ def why(
 ) -> None:
     """Say why a job does not train, and what to do about it.
 
-    Each cause comes with the evidence and a remedy, the most important one first. The command looks at the job, its pods and
-    their logs, events, nodes, claims, quotas and queues. The exit code is 0 if the job could be examined.
+    The most important cause comes first, and each cause comes with the evidence and a remedy. The command looks at the job, its
+    pods and their logs, events, nodes, claims, quotas and queues. The exit code is 0 if the job could be examined.
 
     \b
     Examples:

@@ -8,7 +8,7 @@ from outlast.cli.find_job import FileArgument
 def convert(file: FileArgument) -> None:
     """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
 
-    Standard error has a line for each field that is assumed or dropped. A document that cannot be honoured is refused with one
+    Standard error has a line for each field that is assumed or dropped. A document that cannot be converted is rejected with one
     sentence. run, submit and render accept Kubeflow documents directly, and print the same lines. The file - is standard input.
 
     \b

@@ -21,9 +21,9 @@ def evaluate(
 ) -> None:
     """Evaluate the model of a job.
 
-    Runs the job's module or script with --evaluate in one process; in a cluster, it runs in a separate pod, whose log is shown.
-    A script of your own must support --evaluate: a script that ignores its arguments goes on training. With --best or --step,
-    --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
+    Runs the job's module or script with --evaluate in one process; in a cluster, it runs in a separate pod, whose log is shown. A
+    script of your own must support --evaluate: a script that ignores this argument would go on training instead. With --best or
+    --step, --checkpoint=STEP is passed as well, and the checkpoint is fetched if it is only in the store.
 
     \b
     Examples:

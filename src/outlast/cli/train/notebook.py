@@ -20,7 +20,7 @@ _HERE = "127.0.0.1"
 _START_S = 180.0
 """Timeout, in seconds, for the server's first response, which can take a minute in a pod on a busy node with cold disks."""
 _GRACE_S = 20.0
-"""Seconds that kernels have to end by themselves before the server is killed."""
+"""Seconds within which kernels may end by themselves before the server is killed."""
 
 
 def notebook(
@@ -38,7 +38,7 @@ def notebook(
         typer.Option("--kubeflow", help="In a Kubeflow pod: serve below $NB_PREFIX, without a token unless one is given."),
     ] = False,
 ) -> None:
-    """Start JupyterLab with a first notebook, until Ctrl-C.
+    """Run JupyterLab with a first notebook until Ctrl-C.
 
     The first notebook prepares text on Spark, trains a small GPT on it with two workers, kills one of them, and draws where the
     time went. Its kernel is the Python in which this Outlast is installed. An existing notebook is not changed, and jobs that

@@ -39,17 +39,18 @@ def run(
         bool, typer.Option("--take-over", help="Take the run of this name in the store from another machine that trains it.")
     ] = False,
 ) -> None:
-    """Start or continue training: a script, or the job in a file.
+    """Start or continue training, with a script or a job file.
 
-    Options for outlast come before a script, arguments of the script after it, as with python. A script runs as one worker with
-    one process per GPU, and the job is named after it.
+    Options for outlast come before a script, and arguments of the script after it, as with python. A script runs as one worker
+    with one process per GPU, and the job is named after it.
 
     A run that was interrupted, failed or was cancelled continues from its newest checkpoint, with the current code and job
     file; changes since then are listed. A run that has succeeded is resumed if only its steps or epochs have been raised.
     Otherwise, and with --fresh, the next run starts from the beginning.
 
-    Shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a second Ctrl-C
-    kills. Closing the terminal leaves the job running. The exit code is 0 when the job succeeded, otherwise that of its failure.
+    The command shows the run until it ends. Ctrl-C saves and stops (exit code 75), and the same command continues from there; a
+    second Ctrl-C kills the job. Closing the terminal leaves the job running. The exit code is 0 if the job succeeded, otherwise
+    the exit code of its failure.
 
     \b
     Examples:

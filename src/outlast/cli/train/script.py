@@ -1,5 +1,5 @@
-"""Running a script without a job file: `outlast run train.py --steps 100` and `outlast init train.py` generate the same job file.
-As with python and torchrun, options before the script are for `outlast`, and every word after the script is for the script."""
+"""Running a script without a job file: `outlast run train.py` and `outlast init train.py` generate the same job file. As with
+python and torchrun, options before the script are for `outlast`, and every word after the script is for the script."""
 
 from __future__ import annotations
 
@@ -80,9 +80,9 @@ def init(
 
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
-    """Return the text of a job file in `directory` for a script. Its code is the working directory if the script is below it, so
-    that the script finds the same files as with python; otherwise the script's directory. Raises NotFound if the script does not
-    exist."""
+    """Return the text of a job file in `directory` for a script. The job's code is the working directory if that contains the
+    script, so that the script finds the same files as with python; otherwise it is the script's directory. Raises NotFound if the
+    script does not exist."""
     from outlast.job import spec
 
     here = Path.cwd()
@@ -140,7 +140,8 @@ _ATTACH = {
     "L.Trainer(..., **outlast.lightning.world())",
     "torchtitan": "dataloader=outlast.torchtitan.Loader.Config(...) and checkpoint=outlast.torchtitan.CheckpointManager.Config()",
 }
-"""Lines that make a script continue exactly after a failure, by the library that it uses (docs/guide/hugging-face.md)."""
+"""Lines with which a script resumes from exactly where it stopped, keyed by the library that the script uses
+(docs/guide/hugging-face.md)."""
 
 
 def _saving(source: str) -> Iterator[str]:

@@ -55,11 +55,13 @@ def submit(
 ) -> None:
     """Start or continue training in a cluster.
 
-    This applies the job in a file, a TrainJob or PyTorchJob of Kubeflow, or a script; - is standard input. elasticjob needs the
-    operator (outlast install); the other topologies need nothing installed. Submitting the same file again changes nothing while
-    the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has succeeded is not run again.
+    This applies a job file, a TrainJob or PyTorchJob of Kubeflow, or a script. The file - is standard input. The topology
+    elasticjob needs the operator (outlast install); the other topologies need nothing installed. Submitting the same file again
+    changes nothing while the job runs, and continues a job that is suspended, has failed or was cancelled. A job that has
+    succeeded is not run again.
 
-    --wait is for steps of pipelines: it returns only when the job ends, and the same command waits for the same job again.
+    --wait is for steps of pipelines: the command returns only when the job ends, and if it is run again, it waits for the same
+    job.
 
     \b
     Examples:

@@ -114,7 +114,8 @@ class _Terminable:
 
 
 def with_key(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job with a name for this key, or unchanged without a key. `content` is all of the job's input."""
+    """Return the job with a name derived from `key` and `content`, which is all of the job's input. Without a key, return the job
+    unchanged."""
     if not key:
         return job
     from outlast.job import contract

@@ -47,7 +47,7 @@ def scale(
 def suspend(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """Save, and release the workers until `outlast resume`.
+    """Save a job and release its workers until `outlast resume`.
 
     Training with a session saves first; a plain script gets SIGTERM, and has interruption.grace to save.
 
@@ -66,8 +66,8 @@ def resume(
 ) -> None:
     """Continue a job that was stopped or has failed.
 
-    A job that was suspended, interrupted or cancelled, or that failed, continues with the code and the job file it was
-    submitted with; `outlast run FILE` uses the current ones. The job runs in the background.
+    A job that was suspended, interrupted or cancelled, or that failed, continues with the code and the job file it was submitted
+    with; `outlast run FILE` uses the current code and job file. The job runs in the background.
 
     \b
     Examples:
@@ -81,7 +81,7 @@ def resume(
 def cancel(
     ctx: typer.Context, name: NameArgument = None, namespace: NamespaceOption = None, context: ContextOption = None
 ) -> None:
-    """End a job. Saved state stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from there.
+    """End a job. Saved state stays; `outlast run FILE`, or `outlast submit FILE` in a cluster, continues from it.
 
     \b
     Examples:
@@ -127,11 +127,11 @@ def forget(
 ) -> None:
     """Remove jobs that have ended.
 
-    This removes their state: they cannot go on, and outlast run starts them from the beginning. --output also removes their
+    This removes their state, so they cannot continue, and outlast run starts them from the beginning. --output also removes their
     checkpoints, logs, results and code on this machine, and those of earlier runs in previous/. Output in a store stays, unless
-    its URL is given instead of a name: then the whole output at that URL is removed, and nothing else. In a cluster, the job
-    and the objects created for it are removed; claims and output stay. A job that has not ended is refused: end it with outlast
-    cancel.
+    its URL is given instead of a name: then the whole output at that URL is removed, and nothing else. In a cluster, the job and
+    the objects created for it are removed; claims and output stay. A job that has not ended cannot be removed; end it with
+    outlast cancel first.
 
     \b
     Examples:

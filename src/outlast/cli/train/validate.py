@@ -61,7 +61,8 @@ def validate(
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:
-    """Yield sentences about the memory for a worker's snapshots, in pods and here, and about the largest snapshot that fits."""
+    """Yield sentences about the memory for a worker's snapshots, in pods and on this machine, and about the largest snapshot that
+    fits."""
     from outlast.job import contract
     from outlast.local import output_dir, state_dir
     from outlast.storage import checkpoints

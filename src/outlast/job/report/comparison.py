@@ -67,7 +67,7 @@ def run(name: str, account: Goodput, events: Iterable[Event], metrics: Iterable[
 
 
 def sizes(events: Iterable[Event]) -> tuple[int, ...]:
-    """Return the world sizes in order, merging consecutive equal sizes. Under plain torchrun they count ranks instead of
+    """Return the world sizes in order, merging consecutive equal sizes. Under plain torchrun, the sizes count ranks instead of
     workers."""
     worlds: list[int] = []
     ranks: list[int] = []

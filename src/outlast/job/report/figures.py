@@ -1,5 +1,5 @@
-"""Plots for a page, drawn by Bokeh in the browser. The only module that imports bokeh; used by `report.page`. Bokeh does not
-render text as markup. `page.js` replaces the placeholders `_INK` and `_LINE` with colours for a light or a dark page."""
+"""Plots for a page, drawn by Bokeh in the browser. This is the only module that imports bokeh, and `report.page` uses it. Bokeh
+does not render text as markup. `page.js` replaces the placeholders `_INK` and `_LINE` with colours for a light or a dark page."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _TOOLS = "xpan,xbox_zoom,xwheel_zoom,xzoom_in,xzoom_out,reset"
 
 
 class Plots:
-    """A page's plots by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots over
-    `step`."""
+    """A page's plots, keyed by name. All plots over `time`, in seconds since the run started, zoom together, and so do all plots
+    over `step`."""
 
     def __init__(self, seconds: float, steps: float) -> None:
         self.drawn: dict[str, Any] = {}

@@ -41,8 +41,8 @@ class Goodput:
     steps_kept: int
     steps_replayed: int
     step_mean_s: float | None
-    """Mean duration of all executed steps except each world's first step, which includes the warm-up. The median is of the same
-    steps."""
+    """Mean duration of all executed steps except each world's first step, which includes the warm-up. `step_median_s` is the
+    median over the same steps."""
     step_median_s: float | None
     worlds: int
     failures: int
@@ -117,8 +117,8 @@ _Stretch = tuple[int, int, Bucket]
 def _resolved(spans: Iterable[tuple[int, int, Bucket | Step]], ordinary: float | None) -> Iterator[_Stretch]:
     """Yield the spans, split where needed, each with its final bucket.
 
-    `ordinary` is the usual duration of a step in microseconds; a first step's extra time is start-up. By convention, a step waits
-    for data, copies the state, warms up and trains, in this order.
+    `ordinary` is the usual duration of a step in microseconds; the extra time of a first step counts as start-up. By convention,
+    a step waits for data, copies the state, warms up and trains, in this order.
     """
     stalling: dict[tuple[int, Bucket], int] = {}  # (step id, stall) -> microseconds still to be taken from its spans
     warming: dict[int, int] = {}  # first step's id -> microseconds of start-up still to be taken from its spans

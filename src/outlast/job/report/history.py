@@ -23,7 +23,7 @@ _SOURCE = re.compile(r"(?:worker|rank)-(\d+)(?:-|$)")
 
 class History:
     """A run's history, recorded in bounded memory during the first iteration over its events. Times are in seconds since the
-    epoch. Steps are rank 0's."""
+    epoch. Steps are those of rank 0."""
 
     def __init__(self, events: Iterable[Event]) -> None:
         self._events, self._read = events, False
@@ -36,7 +36,7 @@ class History:
         self.presence: dict[int, list[tuple[float, str]]] = {}
         """When each worker was `starting`, `there` (in the world) or `gone`."""
         self.errors: list[tuple[float, int | None, str, str]] = []
-        """The time, worker and reason of each counted failure, and a text with its traceback and the end of the log."""
+        """The time, worker and reason of each counted failure, and its traceback and the end of the log as one text."""
         self.versions: dict[str, str] = {}
         self.code = ""
         """Digest of the most recently submitted code."""
@@ -124,8 +124,8 @@ def _number(value: object) -> float:
 
 
 def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
-    """Return about `most` segments. Half are the longest ones, preferring those in which training was disturbed. The time between
-    two of them becomes one segment, with the bucket that covers most of it."""
+    """Return about `most` segments. Half of them are the longest given ones, with preference for those in which training was
+    disturbed. The time between two of these becomes one segment, with the bucket that covers most of it."""
     if len(segments) <= most:
         return list(segments)
     picked = heapq.nlargest(most // 2, segments, key=lambda each: (each.bucket not in _ORDINARY, each.end - each.start))
@@ -141,7 +141,7 @@ def longest(segments: Sequence[Segment], most: int) -> list[Segment]:
 
 
 def stays(history: History, account: Goodput, segments: Sequence[Segment]) -> dict[tuple[float, float, str], list[int]]:
-    """Return the workers in each period. A period is its start, its end, and what these workers did (a bucket's name or
+    """Return workers, keyed by period. A period consists of its start, its end, and what these workers did (a bucket's name or
     `starting`). Members of the world do what the job does. A worker that is gone has no period."""
     found: dict[tuple[float, float, str], list[int]] = {}
     starts = [segment.start for segment in segments]

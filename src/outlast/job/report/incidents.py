@@ -1,5 +1,6 @@
 """A run's incidents, and the training time that each failure cost: detection, re-forming, restoring, and repeated steps. The loss
-begins with the fault and ends with the next completed step, whose ordinary duration is not lost. Used by `report.timeline`."""
+begins with the fault and ends with the next completed step, whose ordinary duration does not count as lost. Used by
+`report.timeline`."""
 
 from __future__ import annotations
 
@@ -34,7 +35,8 @@ class Lost:
         return (self.detection_us + self.reforming_us + self.restoring_us + self.again_us) / 1e6
 
     def spend(self, phase: Bucket, us: int) -> None:
-        """Add `us` to the part of the loss to which `phase` belongs, except for checkpoints and time without a running worker."""
+        """Add `us` microseconds to the part of the loss to which `phase` belongs. Checkpoints and time without a running worker
+        do not count."""
         if phase is Bucket.RESTORE:
             self.restoring_us += us
         elif phase is Bucket.HANG:
@@ -43,7 +45,7 @@ class Lost:
             self.reforming_us += us
 
     def ordinary(self, us: int) -> None:
-        """Subtract the ordinary duration of the first step, because training has continued."""
+        """Subtract the ordinary duration of the first step after the incident, because that time is not lost."""
         self.reforming_us = max(0, self.reforming_us - us)
 
     def recover(self, us: int) -> None:

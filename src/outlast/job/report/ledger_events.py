@@ -71,7 +71,7 @@ def _has_fields(kind: str, fields: tuple[str, ...], types: tuple[type, ...]) -> 
 
 def in_order(events: Iterable[Event]) -> Iterator[Timed]:
     """Yield the events for the account in chronological order. Equal events at the same instant count as one. Unless the job was
-    resumed, events after `finished` are moved before `finished`, because another machine's clock was ahead."""
+    resumed, events after `finished` are moved before `finished`, because the clock of the machine that wrote them was ahead."""
     finished: Timed | None = None
     for t, event in _once(events):
         if finished is None:

@@ -1,8 +1,8 @@
-"""The report as one self-contained HTML page: `outlast report -o html`. Reasons: docs/decisions/0065-one-page.md.
+"""The report as one self-contained HTML page: `outlast report -o html`. For the reasons, see docs/decisions/0065-one-page.md.
 
 A job's text becomes markup in one place, the template `page.html`, where Jinja escapes it; plots are packed as gzip and base64.
-The page's policy allows two scripts, by their digests: BokehJS, and `page.js`, which unpacks the plots. `outlast ui` extends the
-template (`live.html`) with a third script that keeps its pages up to date.
+The page's content security policy allows two scripts, identified by their digests: BokehJS, and `page.js`, which unpacks the
+plots. `outlast ui` extends the template (`live.html`) with a third script that keeps its pages up to date.
 """
 
 from __future__ import annotations
@@ -62,16 +62,17 @@ class Run:
     run: str
     events: Iterable[Event]
     active: bool
-    """True if a launcher or an operator drives the job. The account then extends to now."""
+    """True if a launcher or an operator drives the job. The account then extends up to now."""
     metrics: Callable[[], Iterable[str | bytes]]
     job_file: Callable[[], str]
     log: Callable[[int], Iterable[LogLine]]
-    """These three functions read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's log."""
+    """`metrics`, `job_file` and `log` read the lines of metrics.jsonl, the job file without secrets, and the end of a worker's
+    log."""
     ended: str = ""
     status: JobStatus | None = None
 
     def account(self, events: Iterable[Event]) -> Goodput:
-        """Return the run's account from these events, up to its end or to now."""
+        """Return the run's account for these events, up to the run's end or to now."""
         now = time.time() if self.active or next(iter(self.events), None) is None else None
         found = goodput.buckets(events, now)
         return dataclasses.replace(found, state=found.state or self.ended or None)
@@ -125,8 +126,8 @@ def built(shown: Run) -> Page:
 
 
 def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
-    """Return the page that compares runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError without
-    bokeh."""
+    """Return the page that compares runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError if bokeh is
+    missing."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
     page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
     names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]
@@ -173,8 +174,8 @@ class Page:
         self.library = figures.javascript()
 
     def add(self, title: str, note: str = "", **more: Any) -> None:
-        """Add a section. `more` may have a `plot` (by name), a `legend` (colours by meaning), a `table` (caption, headings,
-        rows), and `texts` with titles."""
+        """Add a section. `more` may have a `plot` (its name), a `legend` (colours keyed by meaning), a `table` (caption,
+        headings, rows), and `texts` with titles."""
         self.sections.append({"title": title, "note": note, **more})
 
     @functools.cached_property

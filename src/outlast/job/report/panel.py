@@ -37,7 +37,8 @@ class Point:
 
 
 def points(lines: Iterable[str | bytes], metric: str) -> list[Point]:
-    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric and an unfinished line."""
+    """Return a metric's values from the lines of `metrics.jsonl`, skipping lines without the metric and an unfinished last
+    line."""
     found = []
     for line in lines:
         try:

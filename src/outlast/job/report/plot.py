@@ -1,4 +1,5 @@
-"""Plots a comparison of runs: their times, and the measured and ideal speed-ups. The only module that imports matplotlib."""
+"""Plots a comparison of runs: their times, and the measured and ideal speed-ups. This is the only module that imports
+matplotlib."""
 
 from __future__ import annotations
 

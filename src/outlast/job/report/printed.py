@@ -93,7 +93,7 @@ def _headline(goodput: Goodput, title: str) -> _Line:
 
 
 def _buckets(goodput: Goodput) -> list[_Line]:
-    """Return a line for each bucket that took time: training first, then the other buckets by size."""
+    """Return a line for each bucket that took time: training first, then the other buckets in descending order of time."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
     lines: list[_Line] = []
     for bucket in rows:
@@ -112,7 +112,7 @@ def _seconds(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """Return a bar of up to `_BAR` columns, in steps of an eighth. A share above 0 gets at least one eighth."""
+    """Return a bar of up to `_BAR` columns, in steps of an eighth of a column. A share above 0 gets at least one eighth."""
     eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
     return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
 
@@ -142,7 +142,7 @@ def _strip(goodput: Goodput, width: int) -> list[_Line]:
 
 
 def counts(goodput: Goodput) -> dict[str, str]:
-    """Return the counts as text, by name: steps, saves, worlds, snapshots, lost."""
+    """Return the counts as text, keyed by name: steps, saves, worlds, snapshots, lost."""
     steps = f"{goodput.steps_kept:,} kept"
     if goodput.steps_replayed:
         steps += f", {goodput.steps_replayed:,} replayed"
@@ -170,7 +170,7 @@ def _counts(goodput: Goodput) -> list[_Line]:
 
 
 def _snapshots(goodput: Goodput) -> str:
-    """Return `every 3 steps, 1.2 GiB, 1 replica`; empty if no snapshots were reported."""
+    """Return text such as `every 3 steps, 1.2 GiB, 1 replica`; empty if no snapshots were reported."""
     snapshots = goodput.snapshots
     if snapshots is None:
         return ""
@@ -182,7 +182,7 @@ def _snapshots(goodput: Goodput) -> str:
 
 
 def _total(goodput: Goodput) -> str:
-    """Return `3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
+    """Return text such as `3 failures cost 4.10s of training, 1.37s each`; empty before the first failure."""
     costs = []
     for kind, kinds in _TOTALS.items():
         cost = total(goodput.incidents, kinds)
@@ -194,8 +194,8 @@ def _total(goodput: Goodput) -> str:
 
 
 def _cost(incident: Incident, steps: bool) -> str:
-    """Return what an incident cost, such as `lost 1.40s: 0.20s detection + 1.20s re-forming`; only the time for a script without
-    steps."""
+    """Return what an incident cost, such as `lost 1.40s: 0.20s detection + 1.20s re-forming`. For a script that reports no steps,
+    it is only the time to the next world."""
     if not incident.recovery_s:
         return f"{units.count(incident.replayed, 'step')} again" if incident.replayed else ""
     lost = incident.lost

@@ -1,5 +1,5 @@
-"""A run's series of values, in bounded memory: neighbouring values share a bucket of the smallest, largest and last value.
-Pure."""
+"""A run's series of values, in bounded memory: neighbouring values share a bucket, which keeps the smallest, the largest and the
+last of them. Pure."""
 
 from __future__ import annotations
 
@@ -14,7 +14,8 @@ METRICS = 24
 
 
 class Series:
-    """Values over x, which must never decrease. In a bucket without finite values, `low` is above `high`."""
+    """Values over `x`. Each `x` must be at least as large as the one before. In a bucket without finite values, `low` is above
+    `high`."""
 
     def __init__(self, buckets: int = BUCKETS) -> None:
         self.count = 0

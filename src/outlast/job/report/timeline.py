@@ -2,8 +2,8 @@
 
 An event may be missing because its writer was killed, or it may come from a replaced generation or a slightly wrong clock.
 Whatever happens, each instant between the first event and the end has exactly one owner. A step owns the time since the previous
-step. This time is training, except for stalls, if the step is kept, and replayed if a restore or a failure undoes the step. All
-other time goes into the bucket for the job's phase. See `docs/decisions/0004-goodput.md`.
+step. If the step is kept, this time counts as training, except for stalls. If a restore or a failure undoes the step, it counts
+as replayed. All other time goes into the bucket for the job's phase. See `docs/decisions/0004-goodput.md`.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from outlast.job.report.ledger_events import Survey, microseconds
 from outlast.job.report.steps import WAITING, Bucket, Durations, Step
 
 _HELD = {"Suspended": Bucket.SUSPENDED, "Queued": Bucket.QUEUE}
-"""Buckets for a stopped job by state: suspended by its user, or queued again because its queue withdrew the quota."""
+"""Buckets for a stopped job, keyed by its state: suspended by its user, or queued again because its queue withdrew the quota."""
 _SPANS = 1 << 16
 
 
@@ -209,12 +209,13 @@ class Timeline:
         self.steps_kept += step.count
 
     def _ordinary(self, step: Step) -> int:
-        """Return the time of these steps in microseconds, without a first step's extra time."""
+        """Return the time of these steps in microseconds, without the extra time of a first step."""
         usual = self.durations.median() if step.first else None
         return step.us if usual is None else min(step.us, step.waited_us + step.copied_us + round(usual * max(1, step.count)))
 
     def _keep_unreported(self, step: int) -> None:
-        """Keep completed steps that are missing from the ledger: those between its last step and a newer restored state."""
+        """Keep completed steps that are missing from the ledger: those between the last step in the ledger and a newer restored
+        state."""
         done, last = self._cut_short, self.kept[-1].number if self.kept else 0
         if done is None or self._lost is None or step <= last:
             return
@@ -345,7 +346,7 @@ class Timeline:
         return next(found, None)
 
     def _unheard_failed(self, cause: Incident | None, reason: str, event: Event) -> bool:
-        """Turn an incident about an unreachable peer into a failure with its reason. Returns False for any other `cause`."""
+        """Turn an incident about an unreachable peer into a failure with this reason. Returns False for any other `cause`."""
         if cause is None or cause.kind != "unheard":
             return False
         cause.kind, cause.text, cause.cause = "failure", reason, incidents.cause("failure", event)

@@ -1,4 +1,4 @@
-"""Checks local code archives, and unpacks archives, within limits, where the code runs."""
+"""Checks local code archives, and unpacks archives where the code runs, with limits on size and number of files."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def extract(archive: Path, into: Path, *, name: str) -> None:
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:
-    """Raise OutlastError if a local archive has another checksum than `sha256` (unless that is empty), cannot be unpacked, or
+    """Raise OutlastError if a local archive has a different checksum from `sha256` (unless that is empty), cannot be unpacked, or
     lacks the script `runs`. If `runs` is a module, it is not checked."""
     if sha256:
         check_checksum(archive, name, sha256)

@@ -1,7 +1,8 @@
 """Lists the files in a code directory, and packs them into an archive.
 
-The archive leaves out files excluded by `.gitignore` or `.outlastignore` (the latter takes precedence, and its `!` includes files
-again), files that are never code, and empty directories. Its bytes depend only on names, contents, links and executable bits.
+The archive leaves out files excluded by `.gitignore` or `.outlastignore` (the latter takes precedence, and its `!` rules include
+files again), files that are never code, and empty directories. The archive's bytes depend only on names, contents, links and
+executable bits.
 """
 
 from __future__ import annotations
@@ -65,8 +66,8 @@ credentials.json
 service-account*.json
 service_account*.json
 """
-"""Rules for files that usually hold credentials. They are left out unless an `.outlastignore` includes them, because anyone who
-can read ConfigMaps in the namespace can read the code."""
+"""Rules for files that usually hold credentials. Such files are left out unless an `.outlastignore` includes them, because anyone
+who can read ConfigMaps in the namespace can read the code."""
 _TRIES = 3
 
 
@@ -105,7 +106,8 @@ def listed(
     ignored: NameCallback = _nothing,
     outside: NameCallback | None = None,
 ) -> list[Entry]:
-    """Return the files and links in a code directory, sorted by name, the same for a run on this machine and for pods.
+    """Return the files and links in a code directory, sorted by name. The list is the same for a run on this machine and for
+    pods.
 
     `but` lists paths below `root` that are not code. `withheld` receives the names of probable credentials, `ignored` the names
     that an ignore file excludes. A link that leads out of `root` is an error, because pods lack its target. If `outside` is
@@ -204,8 +206,8 @@ def pack(
 ) -> list[Entry]:
     """Pack a code directory into a new `.tar.gz`, and return its entries.
 
-    `reading` receives each file's name before the file is read; `withheld` is as in `listed`. Raises OutlastError as `listed`
-    does and for a file that keeps changing, and TooLarge if the archive would exceed `room` bytes.
+    `reading` receives each file's name before the file is read; `withheld` is as in `listed`. Raises OutlastError in the same
+    cases as `listed`, and for a file that keeps changing, and TooLarge if the archive would exceed `room` bytes.
     """
     for left in reversed(range(_TRIES)):
         entries = listed(root, but, withheld=withheld)
@@ -325,8 +327,8 @@ class _Walk:
 
 
 def _above(top: Path) -> list[ignore.Layer]:
-    """Return the rules that apply to a directory from the git work tree above it. There are none if these rules would ignore the
-    directory itself, because the user has named it."""
+    """Return the rules that apply to a directory from the git work tree above it. If these rules would ignore the directory
+    itself, none of them apply, because the user has named the directory explicitly."""
     work_tree = next((each for each in top.parents if (each / ".git").exists()), None) if not (top / ".git").exists() else None
     if work_tree is None:
         return []

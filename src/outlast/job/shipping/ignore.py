@@ -1,7 +1,8 @@
 """The rules of `.gitignore` files (https://git-scm.com/docs/gitignore). Pure; called by `code_files`.
 
 Later rules and deeper files take precedence, and nothing below an excluded directory can be included again. As in git, a rule is
-matched against one entry at a time, never against the entries below it, so `*`, `!*/`, `!*.py` works as people expect.
+matched against one entry at a time, never against the entries below it, so the rules `*`, `!*/` and `!*.py` together work as
+people expect.
 """
 
 from __future__ import annotations

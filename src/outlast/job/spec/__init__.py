@@ -1,13 +1,13 @@
 """The job file: one frozen model that reads it, validates it, and describes it to editors and in the reference.
 
-    load(path)   the job in a file, its relative paths made absolute
+    load(path)   the job in a file, with its relative paths made absolute
     parse(text)  the job in YAML text
-    of(document) the job in a document of an API server
+    of(fields)   the job in an API server's object
     dump(job)    YAML that parses back to an equal job
     schema()     JSON schema, for editors
 
 These functions return a complete, consistent job or raise `InvalidJob` with every mistake and its line. Attributes are
-snake_case, names in the file are camelCase. The heaviest import in this package is pydantic.
+snake_case, and names in the file are camelCase. The heaviest import in this package is pydantic.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Job files on disk: read with absolute paths, written, and checked for missing files."""
+"""Reads job files, makes their paths absolute, writes them, and checks whether the files that they name exist."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def parse(text: str, *, source: str = "job.yaml") -> Job:
 
 
 def of(fields: dict[str, Any], *, source: str = "job") -> Job:
-    """Parse a job from an API server's document. Raises InvalidJob with every mistake."""
+    """Parse a job from an API server's object. Raises InvalidJob with every mistake."""
     return validation.validated(Job, document.Document(fields, {}), source=source)
 
 
@@ -54,7 +54,7 @@ def dump(job: Job) -> str:
 
 
 def without_secrets(job: Job) -> Job:
-    """Return a copy of the job for the output, in which values in `env` that look like secrets are hidden."""
+    """Return a copy of the job that may be kept in its output: values in `env` that look like secrets are hidden."""
     env = {name: "(not kept)" if _SECRET.search(name) else value for name, value in job.spec.env.items()}
     return job.model_copy(update={"spec": job.spec.model_copy(update={"env": env})})
 
@@ -98,7 +98,7 @@ def absent(spec: Spec) -> Iterator[str]:
 
 
 def no_such_file(path: Path, pattern: str, expected: str) -> NotFound:
-    """Return the error for a missing file, with the most similar name that matches `pattern`."""
+    """Return the error for a missing file, which suggests the most similar file name that matches `pattern`."""
     near = difflib.get_close_matches(path.name, [each.name for each in path.parent.glob(pattern)], 1)
     remedy = f"did you mean {path.with_name(near[0])}?" if near else f"give the path of {expected}"
     return NotFound(f"{path}: there is no such file; {remedy}")

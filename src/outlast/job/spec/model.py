@@ -1,5 +1,5 @@
-"""The model of a job file: every field with its default, its documentation and the rules between fields. The docstring of a field
-is its public documentation: in the reference, in editors and in `kubectl explain`."""
+"""The model of a job file: its fields, with their defaults and documentation, and the rules between fields. The docstring of a
+field is its public documentation, shown in the reference, in editors and by `kubectl explain`."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from outlast.job.spec.validation import Checked
 from outlast.job.spec.yaml_document import Place
 
 OWN = "/(etc|opt|run|var|usr|bin|sbin|lib|lib64)|/(proc|sys|dev|opt/outlast|etc/outlast|etc/outlast-code|run/outlast)(/.*)?"
-"""Directories of a pod that must not be mount points, because programs need their files. Valid RE2."""
+"""Pattern of the directories in a pod that must not be mount points, because programs need their files. It is valid RE2."""
 
 MLFLOW = "none|databricks|[A-Za-z][A-Za-z0-9+.-]*:.+|/.*"
-"""Values of `tracking.mlflow`: a URI, the name of a Databricks profile, or an absolute path. Valid RE2."""
+"""Pattern of the values of `tracking.mlflow`: a URI, the name of a Databricks profile, or an absolute path. It is valid RE2."""
 
 MOST_REPLICAS = 3
 
 
 class Metadata(Checked):
-    """Names of the job."""
+    """The job's name, namespace, labels and annotations."""
 
     name: Annotated[str, field_types.label(contract.LONGEST_NAME)]
     """Name of the job: lower-case letters, digits and dashes, beginning with a letter, at most 51 characters."""
@@ -44,9 +44,9 @@ class Data(Checked):
 
     from_: field_types.Source
     """Directory on this machine, URL of a store, or URL of a file on the web with its checksum
-    (`https://host/set.tar.gz#sha256=...`). The URL of a store is a prefix (`s3://bucket/prefix`) with everything below it, or one
-    object. A file from the web is unpacked if it is an archive. The data is read-only. It is downloaded once per machine, for all
-    workers and jobs, and again only when it has changed."""
+    (`https://host/set.tar.gz#sha256=...`). The URL of a store names one object, or a prefix (`s3://bucket/prefix`) and everything
+    below it. A file from the web is unpacked if it is an archive. The data is read-only. It is downloaded once per machine, for
+    all workers and jobs, and again only when it has changed."""
     to: field_types.Mount = "/data"
     """Mount point in a pod. On this machine, `OUTLAST_DATA` holds the path."""
 
@@ -57,12 +57,12 @@ class Weights(Checked):
     from_: field_types.Source
     """Directory on this machine, or URL of a store or file, as for data."""
     name: field_types.Directory
-    """Name of the directory with the weights: `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
+    """Name of the directory with the weights. Its path is `$OUTLAST_MODELS/<name>`, which in a pod is `/models/<name>`."""
 
 
 def _sizes(given: dict[str, Any]) -> list[int]:
-    """Return the given numbers of workers. Before pydantic 2.12, this also runs for invalid values, which are missing from
-    `given`."""
+    """Return the given numbers of workers. Before pydantic 2.12, this also runs if a value is invalid; that value is then missing
+    from `given`."""
     return list(given.get("sizes") or [given.get("replicas", 1) or 1])
 
 
@@ -142,8 +142,8 @@ class Rendezvous(Checked):
     is no operator. `etcd`: a worker elected through etcd v3, if there is no operator. `c10d`: worker 0."""
     endpoint: field_types.Endpoint | None = None
     """Address of etcd: `etcd:2379`, `https://etcd:2379/prefix`, or several addresses separated by commas. Credentials come from
-    the variables `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. For c10d:
-    `host:29400`."""
+    the variables `OUTLAST_ETCD_USER`, `_PASSWORD`, `_CACERT`, `_CERT` and `_KEY`, set in `env` or by `secrets`. With backend
+    `c10d`, the address of worker 0: `host:29400`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.backend == "etcd" and not self.endpoint:
@@ -171,8 +171,8 @@ class Checkpoint(Checked):
     mode: Literal["min", "max"] = "min"
     """Which value is best: the lowest or the highest."""
     memory: field_types.SnapshotMemory = "auto"
-    """A worker's memory for snapshots of the training state: `auto`, `off` or a quantity such as `8Gi`, by which the memory of
-    the worker's pod grows. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth free. With
+    """A worker's memory for snapshots of the training state: `auto`, `off` or a quantity such as `8Gi`, which is added to the
+    memory of the worker's pod. `auto` uses up to a quarter of the memory that a worker may use, and leaves a tenth free. With
     `kubectl apply`, quote `"off"`."""
     replicas: Annotated[int, Field(strict=True, ge=0, le=MOST_REPLICAS)] = 1
     """Number of other workers that hold a replica of state that only one rank has, such as shards of FSDP, from 0 to 3. That many
@@ -180,8 +180,8 @@ class Checkpoint(Checked):
     replicas."""
     go_back: field_types.Flag = False
     """If true, and under DDP one rank's weights or optimizer state differ from most other ranks' state, training goes back to the
-    last state in which all were equal, and a new worker replaces that rank's worker. Checkpoints saved since then are renamed and
-    not used. Needs at least three workers. By default, the rank is only reported, and training continues."""
+    last state in which all ranks were equal, and a new worker replaces that rank's worker. Checkpoints saved since then are
+    renamed and not used. Needs at least three workers. By default, the rank is only reported, and training continues."""
 
     @property
     def reserved(self) -> int:
@@ -213,7 +213,8 @@ class Sync(Checked):
 
 
 class Restarts(Checked):
-    """How many failures a job survives. Interruptions (a worker asked to leave: scale-down, drain, spot) never count."""
+    """How many failures a job survives. Interruptions, in which a worker is asked to leave (scale-down, drain, spot), never
+    count."""
 
     limit: field_types.Whole = 10
     """The job fails after more failures than this within `window`. Progress refunds them: a failure stops counting once a newer
@@ -236,8 +237,8 @@ class Scheduling(Checked):
     queue: Annotated[str, field_types.object_name(63)] = ""
     """Queue of Kueue or Volcano. In a cluster with Kueue, it is a Kueue queue unless `gang` is `volcano`."""
     gang: Literal["auto", "none", "coscheduling", "volcano"] = "auto"
-    """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one
-    when it first sees the job, `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
+    """Gang scheduler, which starts all workers or none. `auto`: Volcano or the coscheduling plugin, if the operator finds one of
+    them when it first sees the job, and if `workers.min` is above 1 and no Kueue queue admits the job; otherwise none."""
     priority_class_name: Annotated[str, field_types.object_name(253)] = ""
     """PriorityClass of the pods."""
     spot: Literal["prefer", "require", "avoid", "any"] = "prefer"
@@ -271,9 +272,9 @@ class Compile(Checked):
     training and uploads new ones with its output. The programs are run as they are: share an output only with people whose code
     you would run."""
     warm_up: tuple[str, ...] = ()
-    """Command that a worker runs before training, once in a run, to fill the cache, such as two steps of the training itself. It
-    runs in the directory of the code with the job's environment and data. Anything that it writes to `OUTLAST_OUTPUT` is thrown
-    away. Needs `cache`."""
+    """Command that fills the cache, such as two steps of the training itself. A worker runs it before training, once in a run, in
+    the directory of the code with the job's environment and data. Anything that it writes to `OUTLAST_OUTPUT` is thrown away.
+    Needs `cache`."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.warm_up and not self.cache:
@@ -303,13 +304,13 @@ class Volume(Checked):
     storage_class: Annotated[str, field_types.object_name(253)] = ""
     """With `size`: the StorageClass. Default: the cluster's default class."""
     access_mode: Literal["ReadWriteOnce", "ReadWriteMany", "ReadWriteOncePod"] | None = None
-    """With `size`: which pods may mount the claim at the same time: the pods of one node, all pods, or one pod. Disks do not
-    support `ReadWriteMany`, shared file systems do. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
+    """With `size`: which pods may mount the claim at the same time: the pods of one node, all pods, or one pod. Shared file
+    systems support `ReadWriteMany`, but disks do not. Default: `ReadWriteOnce` for a job of one pod (topology job), otherwise
     `ReadWriteMany`."""
     sub_path: str = ""
     """Directory in the volume to mount. Default: the whole volume."""
     read_only: field_types.Flag = False
-    """If true, pods mount it read-only."""
+    """If true, pods mount the volume read-only."""
 
 
 class Toleration(Checked):
@@ -318,7 +319,7 @@ class Toleration(Checked):
     key: Annotated[str, field_types.TAINT_KEY] = ""
     """Key of the taint. Default: any."""
     operator: Literal["Exists", "Equal"] = "Equal"
-    """`Equal` compares `value`, `Exists` ignores it."""
+    """`Equal` compares `value`, and `Exists` ignores it."""
     value: Annotated[str, field_types.Pattern(field_types.LABEL_VALUE, "must be at most 63 letters, digits, -, _ and .", 63)] = ""
     """Value of the taint."""
     effect: Literal["", "NoSchedule", "PreferNoSchedule", "NoExecute"] = ""
@@ -341,12 +342,12 @@ class Secret(Checked):
     name: Annotated[field_types.Text, field_types.object_name(253)]
     """Name of the Secret."""
     to: field_types.Mount | None = None
-    """Directory in which its keys appear as files. Default: its keys become environment variables."""
+    """Directory in which the Secret's keys appear as files. Default: the keys become environment variables."""
 
 
 class Tracking(Checked):
-    """Where metrics, parameters and checkpoint locations go, besides the output; for scripts that use `run.log`. Weights and
-    Biases needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
+    """Where scripts that use `run.log` send metrics, parameters and checkpoint locations, besides the output. Weights and Biases
+    needs no field: it is on when `WANDB_API_KEY` or `WANDB_MODE` is set, in `env` or by `secrets`."""
 
     tensorboard: field_types.Flag = False
     """If true, write TensorBoard's event files into `tensorboard/` in the output. `outlast tensorboard` does not need them,
@@ -358,8 +359,8 @@ class Tracking(Checked):
     variable `MLFLOW_TRACKING_URI`, if it is set. `none` disables MLflow even then. Credentials come from MLflow's own
     variables."""
     experiment: field_types.Text | None = None
-    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: their variables
-    `MLFLOW_EXPERIMENT_NAME` and `WANDB_PROJECT`, else the name of the job."""
+    """Name of the experiment in MLflow, and of the project in Weights & Biases. Default: the variables `MLFLOW_EXPERIMENT_NAME`
+    and `WANDB_PROJECT`, else the name of the job."""
 
     def rules(self) -> Iterator[tuple[Place, str]]:
         if self.mlflow and re.search("//[^/@]*:[^/@]+@", self.mlflow):
@@ -392,18 +393,18 @@ class Spec(Checked):
     image: field_types.Text | None = None
     """Container image of the pods, with Python 3.11 and PyTorch 2.11 or newer. `outlast run` ignores it."""
     inject: bool | None = None
-    """Whether each pod gets Outlast from an init container. A pod whose image has Outlast uses that version, but starts a second
-    or two later than with `false`. Default: true unless the image's name contains `outlast`."""
+    """Whether each pod gets Outlast from an init container. A pod whose image has Outlast uses the image's version, but starts a
+    second or two later than with `false`. Default: true unless the image's name contains `outlast`."""
     module: field_types.Module | None = None
     """Python module to run, as with `python -m`."""
     script: field_types.Script | None = None
     """Python file to run, relative to `code`. A torchrun script runs unchanged."""
     args: tuple[str, ...] = ()
-    """Arguments of the module or script. `$(NAME)` is replaced by the value of the environment variable, as in a pod."""
+    """Arguments of the module or script. `$(NAME)` is replaced by the value of the environment variable `NAME`, as in a pod."""
     code: field_types.Code | None = None
     """The code that every worker gets: a directory, an archive (`.tar.gz`, `.tgz`, `.tar`, `.zip`), or the URL of a store, which
-    names an archive or a prefix with everything below it. `#sha256=<64 digits>` after an archive is verified before unpacking.
-    Default: with `script`, the directory of the job file; with `module`, none."""
+    names an archive, or a prefix and everything below it. A checksum after the name of an archive (`#sha256=<64 digits>`) is
+    verified before unpacking. Default: with `script`, the directory of the job file; with `module`, none."""
     data: tuple[Data, ...] = ()
     """Datasets. `OUTLAST_DATA` is the path of the dataset or, if there are several, of the directory that contains them all."""
     models: tuple[Weights, ...] = ()
@@ -418,7 +419,7 @@ class Spec(Checked):
     resources: Resources = Resources()
     """Resources of each worker."""
     rendezvous: Rendezvous = Rendezvous()
-    """How workers find each other. `outlast run` ignores it: its launcher coordinates."""
+    """How workers find each other. `outlast run` ignores it, because its launcher coordinates."""
     checkpoint: Checkpoint = Checkpoint()
     """How often to save, and how many checkpoints to keep."""
     sync: Sync = Sync()

@@ -1,7 +1,7 @@
 """References `$(NAME)` to environment variables in a job's `args` and `env`, as in a pod's containers. Pure.
 
-A variable in `env` may refer to any other, whatever their order, because API servers do not preserve it. `$$(NAME)` stands for
-`$(NAME)` itself, and a reference to an undefined variable is left unchanged.
+A variable in `env` may refer to any other variable in `env`, before or after it, because API servers do not preserve the order.
+`$$(NAME)` stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.
 https://kubernetes.io/docs/tasks/inject-data-application/define-interdependent-environment-variables/
 """
 
@@ -23,7 +23,7 @@ def replaced(text: str, values: Mapping[str, str]) -> str:
 
 
 def values(env: Mapping[str, str], environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the variables in `env`, with the references in their values to `env` and `environ` replaced."""
+    """Return the variables in `env`, with the references in their values replaced by variables from `env` and `environ`."""
     circle = circular(env)
     values = {name: value for name, value in environ.items() if name not in env}
 

@@ -1,5 +1,5 @@
-"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. `validate` prints all of them, `run`,
-`submit` and `render` the surprising ones. `manifests.warnings` adds the fields that a topology ignores. Pure."""
+"""Warnings about fields in a job file that have no effect where the job runs, or anywhere. `validate` prints all of them; `run`,
+`submit` and `render` print only the surprising ones. `manifests.warnings` adds the fields that a topology ignores. Pure."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ PODS = (
     "tolerations",
     "template",
 )
-"""Fields that have no effect on this machine but make no difference to training."""
+"""Fields that have no effect on this machine, and without which training is the same."""
 
 
 def anywhere(job: Job) -> Iterator[str]:

@@ -29,7 +29,7 @@ class Broken(ValueError):
 
 
 class Checked(BaseModel):
-    """A frozen part of a document, with rules between its fields. Attributes are snake_case, names in the document are
+    """A frozen part of a document, with rules between its fields. Attributes are snake_case, and names in the document are
     camelCase."""
 
     model_config = ConfigDict(
@@ -45,7 +45,8 @@ class Checked(BaseModel):
 
     @classmethod
     def choices(cls, given: Collection[str]) -> Iterator[tuple[Place, str]]:
-        """Yield mistakes in the choice of the given fields, whatever their values, as pairs (place below this part, sentence)."""
+        """Yield mistakes in the choice of fields, regardless of the fields' values, as pairs (place below this part,
+        sentence)."""
         return iter(())
 
     def rules(self) -> Iterator[tuple[Place, str]]:
@@ -68,7 +69,7 @@ def name(place: Place) -> str:
 
 
 def validated(model: type[Model], document: Document, *, source: str) -> Model:
-    """Validate a document as a `model`. Raises InvalidJob with every mistake, in the order of lines."""
+    """Validate a document as a `model`. Raises InvalidJob with every mistake, in order of line numbers."""
     problems: list[tuple[int | None, str]] = list(document.problems)
     data = document.data
     if isinstance(data, dict):
@@ -92,14 +93,14 @@ def validated(model: type[Model], document: Document, *, source: str) -> Model:
 
 
 class _Names:
-    """Checks the names in a document. Reports unknown names, suggesting the field that was probably meant, and mutually exclusive
-    names."""
+    """Checks the names in a document. Reports unknown names, each with the field that was probably meant, and names that are
+    mutually exclusive."""
 
     def __init__(self, model: type[Checked], document: Document, problems: list[tuple[int | None, str]]) -> None:
         self.document = document
         self.problems = problems
         self.elsewhere: dict[str, list[str]] = {}
-        """Full names of fields by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
+        """Full names of fields, keyed by their last part: `{"replicas": ["spec.workers.replicas"]}`."""
         self._index(model, ())
 
     def _index(self, model: type[Checked], place: Place) -> None:
@@ -157,7 +158,7 @@ class _Names:
 
 
 def fields(model: type[Checked]) -> dict[str, Any]:
-    """Return the types of a model's fields by their names in a document."""
+    """Return the types of a model's fields, keyed by their names in a document."""
     return {field.alias or name: field.annotation for name, field in model.model_fields.items()}
 
 
@@ -206,7 +207,7 @@ def _sentence(what: str, value: Any, kind: str, context: dict[str, Any], fallbac
 
 
 def shown(value: Any) -> str:
-    """Format a value as in a document, shortened."""
+    """Format a value as it is written in a document, shortened if it is long."""
     if value is None:
         return "nothing"
     if isinstance(value, dict):

@@ -46,7 +46,7 @@ def longer(old: Job, new: Job, step: int) -> bool:
 
 
 def _options(args: Sequence[Any]) -> dict[str, str]:
-    """Return the arguments' values by option name, or by position for positional arguments."""
+    """Return the arguments' values, keyed by the name of the option or, for positional arguments, by position."""
     found, name = {}, ""
     for n, word in enumerate(map(str, args)):
         if word.startswith("-"):

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 _FILE = re.compile(r"(.+?)\.(?:pth\.tar|ckpt|pt|pth|pkl|npz|bin|safetensors|tar)", re.IGNORECASE)
 _STEP = re.compile(r"(?<![a-z])(?:global_?)?(?:step|iter(?:ation)?)s?[-_=.]?(\d{1,15})(?![\da-z])", re.IGNORECASE)
 _TRAINER = re.compile(r"checkpoint-(\d{1,15})")
-"""Checkpoint directory of the Hugging Face Trainer. In a file's name, the number may be an epoch."""
+"""Name of a checkpoint directory of the Hugging Face Trainer. It is not used for files, where the number may be an epoch."""
 _WORD = re.compile(
     r"(?<![a-z])(?:checkpoint|ckpt|chkpt|snapshot|last|latest|resume|epoch|train(?:er|ing)?_state)(?![a-z])", re.IGNORECASE
 )
@@ -165,7 +165,8 @@ def step_in(line: str) -> Logged | None:
 
 def last_step(text: str, before: Logged | None) -> Logged | None:
     """Return the step in the last log line that has one, or `before` if none does. A progress bar with a smaller total than
-    before is a different bar, such as an evaluation's. A counter that decreases restarts with each epoch."""
+    before is skipped, because it is a different bar, such as that of an evaluation. A counter that decreases is taken to restart
+    with each epoch."""
     for line in reversed(_LINES.split(text)):
         logged = step_in(line)
         if logged is None or (before and before.steps and logged.steps and logged.steps < before.steps):
@@ -178,5 +179,6 @@ def last_step(text: str, before: Logged | None) -> Logged | None:
 
 
 def first_step(text: str) -> Logged | None:
-    """Return the step in the first log line that has one, except empty progress bars, with which a resumed run also starts."""
+    """Return the step in the first log line that has one. Empty progress bars are skipped, because a resumed run also starts with
+    them."""
     return next((logged for line in _LINES.split(text) if not _EMPTY.search(line) and (logged := step_in(line))), None)

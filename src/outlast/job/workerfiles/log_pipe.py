@@ -19,14 +19,16 @@ TAIL_LINES = 20
 TAIL_BYTES = 2048
 """Maximum size of a tail in reports, in bytes; equal to Kubernetes' limit for a termination message taken from a log."""
 _TAIL_WITHIN = 1 << 18
-"""Number of bytes at the end of a log searched for a tail. Arbitrary: other ranks keep writing after the first has failed."""
+"""Number of bytes at the end of a log that are searched for a tail. The value is arbitrary, but leaves room for the output of
+ranks that fail later."""
 _TAIL_S = 0.5
-"""Seconds to wait for a line to reach the log. Arbitrary: it takes a millisecond, or forever if the disk is full."""
+"""Seconds to wait for a line to reach the log. The value is arbitrary: a line takes a millisecond, or never arrives if the disk
+is full."""
 
 
 class Output:
-    """Copies the output of this process and its children to its log, the current standard output. In pods, that is the
-    container's log, and the log in the job's output is a second copy, at the path passed to `keep`."""
+    """Copies the output of this process and its children to the log, which is the process's original standard output. In a pod,
+    that is the container's log, and a second copy goes to the log in the job's output, at the path passed to `keep`."""
 
     def __init__(self) -> None:
         self._early: bytearray | None = bytearray()
@@ -98,7 +100,7 @@ def size(log: Path) -> int:
 
 def tail(log: Path, line: str, *, since: int = 0, prefix: str = "") -> str:
     """Return the last lines of a log from byte `since` to `line`, which has just been written to standard error. The tail has at
-    most TAIL_LINES and TAIL_BYTES, and only lines that begin with `prefix`. It is empty if the log cannot be read.
+    most TAIL_LINES lines and TAIL_BYTES bytes, and only lines that begin with `prefix`. It is empty if the log cannot be read.
 
     Waits for `line`, which passes through the pipe after all earlier output. If `line` does not arrive, the tail ends where the
     log ends.

@@ -1,6 +1,6 @@
 """A waiting training process's place in the next world: a file with the environment variables that have changed. The agent writes
-it (`launch.rank_processes`), the process reads it (`training.kept_process`). A leftover file does no harm, because the process
-waits for a later generation or attempt."""
+it (`launch.rank_processes`), and the process reads it (`training.kept_process`). A leftover file does no harm, because the
+process waits for a later generation or attempt."""
 
 from __future__ import annotations
 

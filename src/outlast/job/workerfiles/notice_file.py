@@ -16,12 +16,12 @@ from typing import Any
 from outlast.base import files
 
 _WRITING = threading.Lock()
-"""Held by the agent's threads while they replace or remove a notice, so that a call never removes a leave."""
+"""Held by the agent's threads while they replace or remove a notice, so that a `leave` is never lost."""
 
 
 def write(path: Path, kind: str, reason: str, deadline: float, *, generation: int = 0) -> None:
-    """Write a notice; a call does not replace a leave. The agent kills the training at `deadline`, in seconds since the epoch.
-    Raises OSError."""
+    """Write a notice, unless it is a `call` and would replace a `leave`. The agent kills the training at `deadline`, in seconds
+    since the epoch. Raises OSError."""
     until = time.monotonic() + deadline - time.time()
     notice = {"kind": kind, "reason": reason, "generation": generation, "deadline": deadline, "until": until}
     with _WRITING:
@@ -30,7 +30,7 @@ def write(path: Path, kind: str, reason: str, deadline: float, *, generation: in
 
 
 def end_call(path: Path) -> None:
-    """Remove a call because the next world has formed. A leave stays."""
+    """Remove a `call`, because the next world has formed. A `leave` stays."""
     with _WRITING:
         if read(path).get("kind") == "call":
             path.unlink(missing_ok=True)

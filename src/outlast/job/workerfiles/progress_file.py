@@ -33,18 +33,18 @@ class Progress:
     """Size in bytes of the checkpoint at step `committed`; 0 if unknown."""
     snapshot: int = 0
     every: int = 0
-    """Step of the newest complete snapshot in memory, and the number of steps between snapshots; 0 if there is none."""
+    """Number of steps between snapshots. `snapshot` is the step of the newest complete snapshot in memory; 0 if there is none."""
     batch: int = 0
     """Number of samples per step, shared equally by all ranks; 0 if unknown, or if any number of ranks is possible."""
     stepped: int = 0
-    """Number of steps after this process's first step, and the seconds that they took without stalls for saves."""
+    """Number of steps after this process's first step. They took `stepped_s` seconds, without stalls for saves."""
     stepped_s: float = 0.0
     waited_s: float = 0.0
     stalls: int = 0
-    """Number of saves that this process has begun, and the total seconds that training stalled for them."""
+    """Number of saves that this process has begun. Training stalled for them for `stalled_s` seconds in total."""
     stalled_s: float = 0.0
     saves: int = 0
-    """On rank 0, the number of committed saves, and the total seconds from their starts to their commits."""
+    """On rank 0, the number of committed saves. They took `saved_s` seconds in total, each from its start to its commit."""
     saved_s: float = 0.0
     own_s: float = 0.0
     """Median of the rank's own time per step in the last window, in seconds (`job.slow_ranks`); 0 if unknown."""
@@ -55,7 +55,7 @@ class Progress:
     warning: str = ""
     pid: int = 0
     started: int = 0
-    """Start time of the process in clock ticks since boot (proc(5)), because pids are reused; 0 if unknown."""
+    """Start time of the process in clock ticks since boot (proc(5)), needed because pids are reused; 0 if unknown."""
     attempt: int = 0
     time: float = 0.0
     """When the record was written, in seconds since the epoch. Only for people: the agent measures silence with its own clock."""
@@ -73,7 +73,7 @@ class Writer:
         """End of the last step, minus the stalls so far. None until the first step, which includes preparation, has ended."""
 
     def write(self, record: Progress) -> None:
-        """Replace the record, adding the process, the time, and the measured duration of its steps."""
+        """Replace the record, adding the process, the time, and the measured duration of the process's steps."""
         if record.step != self._step:
             self._measure(record)
         measured = {"stepped": self._stepped, "stepped_s": round(self._stepped_s, 6)}
@@ -143,7 +143,7 @@ class Pulse:
     pid: int
     started: int
     fd: int
-    """The process's file descriptor for this file. A program started by execv does not inherit it."""
+    """The process's file descriptor for the heartbeat file. A program started by execv does not inherit it."""
     looks: int
     """Number of heartbeats. While this number does not grow, the process cannot run Python code."""
     moves: int

@@ -46,9 +46,9 @@ def divided(left_s: float, *, stored: bool, upload_s: float | None = None) -> st
 
 
 def too_late_to_save(left_s: float, save_s: float | None, running_s: float = 0.0) -> str:
-    """Return why another save does not fit into `left_s` seconds; empty if it may fit. `save_s` is the minimum duration of the
-    previous save; if it is None, another save is tried. A save in progress, which has to end first, still needs `running_s`
-    seconds."""
+    """Return why another save does not fit into `left_s` seconds; empty if it may fit. `save_s` is the least time that a save
+    needs, as estimated from the previous save; if it is None, another save is tried. A save in progress, which has to end first,
+    still needs `running_s` seconds."""
     if save_s is None or running_s + save_s <= left_s:
         return ""
     first = f", after {running_s:.0f} s for the one in progress" if running_s else ""
