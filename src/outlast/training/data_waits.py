@@ -12,10 +12,10 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""Shorter waits are only the hand-over from the read-ahead thread."""
+"""Waits shorter than this many seconds are only the hand-over from the read-ahead thread."""
 _LOOK_S = 60.0
 _MUCH = 0.2
-"""Waiting for more than this share of a period causes a warning; arbitrary."""
+"""Waiting for more than this share of a period causes a warning (an arbitrary value)."""
 _QUIET_S = 900.0
 
 

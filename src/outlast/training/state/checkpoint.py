@@ -147,8 +147,8 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """In the block, an optimizer without state has an empty entry. Otherwise torch would initialize the state by taking a step,
-    which would call hooks, and would be wrong for optimizers with a special first step."""
+    """Give an optimizer without state an empty entry while the block runs. Otherwise torch would initialize the state by taking a
+    step, which would call hooks, and would be wrong for optimizers with a special first step."""
     first = _parameters(optimizer)[0]
     if not optimizer.state:
         optimizer.state[first] = {}

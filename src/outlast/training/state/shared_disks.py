@@ -41,7 +41,7 @@ class Part:
 
 @dataclass
 class Disks:
-    """A world's disks, in the order of their leaders. The first is rank 0's."""
+    """A world's disks, in order of their leaders' ranks. The first disk is rank 0's."""
 
     by_rank: Sequence[int]
     rank: int
@@ -103,8 +103,8 @@ class Disks:
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
         """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
-        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises Superseded, and
-        OutlastError on rank 0 if a run without an agent cannot write its output."""
+        Returns the generation, and why this rank's output directory could not be fenced (an empty string if it was). Raises
+        Superseded, and OutlastError on rank 0 if a run without an agent cannot write its output directory."""
         own, unwritten = generation, ""
         if own is None and self.several:
             own = 1 + max(self.gather(checkpoints.generation(directory, run)))
@@ -149,8 +149,8 @@ class Disks:
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
         """Copy every file to all disks. A collective of the leaders. `path` returns where to read or write a file, or None if
-        this disk only takes part. Written files are durable and verified. Returns why the copy failed on this disk, or an empty
-        string."""
+        this disk only takes part in the collective. Written files are durable and verified. Returns why the copy failed on this
+        disk, or an empty string."""
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
         for part in parts:

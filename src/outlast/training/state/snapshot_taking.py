@@ -70,7 +70,7 @@ def steady(measured: int, current: int) -> int:
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
     """Return the seconds by which a snapshot delays steps, less two standard errors of the medians. `delays` has the excess time
     of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps vary by more than the cost of a
-    small snapshot, so without these standard errors k could be ten times too large."""
+    small snapshot, so without the subtraction k could be ten times too large."""
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
