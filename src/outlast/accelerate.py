@@ -166,7 +166,8 @@ class Run:
             self.session.boundary(self._position.step)
 
     def _adopt(self, ranks: int) -> None:
-        """Set accumulation and schedules for this world. Raises OutlastError if a schedule's length depends on the world."""
+        """Adapt gradient accumulation and schedules to this world. Raises OutlastError if a schedule's length depends on the
+        world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one schedule step per optimizer step

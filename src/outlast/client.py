@@ -4,14 +4,14 @@
 
     job = outlast.Job(script="train.py", args=["--steps=2000"], workers=(2, 1, 4))
     run = job.run()                      # on this machine, in the background
-    run = job.submit(namespace="ml")     # in a cluster: the same object
+    run = job.submit(namespace="ml")     # in a cluster, with the same methods
     run.wait(step=500)
     run.scale(4)
     for line in run.logs(follow=True):
         print(line)
     print(run.wait().state, run.goodput)
 
-Runs outlive this process: `outlast.find(name)` finds a run again. Errors are the same as on the command line.
+Runs outlive this process: `outlast.find(name)` finds a run again. Errors have the same messages as on the command line.
 """
 
 from __future__ import annotations
@@ -407,7 +407,7 @@ class Why:
     """The reasons that keep a run from training. As text, they read as in `outlast why`."""
 
     causes: Sequence[Finding]
-    """The most important cause comes first. If the run trains, a single finding says so."""
+    """The causes, with the most important one first. If the run trains, a single finding says so."""
     unseen: Mapping[str, str]
     """Kinds of cluster objects that could not be read, each with the reason."""
 
@@ -467,7 +467,8 @@ def _function(function: Callable[..., object], args: Sequence[object], fields: M
 
 
 def find(name: str, *, namespace: str | None = None, context: str | None = None) -> Run:
-    """Return a run by its job's name: on this machine or, if `namespace` or `context` is given, in a cluster. Raises NotFound."""
+    """Return the run of the job `name` on this machine or, if `namespace` or `context` is given, in a cluster. Raises
+    NotFound."""
     run = Run(name, _place(namespace, context))
     run.status  # noqa: B018  raises NotFound
     return run

@@ -6,7 +6,7 @@
     trainer.train()
 
 A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
-results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still write Hugging Face's folders. Design:
+results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still use Hugging Face's own folders. Design:
 docs/decisions/0060.
 """
 
@@ -165,7 +165,8 @@ class _Attachment:
         """The evaluation metric that ranks checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set micro-batch size and accumulation. Raises OutlastError if this world cannot share the batch."""
+        """Set the size of micro-batches and the number of them in a step. Raises OutlastError if this world cannot share the
+        batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -241,7 +242,8 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. If the step's evaluation ranks its checkpoint, save it after the evaluation, with the present state."""
+        """End a step. If an evaluation ranks the step's checkpoint, the checkpoint is saved after the evaluation, with the
+        present state."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None

@@ -42,7 +42,7 @@ log = logging.getLogger("outlast")
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
 _CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Attributes of ModelCheckpoint that its own state lacks."""
+"""Attributes of ModelCheckpoint that its `state_dict` lacks."""
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
@@ -66,7 +66,7 @@ _CHANGING = (
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside of a world."""
+    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside a world."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))

@@ -310,7 +310,8 @@ def find() -> Device:
 
 
 def join(backend: str) -> bool:
-    """Join the environment's process group, or a world of one. Returns False if a library has already joined a group."""
+    """Join the process group that the environment describes, or else a world of one. Returns False if a library has already
+    joined a group."""
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:

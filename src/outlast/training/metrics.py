@@ -209,7 +209,7 @@ class Screen:
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Add `values` to the next line, and print it if it is due. `steps` returns the run's number of steps."""
+        """Add `values` to the next line, and print the line if it is due. `steps` returns the run's number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

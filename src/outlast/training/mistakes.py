@@ -31,8 +31,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Return a decorator for a public method, which then raises OutlastError with `example` for arguments that do not fit its
-    signature."""
+    """Return a decorator that makes a method raise OutlastError, with `example` in the message, for arguments that do not fit."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)

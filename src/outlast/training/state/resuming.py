@@ -38,7 +38,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """Takes a run back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
+    """Takes a run back to an earlier step, at most once in a generation. `directory` contains the run's checkpoints."""
 
     directory: Path
     run: str

@@ -78,7 +78,7 @@ class Disks:
 
     @property
     def leading(self) -> list[int]:
-        """The leaders' ranks, by disk."""
+        """The leaders' ranks, in order of their disks."""
         return [self.by_rank.index(disk) for disk in range(max(self.by_rank) + 1)]
 
     @property
@@ -134,13 +134,13 @@ class Disks:
     # Collectives of several disks' leaders; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Return every leader's value, by disk. A collective of the leaders."""
+        """Return every leader's value, in order of their disks. A collective of the leaders."""
         values: list[Any] = [None] * len(self.leading)
         dist.all_gather_object(values, value, group=group)
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """Return the value from disk `by`'s leader. A collective of the group."""
+        """Return the `value` of the leader of disk `by`. A collective of the group."""
         if len(self.by_rank) == 1:
             return value
         values = [value]

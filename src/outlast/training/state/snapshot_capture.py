@@ -28,7 +28,8 @@ from outlast.training.state.checkpoint import Collected, State
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Sizes of rooms are rounded up to a multiple of at least this, since pickled objects vary in size and rooms are reused."""
+"""Sizes of rooms are rounded up to a multiple of at least this many bytes, since pickled objects vary in size and rooms are
+reused."""
 _ROOMS = 6
 """Maximum number of mapped and pinned rooms. Snapshots alternate between two rooms of each kind."""
 
@@ -37,7 +38,7 @@ Signature = tuple[object, ...]
 
 @dataclasses.dataclass
 class Content:
-    """The contents of a part: chunks of tensors in a fixed order, followed by bytes."""
+    """The contents of a part: chunks of tensors in a fixed order, followed by pickled objects."""
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]

@@ -53,7 +53,7 @@ Key = tuple[str, int, str]
 Targets = list[tuple[int, memoryview]]
 """Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part, keyed by number."""
 
 
 class _Part:

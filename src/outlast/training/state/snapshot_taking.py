@@ -247,7 +247,7 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Report the ranks whose replicated state differs in the last snapshot, each only once. A collective. Differences
+        """Report, each only once, the ranks whose replicated state differs in the last snapshot. A collective. Differences
         persist, so comparisons become rarer."""
         self._passed += 1
         if self._passed < self._pass:

@@ -138,8 +138,8 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from a checkpoint, with tied tensors as separate ones. `name` may be empty if there is only one
-    module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
+    """Return a module's weights from a checkpoint, with tied tensors as separate tensors. `name` may be empty if there is only
+    one module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
         name = name or (modules[0] if len(modules) == 1 else "")
