@@ -1,4 +1,4 @@
-"""Entry point of all processes: `python -m outlast ROLE ...` starts one of Outlast's own, any other arguments are a command.
+"""Entry point of all processes: the first argument is the role of one of Outlast's own processes, or an `outlast` command.
 
 Roles keep module names out of command lines. Only the role's module is imported, because a slow start delays training.
 """

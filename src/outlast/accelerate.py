@@ -45,7 +45,7 @@ def attach(
     `accelerator.gradient_accumulation_steps` is set accordingly. `loader` may be omitted if only one loader is prepared. The
     order of samples depends only on `seed`. Unless the loader has `drop_last`, an epoch's last batch is filled up with the
     epoch's first samples. Outside a job, `output` is the checkpoint directory. Objects passed to `register_for_checkpointing` are
-    restored, too. Schedules step once per optimizer step in every world. Raises OutlastError if training cannot continue exactly.
+    restored, too. Schedules step once per optimizer step in every world. Raises OutlastError if training cannot resume exactly.
     """
     if problem := _unsupported(accelerator):
         raise OutlastError(f"outlast.accelerate.attach: {problem}")
@@ -166,7 +166,8 @@ class Run:
             self.session.boundary(self._position.step)
 
     def _adopt(self, ranks: int) -> None:
-        """Set accumulation and schedules for this world. Raises OutlastError if a schedule's length depends on the world."""
+        """Adapt gradient accumulation and schedules to this world. Raises OutlastError if a schedule's length depends on the
+        world."""
         self._accelerator.gradient_accumulation_steps = self._order.accumulate
         for schedule in self._accelerator._schedulers:
             schedule.split_batches = True  # one schedule step per optimizer step

@@ -4,14 +4,14 @@
 
     job = outlast.Job(script="train.py", args=["--steps=2000"], workers=(2, 1, 4))
     run = job.run()                      # on this machine, in the background
-    run = job.submit(namespace="ml")     # in a cluster: the same object
+    run = job.submit(namespace="ml")     # in a cluster, with the same methods
     run.wait(step=500)
     run.scale(4)
     for line in run.logs(follow=True):
         print(line)
     print(run.wait().state, run.goodput)
 
-Runs outlive this process: `outlast.find(name)` finds a run again. Errors are the same as on the command line.
+Runs outlive this process: `outlast.find(name)` finds a run again. Errors have the same messages as on the command line.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ if TYPE_CHECKING:
 __all__ = ["Failed", "Job", "Report", "Run", "find", "runs"]
 
 _ENSURE_INTERVAL_S = 5.0
-"""Interval between checks that a job on this machine still has a launcher."""
+"""Seconds between checks that a job on this machine still has a launcher."""
 _CANCEL_TIMEOUT_S = 180.0
-"""This must be longer than a worker's grace period."""
+"""Seconds to wait for a cancelled run to end; must be longer than a worker's grace period."""
 _BEFORE = (None, "Pending", "Queued", "Running")
 """States that every successful run passes through."""
 _TAKEN_UP_S = 30.0
-"""An operator may need this long to act on a request; until then, the status is outdated."""
+"""An operator may need this many seconds to act on a request; until then, the status is outdated."""
 
 
 class Late(OutlastError, TimeoutError):
@@ -67,7 +67,7 @@ class Late(OutlastError, TimeoutError):
 
 
 class Failed(OutlastError):
-    """Raised if a run ends unsuccessfully. The message has the first error, and `status` is the final status."""
+    """Raised if a run ends unsuccessfully. The message contains the first error, and `status` is the final status."""
 
     exit_code = 1
 
@@ -88,8 +88,9 @@ class Job:
         Job(train, 0.1, steps=100, workers=2)      # a function, its arguments, and fields
 
     `workers` is a number, (replicas, min, max), or a mapping. `name` defaults to the name of the script, module or function.
-    Relative paths start at the working directory, which also becomes the `code` of a script below it. All other keyword arguments
-    go to the function. Raises InvalidJob with every mistake, and OutlastError if a function cannot be sent to workers.
+    Relative paths are resolved against the working directory, which is also the default `code` of a script below it. Keyword
+    arguments that are not fields are passed to the function. Raises InvalidJob, which lists every mistake, and OutlastError if a
+    function cannot be sent to workers.
     """
 
     def __init__(self, function: Callable[..., object] | None = None, *args: object, **fields: Any) -> None:
@@ -122,7 +123,7 @@ class Job:
 
     @classmethod
     def load(cls, path: str | Path) -> Job:
-        """Return the job in a file. Raises NotFound, or InvalidJob with every mistake and its line."""
+        """Return the job in a file. Raises NotFound, or InvalidJob, which lists every mistake with its line."""
         from outlast.job import spec
 
         return cls._of(spec.load(path))
@@ -149,8 +150,8 @@ class Job:
         """Start training in the background on this machine, or continue the run of this name unless it has succeeded.
 
         With `fresh`, an unfinished run is cancelled and training starts from the beginning. With `take_over`, this machine takes
-        over a run in a store that another machine is training. `chaos` is a file with a fault schedule. `say` receives messages.
-        Raises AlreadyRunning.
+        over a run that another machine is training and saving to a store. `chaos` is a file with a fault schedule. `say` receives
+        messages. Raises AlreadyRunning.
         """
         from outlast.job import faults
 
@@ -190,7 +191,7 @@ class Job:
     ) -> Run:
         """Start training in a cluster, with the options of `outlast submit`. Submitting the same job again changes nothing.
 
-        Raises NoCluster without a kubeconfig, and AlreadyRunning if the job runs with other fields.
+        Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
         from outlast.kubernetes.jobs import rendering
 
@@ -232,8 +233,8 @@ class Run:
         """Wait until training reaches a step, a state, a condition or, by default, its end, and return the status.
 
         `until` is a state (`"Running"`) or a condition (`lambda status: len(status.world) == 1`). `timeout` is a duration (`20m`)
-        or a number of seconds; by default, there is none. Raises Failed if the run fails, is cancelled or stops first, and
-        TimeoutError after the timeout. Neither affects the run.
+        or a number of seconds; by default, there is no timeout. Raises Failed if the run fails, is cancelled or stops first, and
+        TimeoutError after the timeout. Neither exception affects the run.
         """
         from outlast.job.status import State
 
@@ -299,7 +300,8 @@ class Run:
         self.place.steer(self.name, "cancel")
 
     def forget(self, *, output: bool = False) -> None:
-        """Remove a run that has ended and, with `output`, its output on this machine. Output in a store or a claim stays."""
+        """Remove a run that has ended and, with `output`, its output on this machine. Output in a store or a persistent volume
+        claim stays."""
         self.place.forget(self.name, output=output)
 
     def chaos(self, action: str, worker: int | None = None, *, seed: int | None = None) -> str:
@@ -309,7 +311,7 @@ class Run:
     def evaluate(self, *args: str, best: bool = False, step: int | None = None, show: Callable[[LogLine], None] = print) -> int:
         """Run the script or module with `--evaluate` and `args` in one process (a pod in a cluster), and return its exit code.
 
-        If `best` or `step` is given, passes `--checkpoint=`, too. `show` receives the pod's log lines.
+        If `best` or `step` is given, the program also receives `--checkpoint=`. `show` receives the pod's log lines.
         """
         if best and step is not None:
             raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
@@ -318,7 +320,7 @@ class Run:
         return self.place.evaluate(self.name, [*checkpoint, *args], show=show)
 
     def why(self) -> Why:
-        """Return what keeps the run from training, with remedies, like `outlast why`."""
+        """Return the reasons that keep the run from training, with remedies, as `outlast why` does."""
         from outlast.kubernetes import diagnosis
         from outlast.kubernetes.diagnosis import gather_evidence, local_job
         from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -353,19 +355,19 @@ class Run:
 
     @property
     def output(self) -> Path | str:
-        """Location of the checkpoints, logs and ledger: a directory on this machine, or e.g. a URL."""
+        """Location of the checkpoints, logs and ledger: a directory on this machine, or the URL of a store, for example."""
         return self.place.output(self.name)
 
     @property
     def checkpoints(self) -> Sequence[Saved]:
-        """The committed checkpoints here and in the store, lowest step first. Raises NotFound for a run in a cluster without a
-        store."""
+        """The committed checkpoints on this machine and in the store, in order of their steps. Raises NotFound if a run in a
+        cluster has no store."""
         from outlast.storage.checkpoints import both_places
 
         return both_places.of(self.place, self.name).list_(_warn)
 
     def weights(self, step: int | None = None, *, best: bool = False, key: str = "") -> dict[str, Any]:
-        """Return the weights in the newest checkpoint, the best one, or the one at `step`, as CPU tensors by name. Requires
+        """Return the weights in the newest checkpoint, the best one, or the one of `step`: CPU tensors, keyed by name. Requires
         torch.
 
         `key` is the module's name in the state, and is needed if there are several modules. A checkpoint that is only in a store
@@ -405,7 +407,7 @@ class Why:
     """The reasons that keep a run from training. As text, they read as in `outlast why`."""
 
     causes: Sequence[Finding]
-    """The most important cause comes first. If the run trains, a single finding says so."""
+    """The causes, with the most important one first. If the run trains, a single finding says so."""
     unseen: Mapping[str, str]
     """Kinds of cluster objects that could not be read, each with the reason."""
 
@@ -438,7 +440,7 @@ class Report:
         return [each for each in self.account.incidents if each.kind in FAILURES]
 
     def as_json(self) -> dict[str, Any]:
-        """Return the account like `outlast report -o json`, with durations in seconds."""
+        """Return the account as in `outlast report -o json`, with durations in seconds."""
         from outlast.job.report import printed
 
         return printed.as_json(self.account)
@@ -450,7 +452,7 @@ class Report:
 
 
 def _function(function: Callable[..., object], args: Sequence[object], fields: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the fields of a job that calls `function`. Other keywords are the function's arguments."""
+    """Return the fields of a job that calls `function`. Keywords that are not fields are the function's arguments."""
     from outlast import function_call
     from outlast.job import spec
 
@@ -465,7 +467,8 @@ def _function(function: Callable[..., object], args: Sequence[object], fields: M
 
 
 def find(name: str, *, namespace: str | None = None, context: str | None = None) -> Run:
-    """Return a run by its job's name: on this machine or, if `namespace` or `context` is given, in a cluster. Raises NotFound."""
+    """Return the run of the job `name` on this machine or, if `namespace` or `context` is given, in a cluster. Raises
+    NotFound."""
     run = Run(name, _place(namespace, context))
     run.status  # noqa: B018  raises NotFound
     return run

@@ -16,7 +16,7 @@ from pathlib import Path
 
 
 def main(argv: Sequence[str]) -> None:
-    """Run a script, or the code after `-c`, as `__main__`, as Python does."""
+    """Run a script, or the code after `-c`, as the module `__main__`, like Python itself."""
     if argv[:1] == ["-c"] and len(argv) > 1:
         sys.argv = ["-c", *argv[2:]]
         exec(compile(argv[1], "<string>", "exec"), sys.modules["__main__"].__dict__)

@@ -1,6 +1,7 @@
 """Runs a function call as a job: `encoded` runs in the process that submits the job, and `main` runs in every rank.
 
-A function that workers can import is sent by name; any other, e.g. from a notebook, by value, which needs cloudpickle.
+A function that workers can import is sent by name. Any other function, e.g. from a notebook, is sent by value, which needs
+cloudpickle.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ def _importable(function: Callable[..., object]) -> bool:
 def _culprit(
     dumps: Callable[[object], bytes], function: Callable[..., object], args: Sequence[object], kwargs: Mapping[str, object]
 ) -> str:
-    """Return the name of the first argument that cannot be sent, or of the first variable used by the function that cannot."""
+    """Return a description of the first argument, or else the first variable used by the function, that cannot be sent."""
     name = getattr(function, "__name__", "the function")
 
     def candidates() -> Iterator[tuple[str, object]]:

@@ -6,7 +6,7 @@
     trainer.train()
 
 A killed run continues from its newest state with the same samples and the same global batch. With the same number of ranks, the
-results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still write Hugging Face's folders. Design:
+results are bit-identical. `save_steps`, `load_best_model_at_end` and `push_to_hub` still use Hugging Face's own folders. Design:
 docs/decisions/0060.
 """
 
@@ -61,12 +61,12 @@ _FLAGS = ("should_log", "should_evaluate", "should_save", "should_epoch_stop", "
 
 
 def attach(trainer: Trainer, batch: int) -> None:
-    """Make `trainer.train()` continue exactly after every failure, and in every world that `batch` allows.
+    """Make `trainer.train()` resume exactly where it stopped after every failure, and in every world that `batch` allows.
 
     `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most `per_device_train_batch_size`
     samples, and `gradient_accumulation_steps` is set accordingly. The order of samples depends only on `args.seed`. Unless
     `dataloader_drop_last` is set, an epoch's last batch is filled up with the epoch's first samples. Raises OutlastError if the
-    trainer cannot continue exactly.
+    trainer cannot resume exactly.
     """
     if problem := _unsupported(trainer):
         raise OutlastError(f"outlast.hf.attach: {problem}")
@@ -78,7 +78,7 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
+    """Return why a trainer cannot resume exactly, and what to do, or an empty string if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -157,7 +157,7 @@ class _Attachment:
         self.position = _Position(self)
         self.order: _Order | None = None
         self.stub = ""
-        """Directory with only the Trainer's own state, from which it reads its position; empty for a new run."""
+        """Directory with only the Trainer's own state, from which the Trainer reads its position; empty for a new run."""
         self.generators: dict[str, Any] = {}
         self.evaluation: dict[str, Any] | None = None
         retention = checkpoints.Retention.parse(os.environ)
@@ -165,7 +165,8 @@ class _Attachment:
         """The evaluation metric that ranks checkpoints; empty if there is none."""
 
     def plan(self) -> None:
-        """Set micro-batch size and accumulation. Raises OutlastError if this world cannot share the batch."""
+        """Set the size of micro-batches and the number of them in a step. Raises OutlastError if this world cannot share the
+        batch."""
         trainer: Any = self.trainer
         size, accumulate = loader_order.plan(self.batch, trainer.args.world_size, self.most)
         trainer.args.per_device_train_batch_size = trainer._train_batch_size = size
@@ -203,7 +204,7 @@ class _Attachment:
         return loader_order.Loader(theirs, self.order, args.seed)
 
     def resume(self) -> None:
-        """Load the newest state, once the model, optimizer and schedule exist, and do the step's remaining work."""
+        """Load the newest state, once the model, optimizer and schedule exist, and do the resumed step's remaining work."""
         trainer: Any = self.trainer
         assert self.run is not None
         ddp.settle(trainer.model_wrapped)
@@ -223,7 +224,7 @@ class _Attachment:
             self._do(owed)
 
     def _do(self, owed: Mapping[str, bool]) -> None:
-        """Log, evaluate and save for the resumed step as `owed` says: its state was saved before this work."""
+        """Log, evaluate and save at the resumed step as `owed` says, since its state was saved before this work."""
         trainer: Any = self.trainer
         assert self.order is not None
         for name, value in owed.items():
@@ -241,7 +242,8 @@ class _Attachment:
         self.order.stopped = trainer.control.should_training_stop
 
     def boundary(self) -> None:
-        """End a step. A checkpoint that the step's evaluation ranks is saved later, with the state as of now."""
+        """End a step. If an evaluation ranks the step's checkpoint, the checkpoint is saved after the evaluation, with the
+        present state."""
         run, state, control = self.run, self.trainer.state, self.trainer.control
         assert run is not None
         assert self.order is not None
@@ -352,13 +354,13 @@ class _Position:
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] = {}
         self.held: tuple[dict[str, Any], dict[str, Any]] | None = None
-        """The state and this rank's values at the end of the step, while a checkpoint waits for an evaluation."""
+        """The state and this rank's values at the end of the step, which are kept while a checkpoint waits for an evaluation."""
         self._lines = ""
         self._logged = 0
 
     @property
     def at_end(self) -> bool:
-        """True if the saved step was the last one under the settings of that time."""
+        """True if the saved step was the last one under the settings at the time of the save."""
         return bool(json.loads(self._saved["state"])["max_steps"] == self.step)
 
     @property

@@ -42,7 +42,7 @@ log = logging.getLogger("outlast")
 
 _LOGGED = ("_callback_metrics", "_logged_metrics", "_progress_bar_metrics", "_first_loop_iter", "_current_fx")
 _CHECKPOINTS = ("_last_global_step_saved", "_last_checkpoint_saved", "_defer_save_until_validation")
-"""Attributes of ModelCheckpoint that its own state lacks."""
+"""Attributes of ModelCheckpoint that its `state_dict` lacks."""
 _META = (
     "fx", "name", "prog_bar", "logger", "on_step", "on_epoch", "enable_graph", "add_dataloader_idx", "dataloader_idx",
     "metric_attribute",
@@ -66,7 +66,7 @@ _CHANGING = (
 
 
 def world(strategy: Any = "ddp") -> dict[str, Any]:
-    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside of a world."""
+    """Return `devices`, `num_nodes` and `strategy` for a Trainer in the current world, or an empty dict outside a world."""
     if "WORLD_SIZE" not in os.environ:
         return {}
     local = int(os.environ.get("LOCAL_WORLD_SIZE", "1"))
@@ -74,14 +74,14 @@ def world(strategy: Any = "ddp") -> dict[str, Any]:
 
 
 def attach(trainer: Trainer, batch: int, *, seed: int | None = None) -> None:
-    """Make `trainer.fit()` resume exactly where it was after every failure, and in every world that `batch` allows.
+    """Make `trainer.fit()` resume exactly where it stopped after every failure, and in every world that `batch` allows.
 
-    `batch` is the number of samples per optimizer step, over all ranks; a micro-batch has at most as many as the training
-    loader's `batch_size`. `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts optimizer steps. The
-    order of samples depends only on `seed`, which defaults to the seed of `L.seed_everything`. Unless the loader has
-    `drop_last`, an epoch's last batch is filled up with the epoch's first samples. Only the first start reads
-    `fit(ckpt_path=...)`. Outside a job, states are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError,
-    here or in `fit`, if training cannot be resumed exactly.
+    `batch` is the number of samples per optimizer step, over all ranks; micro-batches have at most the training loader's
+    `batch_size` samples. `accumulate_grad_batches` is set accordingly, and `val_check_interval` counts optimizer steps. The order
+    of samples depends only on `seed`, which defaults to the seed of `L.seed_everything`. Unless the loader has `drop_last`, an
+    epoch's last batch is filled up with the epoch's first samples. Only the first start of a run reads `fit(ckpt_path=...)`.
+    Outside a job, checkpoints are saved in `out` below the Trainer's `default_root_dir`. Raises OutlastError, here or in `fit`,
+    if training cannot be resumed exactly.
     """
     if problem := _problem(trainer):
         raise OutlastError(f"outlast.lightning.attach: {problem}")
@@ -99,7 +99,7 @@ def _at(trainer: Any, path: str) -> Any:
 
 
 def _problem(trainer: Any) -> str:
-    """Return why a trainer cannot continue exactly, and what to do, or an empty string if it can."""
+    """Return why a trainer cannot resume exactly, and what to do, or an empty string if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -276,8 +276,8 @@ class _Attachment:
 
     @contextlib.contextmanager
     def validating(self, batches: list[Any]) -> Iterator[None]:
-        """Keep a validation from changing the random state, then save the checkpoint that waits for it. A collective between
-        steps."""
+        """Keep a validation from changing the random state, then save the checkpoint that waits for it. A collective if the
+        validation follows a step."""
         trainer, run = self.trainer, self.run
         ended = run is not None and not trainer.sanity_checking and not trainer.fit_loop._should_accumulate()
         with checkpoint.kept_generators():
@@ -415,7 +415,7 @@ _HOOKS: dict[str, type[_Mixin]] = {
     "fit_loop.epoch_loop": _EpochLoop,
     "fit_loop.epoch_loop.val_loop": _ValidationLoop,
 }
-"""Mixins for the Trainer and its parts, by attribute path."""
+"""Mixins for the Trainer and its parts, keyed by attribute path."""
 
 
 class _Held(NamedTuple):
@@ -430,7 +430,7 @@ class _Position:
     def __init__(self, trainer: Any) -> None:
         self._trainer = trainer
         self.held: _Held | None = None
-        """The state at the end of the last step, while validation or the end of the epoch changes the Trainer."""
+        """The state at the end of the last step, which is kept while validation or the end of the epoch changes the Trainer."""
         self._saved: Mapping[str, Any] = {}
         self._rank: Mapping[str, Any] | None = None
 
@@ -486,7 +486,7 @@ class _Position:
             trainer.datamodule.load_state_dict(self._saved["datamodule"])
 
     def put_loops(self) -> None:
-        """Restore the loops and logged values, once the module is on its device. In another world, use rank 0's values."""
+        """Restore the loops and logged values, once the module is on its device. A rank without saved values uses rank 0's."""
         trainer = self._trainer
         trainer.fit_loop.load_state_dict(self._converted(copy.deepcopy(self._saved["loops"]), operator.mul))
         trainer.should_stop = self._saved["should_stop"]
@@ -510,7 +510,7 @@ class _Position:
             trainer.fit_loop.epoch_loop._results[key] = logged
 
     def _converted(self, loops: dict[str, Any], convert: Any) -> dict[str, Any]:
-        """Convert micro-batches to optimizer steps, or back. Other counts are the same in every world."""
+        """Convert the counts of micro-batches to optimizer steps, or back. Other counts are the same in every world."""
         for tracker in ("total", "current"):
             counts = loops["epoch_loop.batch_progress"][tracker]
             counts.update({name: convert(count, self._trainer.accumulate_grad_batches) for name, count in counts.items()})

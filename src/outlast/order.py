@@ -87,8 +87,8 @@ class Windows:
         return samples
 
     def ahead(self, position: int, epoch: int, windows: int) -> list[int]:
-        """Return the shards of `windows` windows in order of use, from the one that holds `position` on and into the next
-        epoch."""
+        """Return the shards of `windows` windows in order of use, beginning with the window that holds `position`, and continuing
+        into the next epoch."""
         shards, _, lasts = self._layout(epoch)
         first = self.window(position, epoch)
         ahead = shards[first * self._window : (first + windows) * self._window].tolist()
@@ -214,9 +214,9 @@ class BatchSampler:
 
 
 class Loader:
-    """Endless micro-batches from a map-style dataset, with torchtitan's loader interface and a state for any number of ranks.
+    """Endless micro-batches of a map-style dataset, with torchtitan's loader interface. The state fits any number of ranks.
 
-    `collate` joins a list of samples. The state is the number of optimizer steps done. Take it between two steps.
+    `collate` joins a list of samples. The state is the number of optimizer steps done. Call `state_dict` between two steps.
     """
 
     def __init__(self, dataset: Any, sampler: BatchSampler, collate: Callable[[list[Any]], Any]) -> None:

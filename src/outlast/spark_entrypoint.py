@@ -4,9 +4,9 @@
     executor                                                     an executor, configured by SPARK_...
     any other command                                            the command itself, so that the image also runs `outlast ...`
 
-Spark passes `driver` or `executor` as an argument, and the rest as environment variables. So Spark can use any image with
-Outlast, PySpark and Java (https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). The process becomes the
-command (exec).
+Spark passes `driver` or `executor` as an argument, and the rest as environment variables. With this entrypoint, Spark can use any
+image that has Outlast, PySpark and Java (https://spark.apache.org/docs/latest/running-on-kubernetes.html#docker-images). This
+process becomes the command (exec).
 """
 
 from __future__ import annotations
@@ -49,7 +49,7 @@ def command(words: Sequence[str], environ: Mapping[str, str], *, spark: Path, ja
 
 
 def environment(environ: Mapping[str, str], *, spark: Path, java_home: Path) -> dict[str, str]:
-    """Return the command's environment variables. PYSPARK_PYTHON defaults to our Python."""
+    """Return the command's environment variables. PYSPARK_PYTHON defaults to the Python that runs this module."""
     variables = {"PYSPARK_PYTHON": sys.executable, **environ, "SPARK_HOME": str(spark), "JAVA_HOME": str(java_home)}
     if libraries := environ.get("SPARK_EXECUTOR_LIBRARY_PATH"):  # Spark 4: spark.executor.extraLibraryPath
         variables["LD_LIBRARY_PATH"] = _joined(libraries, environ.get("LD_LIBRARY_PATH"))

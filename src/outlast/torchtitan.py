@@ -56,7 +56,7 @@ class Loader(order.Loader, BaseDataLoader):
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(BaseDataLoader.Config):
-        """The Trainer's `dataloader`."""
+        """Configuration of the Trainer's `dataloader`."""
 
         make: Annotated[Callable[[Any, int], DataLoader[Any]], tyro.conf.Suppress]
         """Function of the tokenizer and `seq_len` that returns a DataLoader, of which we use the dataset, collator, workers,
@@ -65,7 +65,7 @@ class Loader(order.Loader, BaseDataLoader):
         batch: int
         """Number of samples per optimizer step over all ranks, as in `training.global_batch_size`."""
         seed: int = 0
-        """Seed of the order and of random samples."""
+        """Seed of the order and of the samples' random numbers."""
 
     def __init__(
         self, config: Config, *, dp_world_size: int, dp_rank: int, tokenizer: Any, seq_len: int, local_batch_size: int, **_: Any
@@ -92,19 +92,19 @@ class Loader(order.Loader, BaseDataLoader):
 class CheckpointManager(checkpointer.CheckpointManager):
     """Takes Outlast's snapshots and checkpoints at the end of steps, in addition to torchtitan's own checkpoints.
 
-    Torchtitan's checkpoints are read (`initial_load_path`, `load_step`, an existing `folder`) only if the run has no state of
-    Outlast's. They are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError before
-    the first step if training cannot continue exactly.
+    Torchtitan's checkpoints are read (`initial_load_path`, `load_step`, an existing `folder`) only if Outlast has saved no state
+    of the run. They are still written every `interval` steps and at the end, unless `load_only` is set. Raises OutlastError
+    before the first step if training cannot resume exactly.
     """
 
     @dataclasses.dataclass(kw_only=True, slots=True)
     class Config(checkpointer.CheckpointManager.Config):
-        """The Trainer's `checkpoint`, with all of torchtitan's options."""
+        """Configuration of the Trainer's `checkpoint`, with all of torchtitan's options."""
 
         enable: bool = True
 
     run: Session | None = None
-    """The session while training runs."""
+    """The session; None before and after training."""
     _logged: tuple[int, dict[str, Any]] = (0, {})
 
     def _load(self, step: int = -1) -> bool:
@@ -177,7 +177,7 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """Return why a Trainer cannot continue exactly, and what to do, or an empty string if it can."""
+    """Return why a Trainer cannot resume exactly, and what to do, or an empty string if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):

@@ -29,7 +29,7 @@ _MODULES = {
     "checkpoint": "state.checkpoint",
     "session": "session",
 }
-"""The module of each name. It is imported when the name is first used, since `progress` needs no torch."""
+"""The module of each name, which is imported when the name is first used, so that `progress` works without torch."""
 
 
 def __getattr__(name: str) -> Any:

@@ -1,7 +1,7 @@
 """A session's collective calls, which raise an error on all ranks if the ranks make different calls.
 
 Each call begins with a small all-reduce, which carries a hash of the call's name, its step and the stream's position, and the
-sums that the call needs anyway (votes, losses). `hangs.deadlocks` detects ranks that are in no call.
+numbers that the call sums (votes, losses). `hangs.deadlocks` detects ranks that are in no call.
 
 With as many ranks as cores, a call delays a step by milliseconds, since the threads that run it need the same cores. So the ranks
 vote (`Session.boundary`) only every few steps, and votes take at most a hundredth of the time (`Pace`).
@@ -29,7 +29,7 @@ from outlast.worker.hangs import deadlocks
 _ROOM = 14
 """Maximum number of values in the first message; arbitrary, since a few hundred bytes cost no more than a few bytes."""
 _BITS = 20
-"""The squares of 8,192 hashes of this many bits still add up exactly in a double."""
+"""Number of bits of a hash. The squares of 8,192 such hashes still add up exactly in a double."""
 _SAME = "every rank must make the same calls in the same order"
 REMEDY = f"{_SAME}: move what only some ranks call out of its `if`"
 

@@ -1,4 +1,5 @@
-"""Measures how long training waits for data. The session writes these times to the ledger, and `Stalls` warns about long ones."""
+"""Measures how long training waits for data. The session writes these times to the ledger, and `Stalls` warns about long
+waits."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ from outlast.base import units
 T = TypeVar("T")
 
 LEAST_S = 0.001
-"""Shorter waits are only the hand-over from the read-ahead thread."""
+"""Waits shorter than this many seconds do not count: they come from the hand-over between threads."""
 _LOOK_S = 60.0
 _MUCH = 0.2
-"""Waiting for more than this share of a period causes a warning; arbitrary."""
+"""Waiting for more than this share of a period causes a warning (an arbitrary value)."""
 _QUIET_S = 900.0
 
 

@@ -30,8 +30,8 @@ def wrap_again(net: DistributedDataParallel, device: torch.device, **options: An
 
 
 def settle(net: torch.nn.Module) -> None:
-    """Give DDP its final gradient buckets before the first step, by an empty backward pass. A collective. Gradients are None
-    afterwards. Does nothing if the module is not wrapped in DDP."""
+    """Give DDP its final gradient buckets before the first step, by a backward pass in which all gradients are zero. A
+    collective. Afterwards, gradients are None. Does nothing if the module is not wrapped in DDP."""
     if not isinstance(net, DistributedDataParallel):
         return
     wrapped.add(net)

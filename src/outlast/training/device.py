@@ -79,7 +79,8 @@ class Device:
 
     def room(self, tensor: torch.Tensor) -> torch.Tensor:
         """Allocate CPU memory for a copy of a device's tensor, pinned if that makes the copy faster. Memory for a device other
-        than the current one is not pinned, since `synchronize` would not wait for its copies, which run in the background."""
+        than the current one is not pinned, since `synchronize` would not wait for copies from that device, which would run in the
+        background."""
         pins = self.pins and tensor.device.index == self._module.current_device()
         return torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pins)
 
@@ -132,7 +133,7 @@ class CopyStream:
         return tensor.device.type != "cpu" and tensor.device.index == self._index
 
     def queue(self, pairs: Sequence[tuple[torch.Tensor, torch.Tensor]]) -> None:
-        """Queue copies of each pair's second tensor into the first on the current stream."""
+        """On the current stream, queue the copies of each pair's second tensor into its first."""
         if pairs:
             with torch.no_grad():
                 torch._foreach_copy_([to for to, _ in pairs], [source for _, source in pairs], non_blocking=True)
@@ -293,8 +294,8 @@ def _imported(package: str) -> bool:
 
 @functools.cache
 def _has_xla() -> bool:
-    """Return whether torch_xla has an accelerator or $PJRT_DEVICE asks for its CPU. Cached, since torch_xla sets $PJRT_DEVICE,
-    too."""
+    """Return whether torch_xla has an accelerator or $PJRT_DEVICE asks for its CPU. The result is cached, since torch_xla later
+    sets $PJRT_DEVICE itself."""
     forced = "PJRT_DEVICE" in os.environ
     return _imported("torch_xla") and (forced or importlib.import_module("torch_xla.runtime").device_type() not in (None, "CPU"))
 
@@ -309,7 +310,8 @@ def find() -> Device:
 
 
 def join(backend: str) -> bool:
-    """Join the environment's process group, or a world of one. Returns False if a library has already joined a group."""
+    """Join the process group that the environment describes, or else a world of one. Returns False if a library has already
+    joined a group."""
     if dist.is_initialized():
         return False
     if "RANK" in os.environ:
@@ -326,8 +328,9 @@ def of(where: torch.device) -> Device:
 
 
 def dtype(requested: str, where: torch.device, gather: Callable[[bool], list[bool]] | None = None) -> torch.dtype:
-    """Return the type for matrix products: `float32` or `bfloat16` as requested; `auto` is bfloat16 where that is faster. Ranks
-    on different hardware must pass `run.gather`, a collective: `auto` is then bfloat16 only if it is faster on all."""
+    """Return the type for matrix products: the requested `float32` or `bfloat16`, or for `auto`, bfloat16 where that is faster
+    and float32 elsewhere. Ranks on different hardware must pass `run.gather`, which is a collective: `auto` is then bfloat16 only
+    if that is faster on all ranks."""
     fast = requested == "auto" and all((gather or (lambda fast: [fast]))(of(where).bfloat16()))
     return torch.bfloat16 if fast or requested == "bfloat16" else torch.float32
 

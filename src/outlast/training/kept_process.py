@@ -1,7 +1,7 @@
 """Lets a training process continue in the next world, instead of being replaced, if its script allows that.
 
 At a planned change of the world, the ranks save, close their groups and wait. The agent gives each process its place in the next
-world, where the session opens again and loads its state like a new process. A waiting process can be killed at any time, since
+world, where the session opens again and loads its state, as in a new process. A waiting process can be killed at any time, since
 its state is saved. See docs/decisions/0072-survivors-keep-their-process.md.
 """
 
@@ -35,7 +35,7 @@ from outlast.worker.launch import os_calls, script_files, training_process
 log = logging.getLogger("outlast")
 
 _PAUSE_S, _MAX_PAUSE_S = 0.005, 0.1
-"""Shortest and longest interval between checks for the place in the next world."""
+"""Shortest and longest interval in seconds between checks for the place in the next world."""
 _BACKENDS = "gloo", "nccl"
 _OPTIONS = {"broadcast_buffers", "bucket_cap_mb", "dim", "find_unused_parameters", "gradient_as_bucket_view"}
 """DDP options that may be passed again when DDP is initialized again."""
@@ -44,7 +44,7 @@ _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resu
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """A session's knowledge of its script. The default values let the process continue."""
+    """What a session knows about its script. The default values let the process continue."""
 
     agent: bool = True
     """True if an agent has started this process."""
@@ -54,21 +54,22 @@ class Facts:
     groups: int = 1
     """Number of process groups other than the session's own."""
     streams: int = 1
-    """Number of Streams in the state; 0 while `for batch in stream` has read none."""
+    """Number of Streams in the state; 0 until `for batch in stream` reads one."""
     foreign: Sequence[str] = ()
     """Names of objects in the state that are bound to this world, such as FSDP2's modules."""
     hooks: bool = False
     """True if a module wrapped by `run.ddp` has hooks, or options that add hooks or name a process group."""
     backend: str = "gloo"
     compiled: bool = False
-    """True if torch has compiled code in this process, since a new process would compile it differently for new shapes."""
+    """True if torch has compiled code in this process. A new process would compile it differently, for other shapes."""
     thread: bool = False
     """True if a thread other than the session's reads the Stream."""
 
 
 def refusal(facts: Facts) -> str:
     """Return why the process cannot continue in the next world, or an empty string if it can. A new process waits in each
-    collective before its first batch, and a kept process repeats only those of `run.ddp` and `run.resume`."""
+    collective before its first batch, and a kept process repeats only those of `run.ddp` and `run.resume`, so there may be no
+    others."""
     *first, last = facts.calls or [""]
     others = [call for call in first if call != _DDP] or [last][: not last.startswith(_RESUME)]
     if not facts.agent:
@@ -142,7 +143,7 @@ class Keeper:
         return net
 
     def wrap_again(self, device: torch.device, meet: Callable[[str], object]) -> None:
-        """Bind all models to the current world, with the collectives of a new process."""
+        """Bind all models to the current world, with the same collectives as in a new process."""
         for net, options in self.models:
             meet(_DDP)
             ddp.wrap_again(net, device, **options)
@@ -215,7 +216,8 @@ class Keeper:
 
 @contextlib.contextmanager
 def same_groups(state: Mapping[str, Any]) -> Iterator[None]:
-    """Keep each optimizer's parameter groups while the block loads a state, since the script may refer to them."""
+    """Keep the dictionaries of each optimizer's parameter groups while the block loads a state, since the script may refer to
+    them."""
     optimizers = [thing for thing in state.values() if isinstance(thing, torch.optim.Optimizer)]
     held = [(optimizer, optimizer.state, optimizer.param_groups, list(optimizer.param_groups)) for optimizer in optimizers]
     yield

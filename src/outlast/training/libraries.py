@@ -22,7 +22,7 @@ def missing(owner: Any, hooks: dict[str, tuple[str, ...]]) -> str:
 SPLIT = "the model is split over ranks (tensor, context or pipeline parallelism), which is not supported"
 STATIC_GRAPH = "static_graph lays out gradients after the first step and cannot resume exactly; leave it out"
 RESERVED = ("step", "reduce")
-"""A logged value cannot have the name of a parameter of `Session.log`."""
+"""Names that a logged value cannot have, since they are parameters of `Session.log`."""
 
 
 def split(accelerator: Any) -> str:

@@ -124,7 +124,7 @@ class Copy:
         return problem
 
     def recent(self) -> str:
-        """Return lines for a snapshot that other disks may lack; empty if they are unreadable or too long."""
+        """Return the lines that other disks may lack, to be kept in a snapshot; empty if they are unreadable or too long."""
         try:
             with self.path.open("rb") as file:
                 file.seek(self.everywhere)
@@ -134,7 +134,7 @@ class Copy:
         return lines.decode(errors="replace") if len(lines) <= _MOST_RECENT else ""
 
     def add(self, lines: str, step: int) -> None:
-        """Append the lines up to `step` that this disk lacks. Raises OSError."""
+        """Remove the lines after `step`, and append those of `lines` up to `step` that this disk lacks. Raises OSError."""
         truncate_after(self.path, step)
         last = self._summary()[0]
         for line in lines.splitlines(keepends=True):
@@ -172,7 +172,7 @@ class Copy:
                 log.warning("outlast: %s on this disk is not complete: %s", contract.METRICS, problem)
 
     def news(self, start: int) -> News:
-        """Return whole lines from byte `start` on for the other disks, at most 64 MiB. Raises OSError."""
+        """Return the whole lines from byte `start` on, which the other disks may lack, up to 64 MiB. Raises OSError."""
         self.everywhere = start
         try:
             with self.path.open("rb") as file:
@@ -209,7 +209,7 @@ class Screen:
         self._shown = float("-inf")
 
     def show(self, step: int, values: Mapping[str, float], steps: Callable[[], int | None]) -> None:
-        """Add `values` to the next line, and print it if it is due. `steps` returns the run's number of steps."""
+        """Add `values` to the next line, and print the line if it is due. `steps` returns the run's number of steps."""
         if self._quiet:
             return
         self._step, self._steps = step, steps

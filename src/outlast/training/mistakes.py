@@ -31,7 +31,7 @@ _LENGTHS = ("total_steps", "T_max", "total_iters")
 
 
 def public(example: str) -> Callable[[Method], Method]:
-    """Make a public method raise OutlastError, which quotes `example`, for arguments that do not fit its signature."""
+    """Return a decorator that makes a method raise OutlastError, with `example` in the message, for arguments that do not fit."""
 
     def decorated(method: Method) -> Method:
         @functools.wraps(method)
@@ -122,7 +122,7 @@ def described(state: State) -> list[str]:
 
 
 def lengths(state: State) -> dict[str, dict[str, int]]:
-    """Return each scheduler's number of steps, by name and attribute."""
+    """Return each scheduler's number of steps, keyed by name and attribute."""
     return {
         name: {key: vars(thing)[key] for key in _LENGTHS if isinstance(vars(thing).get(key), int)}
         for name, thing in state.items()
@@ -131,8 +131,8 @@ def lengths(state: State) -> dict[str, dict[str, int]]:
 
 
 def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
-    """Return a warning if a resumed run has a new batch size, or an empty string. `made` has the `lengths` before the resume.
-    Raises OutlastError if the new batch size changes the number of steps with which a scheduler was saved."""
+    """Return a warning if a resumed run has a new batch size, or an empty string. `made` is the result of `lengths` before the
+    resume. Raises OutlastError if the new batch size changes the number of steps with which a scheduler was saved."""
     warning = ""
     for stream in streams_of(state):
         if stream.saved_with is None or stream.saved_with[0] == stream.batch:
@@ -153,7 +153,8 @@ def changed(state: State, made: Mapping[str, Mapping[str, int]]) -> str:
 
 
 def check_read(state: State, before: Mapping[Any, int]) -> None:
-    """Raise OutlastError if a stream that is being read was not saved. `before` has the `saves` before the capture."""
+    """Raise OutlastError if a stream that is being read was not saved. `before` is the result of `saves` before the state was
+    captured."""
     for stream in streams.being_read():
         if stream not in streams_of(state) and stream.saves == before.get(stream, 0):
             raise OutlastError(

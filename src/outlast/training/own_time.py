@@ -1,4 +1,4 @@
-"""Measures a rank's own time per step, without the time in collectives, from which `job.slow_ranks` finds slow ranks.
+"""Measures each rank's own time per step, without the time in collectives, so that `job.slow_ranks` can find slow ranks.
 
 In every n-th step, DDP's logger measures how long the backward pass waits for the last gradients, by the clock on a CPU and by
 events on a GPU. The numbers are available once the next step's forward pass has begun. See
@@ -28,9 +28,9 @@ WINDOW_S = 15.0
 _LEAST = 5
 """Minimum number of samples in a window."""
 _EVERY_S, _EVERY_GPU_S = 0.1, 1.0
-"""Seconds between two samples on a CPU and on a GPU, where reading the times waits for the stream."""
+"""Seconds between two samples on a CPU and on a GPU, where reading the times waits for the GPU's stream."""
 _RATE = 100
-"""Maximum number of steps between two samples, as in torch."""
+"""Maximum number of steps between two samples; torch's default."""
 
 
 class OwnTimes:

@@ -12,8 +12,7 @@
                 run.save(step)
 
 This works under Outlast, under torchrun, and as a plain `python train.py` (a world of one). A run that is killed and resumed with
-the same number of ranks computes the same bits as an undisturbed run, and all ranks agree at every step whether to save and
-whether to leave.
+the same number of ranks computes the same bits as an uninterrupted run. All ranks agree at every step whether to save or leave.
 """
 
 from __future__ import annotations
@@ -66,25 +65,25 @@ log = logging.getLogger("outlast")
 
 _OPENED = ("device", "_group", "_calls", "_disks", "_saver", "_saves", "_ledger", "_copy", "_own")
 _LAST_SAVE_S = 10.0
-"""Seconds to wait for the save in progress if a process ends with an exception; arbitrary."""
+"""Seconds to wait for the save in progress if a process ends with an exception (an arbitrary value)."""
 
 
 def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> Session:
     """Open this process's session: `with session.open(seed=0) as run:`. A collective.
 
     Joins the process group that the environment describes (Outlast's or torchrun's; otherwise the world has one rank), with gloo
-    on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch alike on every rank, so that all ranks create the same
-    model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, the values passed to `Session.log` are
-    not printed.
+    on the CPU and NCCL on GPUs. `seed` seeds Python, numpy and torch identically on every rank, so that all ranks create the same
+    model; from `Session.resume` on, each rank has its own random numbers. With `quiet`, `Session.log` prints nothing.
 
-    With `keep_process`, a planned change of the world ends only the processes of workers that leave: `save` returns, and the next
-    batch comes in the next world, with new values of `rank`, `world_size` and `generation`. The state passed to `resume` is
-    loaded again, and everything else stays as it is, so nothing made before the loop may depend on rank or size. All ranks pass
-    the same value. If a process cannot go on in the next world, a warning says why, and each change replaces the process.
+    With `keep_process`, a planned change of the world ends only the processes of workers that leave. In the others, `save`
+    returns, and the script reads its next batch in the next world, with new values of `rank`, `world_size` and `generation`. The
+    state passed to `resume` is loaded again, and everything else stays as it is, so nothing made before the loop may depend on
+    the rank or the world size. All ranks pass the same value. If a process cannot continue in the next world, a warning says why,
+    and each change of the world replaces the process.
 
     A session that ends without an exception saves the last step if the script has not. Raises OutlastError if a process group
-    exists already or, outside of a job, rank 0's output cannot be written. Raises Superseded if a later generation of the run has
-    begun.
+    exists already or, outside a job, rank 0's output directory cannot be written. Raises Superseded if a later generation of the
+    run has begun.
     """
     return Session(seed, quiet, keeps=keep_process)
 
@@ -92,8 +91,8 @@ def open(seed: int = 0, *, quiet: bool = False, keep_process: bool = False) -> S
 def attach(seed: int = 0, *, output: Path | None = None, quiet: bool = False, batch: int = 0) -> Session:
     """Open the session of a process in which a library has already joined a process group and seeded the generators.
 
-    The process group stays open at the end; if there is none, the world has one rank. `output` is the output directory outside a
-    job. `batch` is the number of samples per step: a job's later worlds only have sizes whose ranks can share it equally.
+    The process group stays open at the end; if there is none, the world has one rank. Outside a job, `output` is the output
+    directory. `batch` is the number of samples per step; later worlds of a job only have numbers of ranks that divide it.
     Otherwise like `open`. A collective.
     """
     return Session(seed, quiet, attached=True, output=output, batch=batch)
@@ -119,8 +118,8 @@ class Session:
     data: Path | None
     """Directory of the job's data; None if the job has none."""
     seconds_left: float
-    """Seconds left to save and leave, as of the last `interrupted`; infinity while no worker is interrupted. All ranks have the
-    same value, the minimum over all workers. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
+    """Seconds left to save and leave, as of the last call of `interrupted`; infinity while no worker is interrupted. All ranks
+    have the same value, the minimum over all workers. Use it to skip optional work: `if run.seconds_left > 60: evaluate()`."""
 
     def __init__(
         self, seed: int, quiet: bool, *, attached: bool = False, output: Path | None = None, batch: int = 0, keeps: bool = False
@@ -260,11 +259,11 @@ class Session:
 
     @mistakes.public("net = run.ddp(model)")
     def ddp(self, model: torch.nn.Module, **options: Any) -> DistributedDataParallel:
-        """Wrap `model` in DistributedDataParallel on this rank's device, adding gradients in the same order after every restart.
+        """Wrap `model` in DDP on this rank's device, so that gradients are added in the same order after every restart.
 
-        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, that changes the bits of
-        the gradients' sum, so the first step after a resume would not be exact. This method makes DDP rebuild the buckets before
-        the first step (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
+        Plain DDP rebuilds its gradient buckets after the first backward pass. With three or more ranks, this changes the bits of
+        the gradients' sums, so a resumed run would differ from an uninterrupted one. This method makes DDP rebuild the buckets
+        before the first step (docs/decisions/0003). Raises OutlastError for `static_graph`. A collective.
         """
         if options.get("static_graph"):
             raise OutlastError(
@@ -280,11 +279,12 @@ class Session:
         The newest state is a snapshot in the workers' memory or the newest valid checkpoint, whichever is later. `state` maps
         names to modules, optimizers and anything else with `state_dict` and `load_state_dict`; `save` saves these objects. Random
         number generators are restored, too. Damaged checkpoints are reported and skipped. If workers have separate disks, one
-        valid copy of a checkpoint is enough, and is sent to the other disks. If the output cannot be written, a resumed run
-        warns, and saves fail until it can.
+        valid copy of a checkpoint is enough, and is sent to the other disks. If `output` is not writable, a resumed run only
+        warns, and its saves fail until `output` is writable.
 
-        Raises OutlastError if the saved state does not fit `state`, or if a run without saved state cannot write its output.
-        Raises NoRoom if a disk is too full for its copy, and NotRestored if a store or the memory cannot be read. A collective.
+        Raises OutlastError if the saved state does not fit `state`, or if there is no saved state and `output` is not writable.
+        Raises NoRoom if a disk is too full for a copy of a checkpoint, and NotRestored if a store or a worker's memory cannot be
+        read. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -336,9 +336,9 @@ class Session:
     def peek(self, state: Mapping[str, Any]) -> int:
         """Load a part of this run's newest state and return its step, or 0 if there is none.
 
-        Libraries call this to learn the position before modules and optimizers exist, so `state` contains none of these. The
-        `resume` that must follow loads the whole state of the same step and restores random numbers. Raises the same errors as
-        `resume`. A collective.
+        Libraries call this to learn the training position before modules and optimizers exist, so `state` contains none of these.
+        The call of `resume` that must follow loads the whole state of the same step and restores random numbers. Raises the same
+        errors as `resume`. A collective.
         """
         mistakes.check_mapping(state)
         checkpoint.check(state)
@@ -347,7 +347,7 @@ class Session:
         return self._peeked
 
     def _newest(self, state: Mapping[str, Any], *, peek: bool = False) -> resuming.Restored:
-        """Load the newest state. The checkpoint that `peek` has verified is protected until `resume` has loaded it."""
+        """Load the newest state. A checkpoint that `peek` has verified is not removed before `resume` has loaded it."""
         if self._search is None:
             share = self.local_rank, int(os.environ.get("LOCAL_WORLD_SIZE", 1))
             held = contextlib.ExitStack()
@@ -368,7 +368,7 @@ class Session:
         return next((int(thing.total_steps) for thing in self._state.values() if hasattr(thing, "total_steps")), None)
 
     def _note(self, kind: str, **fields: Any) -> None:
-        """Record on rank 0 that a checkpoint is `damaged` or was `copied` to other disks."""
+        """Record that a checkpoint is `damaged` or was `copied` to other disks. Only rank 0 calls this."""
         self._ledger.write(kind, **fields)
         if kind == "damaged":
             log.warning("outlast: %s is damaged and skipped: %s", fields["path"], fields["reason"])
@@ -383,10 +383,10 @@ class Session:
     def export(self, model: torch.nn.Module, name: str | Path = "model.pt") -> Path:
         """Write `model`'s weights to the file `run.output / name`, for use without Outlast, and return the file's path.
 
-        `torch.load(path, weights_only=True)` reads the file or, if the name ends in `.safetensors`, safetensors (`pip install
-        safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's shards are gathered, tensor by tensor.
-        Rank 0 writes the file and needs CPU memory for the whole model. The call returns on all ranks once the file is complete.
-        Raises OutlastError on all ranks if the file cannot be written. A collective.
+        Read the file with `torch.load(path, weights_only=True)`. If its name ends in `.safetensors`, it is written and read with
+        the package safetensors (`pip install safetensors`). Keys are those of the plain module, without DDP's prefix. FSDP2's
+        shards are gathered, tensor by tensor. Rank 0 writes the file and needs CPU memory for the whole model. The call returns
+        on all ranks once the file is complete. Raises OutlastError on all ranks if the file cannot be written. A collective.
         """
         path = self.output / name
         weights.check(path, model)
@@ -396,12 +396,12 @@ class Session:
 
     @mistakes.public("run.log(step, loss=loss)")
     def log(self, step: int, *, reduce: bool = False, **values: Any) -> dict[str, float]:
-        """Report that `step` has ended and log `values`, which are returned as floats.
+        """Report that `step` has ended, log `values`, and return them as floats.
 
-        Each value is a number or a tensor of one element; the call waits for tensors on a GPU. Rank 0 appends the values to
-        `metrics.jsonl`, and prints the first and the last values to stderr, and others at most every 10 seconds. With `reduce`,
-        values are averaged over the ranks, and the call is a collective: the sum of `loss * share` over each rank's micro-batches
-        becomes the mean loss of the global batch. Raises OutlastError for a value that is not a single number.
+        Each value is a number or a one-element tensor; the call waits for tensors on a GPU. Rank 0 appends the values to
+        `metrics.jsonl`, and prints them to stderr: the first and the last, and others at most every 10 seconds. With `reduce`,
+        the call is a collective, and values are averaged over the ranks. If each rank passes the sum of `loss * share` over its
+        micro-batches, the average is the global batch's mean loss. Raises OutlastError for a value that is not a single number.
         """
         step = mistakes.whole(step)
         self._saves.logged(step)
@@ -449,7 +449,7 @@ class Session:
             log.warning("outlast: the run goes on with other parameters than before: %s", changed)
 
     def alive(self) -> contextlib.AbstractContextManager[None]:
-        """Signal that this rank is alive although it may seem to hang. Cheap, and not a collective.
+        """Signal that this rank is alive although it may seem to hang. This is cheap and not a collective.
 
         `run.alive()` is a single signal. `with run.alive():` covers the whole block: use it while the script waits for something
         that Outlast cannot observe, e.g. a service that evaluates the model. Hangs in the block are not detected.
@@ -484,11 +484,11 @@ class Session:
 
     @mistakes.public("run.due(step)")
     def due(self, step: int) -> bool:
-        """Return whether a checkpoint is due by the job's `checkpoint.every`, the same on all ranks, and take snapshots in
-        memory.
+        """Return whether a checkpoint is due (see the job's `checkpoint.every`), and take a snapshot in memory if one is due.
 
-        `step` is the number of optimizer steps done. The result is False while a save is in progress. Calls `interrupted` if the
-        script has not called it in this step. Raises OutlastError if `step` does not advance with the stream. A collective.
+        `step` is the number of optimizer steps done. The result is the same on all ranks, and False while a save is in progress.
+        Calls `interrupted` if the script has not called it in this step. Raises OutlastError if `step` does not advance with the
+        stream. A collective.
         """
         step = mistakes.whole(step)
         self._saves.advanced(f"run.due({step})", step)
@@ -509,8 +509,8 @@ class Session:
     def boundary(self, step: int) -> None:
         """Take a snapshot after `step`, save if a checkpoint is due, and leave if any rank is interrupted (see `save`).
 
-        Calls `interrupted`, `due` and `save` as needed at the end of a step, for libraries and plain loops. Short steps share a
-        vote: the ranks vote at least four times a second. A collective.
+        Libraries and plain loops call this at the end of each step, instead of `interrupted`, `due` and `save`. If steps are
+        short, the ranks do not vote on saving and leaving in each of them, but at least four times a second. A collective.
         """
         if step < self._pace.next and not self._saves.due(step, self._every):
             self._saves.advanced(f"run.boundary({step})", step)
@@ -526,18 +526,19 @@ class Session:
 
     @mistakes.public("run.save(step, metric=loss); it saves what resume() was given")
     def save(self, step: int, *, metric: float | torch.Tensor | None = None) -> None:
-        """Save the state passed to `resume` as the checkpoint of `step`. Returns once the state is copied; a thread writes it.
+        """Save the state passed to `resume` as the checkpoint of `step`.
 
         `metric` is the quality of the checkpoint: a number or a tensor of one element. Only rank 0's metric counts, so average it
         first, e.g. with `run.log(step, reduce=True, val_loss=...)`. The default is the last value logged up to this step under
         the name in the job's `checkpoint.by`. The job's `checkpoint.best` is the number of best checkpoints that are kept besides
-        the newest; a value that is not finite is never best. A step is saved once, with its metric at that time.
+        the newest; a value that is not finite is never best. A saved step is not saved again, even with another metric.
 
-        After `interrupted` has returned True, the call waits until the checkpoint is committed and raises SystemExit(75); with
-        `keep_process`, it returns, and the next batch comes in the next world or ends the process. If the last saves took longer
-        than the time left, the call only waits for the save in progress, and training later continues from that step. If a save
-        fails, e.g. because the disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if
-        `step` does not advance with the stream, or if a Stream that is being read is not in the state. A collective.
+        The call returns once the state is copied, and a thread writes the copy. After `interrupted` has returned True, the call
+        waits until the checkpoint is committed and raises SystemExit(75); with `keep_process`, it returns, and the process
+        continues in the next world or ends before the next batch. If the last saves took longer than the time left, the call only
+        waits for the save in progress, and training later continues from the newest checkpoint. If a save fails, e.g. because the
+        disk is full, this is reported, and training continues. Raises OutlastError before `resume`, if `step` does not advance
+        with the stream, or if a Stream that is being read is not in the state. A collective.
         """
         step = mistakes.whole(step)
         value = None if metric is None else mistakes.number("metric", metric)
@@ -561,7 +562,7 @@ class Session:
         raise SystemExit(Exit.INTERRUPTED)
 
     def _between(self, keeper: kept_process.Keeper) -> bool:
-        """Continue in the next world if this process is to leave this one before the next batch. Returns whether it did."""
+        """Before a batch, enter the next world if `save` has decided to leave this one. Returns whether the world has changed."""
         if warning := keeper.before_batch(self._state, self._meet):
             self._report(warning=warning)
         if (step := keeper.departure) is None:

@@ -1,1 +1,1 @@
-"""Samples for training: streams of batches, shards, and shards that are fetched while training runs."""
+"""Samples for training: streams of batches, and shards of prepared data, which may be fetched while training runs."""

@@ -30,7 +30,7 @@ def unordered(dataset: Any) -> str:
 
 
 def unordered_loader(loader: Any) -> str:
-    """Return what `unordered` returns, but for a loader, whose sampler chooses the order."""
+    """Return why a run could not resume in the order of this loader's sampler, and what to do, or an empty string if it could."""
     if not isinstance(loader, DataLoader):
         return (
             f"the training loader is {kind(loader)}, whose samples have no order to continue; give a torch.utils.data.DataLoader"

@@ -19,7 +19,7 @@ Key = tuple[int, int]
 
 
 class Seeded(Dataset[Any]):
-    """A dataset of `Key`s, (epoch, index). A sample's random numbers depend only on the seed and its key."""
+    """A dataset indexed by `Key`s, i.e. (epoch, index). A sample's random numbers depend only on the seed and its key."""
 
     def __init__(self, dataset: Any, seed: int) -> None:
         self._dataset, self._seed = dataset, seed
@@ -70,7 +70,7 @@ def preserved_generators() -> Iterator[None]:
 
 
 def seed_all(seed: int, rank: int | None = None, step: int = 0) -> None:
-    """Seed all generators as a function of (seed, rank, step), or alike on every rank if only `seed` is given."""
+    """Seed all generators as a function of (seed, rank, step), or identically on every rank if only `seed` is given."""
     if rank is not None:
         seed = _hashed(f"outlast rank {seed} {rank} {step}")
     random.seed(seed)

@@ -1,12 +1,12 @@
 """Fetches shards from a store into this machine's cache, for training.
 
     <cache>/places/<digest of the URL>/manifest.json                      the last manifest fetched
-    <cache>/places/<digest of the URL>/files/<digest of that>/<name>      small files, e.g. tokenizer.json
+    <cache>/places/<digest of the URL>/files/<digest of manifest>/<name>  small files, e.g. tokenizer.json
 
 `prepare.data_cache_eviction` describes the rest of the cache. One process on a machine fetches a shard while the others wait.
-Threads fetch announced shards and protect them from removal until they are read; a shard that is needed at once may exceed the
-cache's limit. A waiting process signals that it is alive, since an unreachable store is not a hang. This module, which imports
-stores, is imported only for data in a store.
+Threads fetch announced shards and protect them from removal until they are read. A shard that is needed at once is fetched even
+if the cache then exceeds its limit. A waiting process signals that it is alive, since an unreachable store is not a hang. This
+module imports the clients of stores, so it is imported only for data in a store.
 """
 
 from __future__ import annotations
@@ -50,7 +50,8 @@ _WARN_S, _WARN_AGAIN_S = 10.0, 60.0
 _STORE_S = 20.0
 """Seconds of retries before the store counts as unreachable."""
 _TRIES, _TRY_S = 4, 0.5
-"""Attempts if a shard is damaged or the disk is full, and the pause between them, in which other processes may drop shards."""
+"""Number of attempts if a shard is damaged or the disk is full, and seconds between attempts, in which other processes may drop
+shards."""
 _PAUSE_S = 5.0
 """Seconds between attempts to read ahead if the store is unreachable or the cache is full."""
 _LEAVE_S = 5.0
@@ -99,11 +100,11 @@ class Fetched:
         """Reset the state, at the start and in a forked process."""
         self._store: Store | None = None
         self._ahead_held: dict[str, Held] = {}
-        """The announced shards in the cache, by sha256."""
+        """The announced shards in the cache, keyed by sha256."""
         self.ahead: deque[tuple[Shard, bool]] = deque()
         """The announced shards that are not in the cache, and whether they are needed at once."""
         self.announced = threading.Event()
-        """Set, and then replaced, when shards are announced."""
+        """An event that is set, and then replaced, whenever shards are announced."""
         self._lock, self._threads = threading.Lock(), 0
         """The number of threads that fetch ahead. Each ends once no announced shard is left."""
         self._failed: Exception | None = None
@@ -194,7 +195,7 @@ class Fetched:
         return held
 
     def _fetch(self, shard: Shard, now: bool) -> Held | None:
-        """Fetch a shard, or return None if another process does. Raises NoRoom if the cache is full, unless it is needed
+        """Fetch a shard, or return None if another process does. Raises NoRoom if the cache is full, unless the shard is needed
         `now`."""
         if self._failed is not None:
             raise self._failed
@@ -220,7 +221,7 @@ class Fetched:
             return held
 
     def _download(self, key: str, path: Path, size: int | None = None) -> Path:
-        """Download an object, which is a shard if it has a `size`. Raises StoreError, OSError, OutlastError."""
+        """Download the object `key` to `path`. Only shards have a `size`. Raises StoreError, OSError, OutlastError."""
         global _used
         if _forked:  # a store's client hangs in a fork of a process that has used a client
             argv = [self.name, key, str(path), *([] if size is None else [str(size)])]
@@ -250,8 +251,8 @@ class Fetched:
         return path
 
     def _patiently(self, what: str, attempt: Callable[[], T | None]) -> T:
-        """Repeat `attempt` while it returns None (another process fetches the object) or the store is unreachable, at most for
-        `patience` seconds without the store. Raises OutlastError."""
+        """Repeat `attempt` until it returns a result. It returns None while another process fetches the object. Raises
+        OutlastError if the store is still unreachable after `patience` seconds, or if other errors do not pass."""
         begun, warn_at = time.monotonic(), time.monotonic() + _WARN_S
         pause, tries = _POLL_S, 0
         with deadlocks.watch().alive():
@@ -281,7 +282,7 @@ class Fetched:
                 pause = min(_LONGEST_POLL_S, pause * 1.5)
 
     def _problem(self, what: str, error: Exception) -> tuple[str, bool]:
-        """Describe an error, and return whether it is transient."""
+        """Return a description of an error, and whether the error is transient."""
         if isinstance(error, Missing):
             remedy = "prepare data there (outlast data prepare), or correct the URL" if what == MANIFEST else _REST
             return f"{self.name} has no {what}; {remedy}", False
@@ -317,7 +318,7 @@ _under_way: set[Path] = set()
 
 
 def _leave() -> None:
-    """Wait for downloads at exit, since no thread may be in a store's client while the interpreter shuts down."""
+    """Wait for downloads at exit, since no thread may use a store's client while the interpreter shuts down."""
     _leaving.set()
     deadline = time.monotonic() + _LEAVE_S
     while _under_way and time.monotonic() < deadline:

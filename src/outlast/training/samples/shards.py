@@ -1,4 +1,4 @@
-"""Prepared data in shards, for a `Stream`: from a directory, or from a store through this machine's cache.
+"""Reads prepared data for a `Stream`: shards in a directory or, through this machine's cache, in a store.
 
     stream = Stream(Shards(run.data, block=1024), batch=480)             # tokens: `outlast data prepare text`, nanoGPT's *.bin
     stream = Stream(Shards("s3://bucket/pictures"), batch=256)           # columns: prepare images, jsonl, video
@@ -26,13 +26,13 @@ from outlast.data.shard_format import Manifest, Shard
 from outlast.order import Indices, Windows
 
 WINDOW = 8
-"""Default number of shards that are shuffled together if they are in a store; arbitrary."""
+"""Default number of shards that are shuffled together if they are in a store (an arbitrary value)."""
 AHEAD = 3
-"""Number of announced windows: the current one and the next two."""
+"""Number of windows whose shards are announced: the current window and the next two."""
 _MAPPED = 1024
 """Maximum number of local shards that are mapped at a time. Linux allows a process 65,530 mappings."""
 _LARGE = 4096
-"""Samples of this size or more are copied into a batch one by one, since fancy indexing would copy them twice."""
+"""Samples of this many bytes or more are copied into a batch one by one, since fancy indexing would copy them twice."""
 Columns = dict[str, NDArray[Any]]
 
 
@@ -47,10 +47,11 @@ class Place(Protocol):
         """Read the manifest. Raises OutlastError."""
 
     def hold(self, shard: Shard) -> tuple[Path, object]:
-        """Return a shard's path once it is downloaded, and an object that protects the file while it is referenced."""
+        """Download a shard if necessary. Returns the shard's path, and an object that protects the shard from removal while the
+        object is referenced."""
 
     def file(self, name: str) -> Path:
-        """Return the path of a small file beside the shards. Raises OutlastError if there is none."""
+        """Return the path of a small file beside the shards. Raises OutlastError if the file does not exist."""
 
     def announce(self, shards: Sequence[Shard], now: int) -> None:
         """Announce the shards that are read next, in order. The first `now` shards are needed at once."""
@@ -80,20 +81,21 @@ class Directory:
 
 
 class Shards:
-    """The samples of prepared data, for a `Stream` or for indexing.
+    """Prepared samples, to be read through a `Stream` or by index.
 
     `place` is a directory written by `outlast data prepare`, a nanoGPT directory with `train.bin` and `val.bin`, or the URL of
-    either in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part` is
-    `train` or `val`.
+    such a directory in a store (`s3://bucket/data`). Shards in a store are fetched through this machine's cache as needed. `part`
+    is `train` or `val`.
 
-    A sample of text is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; `s[:-1]`
-    is the input, `s[1:]` the target. A batch has shape (n, `block` + 1). Any other sample is a dict of the prepared columns. In a
-    batch, columns of one shape are stacked along the first dimension, and other columns are lists of n tensors. `transform` is
-    applied to each sample, in the Stream's `workers`; its random numbers are a function of (seed, epoch, index).
+    A sample of text is an int64 tensor of `block` + 1 consecutive tokens that begin at a multiple of `block` in a shard; for a
+    sample `s`, `s[:-1]` is the input and `s[1:]` the target. A batch has shape (n, `block` + 1). Any other sample is a dict of
+    the prepared columns. In a batch, a column whose tensors all have one shape is stacked along a new first dimension, and any
+    other column is a list of n tensors. `transform` is applied to each sample, in the Stream's `workers` if it has any; its
+    random numbers are a function of (seed, epoch, index).
 
-    `window` is the number of shards shuffled together: by default 8 for a store, where every machine reads window after window,
-    and all for a directory. `patience` is the number of seconds to wait for an unreachable store. Raises OutlastError if the
-    place does not have the part, or if its data do not fit the arguments.
+    `window` is the number of shards shuffled together. By default, these are all shards of a directory, but only 8 of a store, so
+    that a machine needs few shards at a time. `patience` is the number of seconds to wait for an unreachable store. Raises
+    OutlastError if the place does not have the part, or if its data do not fit the arguments.
     """
 
     def __init__(
@@ -143,7 +145,7 @@ class Shards:
         return max(0, tokens - 1) // self.block
 
     def _forget(self) -> None:
-        """Drop all open shards, at the start and after a fork or unpickling."""
+        """Drop all open shards. Called at the start, and after a fork or unpickling."""
         self._lock, self._pid = threading.Lock(), os.getpid()
         self._held: OrderedDict[int, tuple[Columns, object]] = OrderedDict()
         self._announced: tuple[int, int] | None = None
@@ -156,7 +158,7 @@ class Shards:
         self._forget()
 
     def __len__(self) -> int:
-        """Number of samples."""
+        """Return the number of samples."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
@@ -179,12 +181,12 @@ class Shards:
         return hashlib.sha256(" ".join(shard.sha256 for shard in self._shards).encode()).hexdigest()[:16]
 
     def windows(self, window: int, seed: int) -> Windows | None:
-        """Return the order with `window` shards shuffled together, or None if `window` is 0 or covers all shards."""
+        """Return an order in which `window` shards at a time are shuffled, or None if `window` is 0 or covers all shards."""
         return Windows(self._sizes.tolist(), window, seed) if 0 < window < len(self._shards) else None
 
     def reading(self, windows: Windows | None, position: int, epoch: int, shuffled: bool) -> None:
-        """Announce the shards read from `position` on, in the order of `windows`, over all shards if `shuffled`, or in
-        sequence."""
+        """Announce the shards that are read next, from `position` in an epoch on. The order is that of `windows`; without
+        windows, it is random over all shards if `shuffled`, and otherwise sequential."""
         count = len(self._shards)
         if windows:
             at = windows.window(position, epoch)
@@ -205,7 +207,8 @@ class Shards:
         self._place.announce([self._shards[number] for number in ahead], now)
 
     def await_(self, indices: Indices) -> None:
-        """Wait until the shards of these samples are cached, since the processes that read the samples cannot report waits."""
+        """Wait until the shards of these samples are cached. The training process waits, since the processes that read the
+        samples cannot signal that they are alive."""
         if self.remote:
             for shard in np.unique(np.searchsorted(self._ends, indices, side="right")):
                 self._open(int(shard))

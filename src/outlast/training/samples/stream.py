@@ -33,7 +33,7 @@ from outlast.training.samples.seeded import Seeded, preserved_generators
 from outlast.training.samples.shards import Shards
 
 _LEAVE_S = 1.0
-"""Seconds to wait for an abandoned stream's thread, since torch aborts a process that exits while a thread runs torch code."""
+"""Seconds to wait for a stream's thread to stop. If it still ran torch code at exit, torch would abort the process."""
 
 
 def _world() -> tuple[int, int]:
@@ -62,9 +62,9 @@ class Batch:
     ends_epoch: bool
     """True for the last batch of its epoch."""
     pieces: tuple[tuple[Any, float], ...]
-    """Micro-batches and their shares, as `split` returns them, on the device that read them."""
+    """Micro-batches and their shares, as `split` yields them, but before they are moved to `net`'s device."""
     most: int = 1
-    """Maximum number of micro-batches that any rank has."""
+    """Largest number of micro-batches that a rank has in this batch."""
     start: int = 0
     """Number of the epoch's samples that precede this batch, over all ranks."""
 
@@ -77,12 +77,13 @@ class Batch:
     def split(self, net: torch.nn.Module | None = None) -> Iterator[tuple[Any, float]]:
         """Iterate over this rank's micro-batches, as (data, share). Multiply the mean loss by the share before `backward`.
 
-        `data` has the structure of the dataset's samples, and its first dimension is the sample. The shares of all micro-batches
-        on all ranks sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of the mean loss
-        over the global batch, even if it does not divide evenly. With `net` (DDP or FSDP2), gradients are exchanged in the last
-        micro-batch only, and tensors are moved to `net`'s device. Every rank must take part in the exchange, so a rank without a
-        sample in the short last batch of an epoch gets another rank's sample with share 0.0. FSDP2 gathers weights in every
-        forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again, with share 0.0.
+        `data` has the structure of the dataset's samples, and the first dimension of its tensors is the sample. The shares of all
+        micro-batches on all ranks sum to the number of ranks: DDP averages gradients over ranks, so the result is the gradient of
+        the mean loss over the global batch, even if the batch does not divide evenly. With `net` (DDP or FSDP2), gradients are
+        exchanged in the last micro-batch only, and tensors are moved to `net`'s device. Every rank must take part in the
+        exchange, so a rank without a sample in the short last batch of an epoch gets another rank's sample with share 0.0. FSDP2
+        gathers weights in every forward pass, so a rank with fewer micro-batches than others gets its first micro-batch again,
+        with share 0.0.
         """
         where = next((p.device for p in net.parameters()), None) if net is not None else None
         pieces = self.pieces
@@ -132,19 +133,19 @@ class _Plan:
 class Stream:
     """Batches of a dataset in an order that is a function of (seed, epoch, position).
 
-    `dataset` is a tuple or dict of arrays, one such array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are tensors
+    `dataset` is a tuple or dict of arrays, a single array, or a map-style dataset (`__getitem__`, `__len__`). Arrays are tensors
     or numpy arrays, also memory-mapped, whose first dimension is the sample; a thread indexes them a batch at a time, `prefetch`
-    batches ahead. Map-style samples are joined by `collate`, in this thread or, with `workers`, in processes; their random
-    numbers are a function of (seed, epoch, index), so augmentation resumes exactly, too.
+    batches ahead. Samples of a map-style dataset are read and joined by `collate` in this thread or in `workers` processes. The
+    random numbers drawn for a sample are a function of (seed, epoch, index), so augmentation resumes exactly, too.
 
-    `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. `microbatch`
-    cuts a batch into pieces of that many samples, the same for every world size, and the pieces are distributed over the ranks.
-    Without `microbatch`, each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is None:
-    each sample is then yielded exactly `epochs` times, even if a resumed run has another `batch`.
+    `batch` is the number of samples in one optimizer step over all ranks; the last batch of an epoch may be smaller. A batch is
+    cut into pieces of `microbatch` samples, which are the same for every world size, and the pieces are distributed over the
+    ranks. Without `microbatch`, each rank's share is one piece. The stream ends after `steps`, or after `epochs` if `steps` is
+    None: each sample is then yielded exactly `epochs` times, even if a resumed run has another `batch`.
 
     The position of a stream counts the batches yielded, not those prefetched: in the loop's body, the current batch counts as
     consumed. `len(stream)` is the number of batches still to come. `for batch in stream:` yields a `Batch`; after the loop, the
-    session saves the last step. Raises OutlastError for data of other kinds, and for ranks without a sample.
+    session saves the last step. Raises OutlastError for other kinds of data, and if a full batch leaves a rank without samples.
 
     The order is a keyed permutation (Black and Rogaway, "Ciphers with arbitrary finite domains", 2002), computed without a table.
     """
@@ -188,7 +189,7 @@ class Stream:
         """Called before each batch of `for batch in stream`; returns whether the world has changed."""
         self.saves = 0
         self.not_shardable = ""
-        """Why ranks of the process group must not have separate shares; empty if they may."""
+        """Why the ranks of the process group must not read different shares of a batch; an empty string if they may."""
         self.sample = ""
         """Description of the first micro-batch, such as `a Tensor of shape (16, 3)`."""
         self.waited_s = 0.0
@@ -234,7 +235,7 @@ class Stream:
 
     @property
     def _windows(self) -> Windows | None:
-        """The order in windows of shards; None if all samples are shuffled together."""
+        """The order in windows of shards; None if samples are not shuffled in windows."""
         return self._shards.windows(self._window, self.seed) if self._shards and self.shuffle else None
 
     @property
@@ -242,7 +243,7 @@ class Stream:
         return (self.epoch, self._start) if self._start < self.samples else (self.epoch + 1, 0)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers, the same on every rank."""
+        """Return the stream's position and order as plain values, the same on every rank."""
         self.saves += 1
         epoch, start = self._next
         order: dict[str, Any] = {"seed": self.seed, "samples": self.samples, "shuffle": self.shuffle}
@@ -293,7 +294,7 @@ class Stream:
         self._window = state["window"] if name == "windows" else 0
 
     def __len__(self) -> int:
-        """Number of batches still to come."""
+        """Return the number of batches still to come."""
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -313,11 +314,11 @@ class Stream:
                     return
 
     def batches(self, rank: int, ranks: int) -> Generator[Batch, None, None]:
-        """Iterate over the batches of `rank` among `ranks`, from the current position on.
+        """Iterate over the batches of rank `rank` in a world of `ranks` ranks, from the current position on.
 
         `for batch in stream` passes the rank and size of the process group. Call this yourself if several ranks share one copy of
-        the model (tensor or pipeline parallelism): `rank` is then the number of the copy. Raises OutlastError if a full batch
-        leaves a rank without samples.
+        the model (tensor or pipeline parallelism): `rank` is then the number of this rank's copy, and `ranks` the number of
+        copies. Raises OutlastError if a full batch leaves a rank without samples.
         """
         self._check(ranks)
         plans = self._plans(rank, ranks)
@@ -349,7 +350,7 @@ class Stream:
             )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
-        """Yield this rank's batches, from the current position to the end."""
+        """Yield the plans of this rank's batches, from the current position to the end."""
         epoch, start = self._next
         windows = self._windows
         for step in range(self.step, self.total_steps):
@@ -412,7 +413,8 @@ class Stream:
 
 
 def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
-    """Yield `items`, which a thread reads up to `count` ahead. Its exception is raised after the earlier items."""
+    """Yield `items`, which a thread reads up to `count` ahead. An exception in the thread is raised after the items read before
+    it."""
     ready: queue.Queue[tuple[str, Any]] = queue.Queue(count)
     stopped = threading.Event()
 
@@ -476,7 +478,7 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
 
 
 def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
-    """Return the dataset as arrays, or None if samples are read one by one, and its number of samples."""
+    """Return the dataset's arrays (None if samples are read one by one) and its number of samples."""
     if isinstance(dataset, Shards):
         return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
     array = np.ndarray | torch.Tensor

@@ -1,1 +1,1 @@
-"""The state of training: capturing, saving and restoring it, in memory, on disks and from peers."""
+"""Captures, saves and restores the state of training, in memory, on disks and from peers."""

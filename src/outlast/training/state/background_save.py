@@ -41,15 +41,16 @@ _METADATA = ".metadata"
 
 
 class Copies:
-    """CPU memory for copies of a state, which is reused, since page faults are the expensive part of a copy. torch's
-    DefaultStager does the same, but fails on parameters in torch 2.11."""
+    """CPU memory for copies of a state. It is reused, since page faults are the expensive part of a copy. torch's DefaultStager
+    does the same, but fails on parameters in torch 2.11."""
 
     def __init__(self) -> None:
         self._buffers: dict[str, torch.Tensor] = {}
         self._meshes: dict[DeviceMesh, DeviceMesh] = {}
 
     def of(self, flat: Flat) -> Flat:
-        """Return a copy on the CPU, valid until the next call. The first call is a collective if GPUs hold shards."""
+        """Return a copy of `flat` on the CPU, which is valid until the next call. The first call is a collective if GPUs hold
+        shards."""
         accelerator = device.find()
         accelerator.mark_step()
         pairs: list[memory_copies.Pair] = []
@@ -122,7 +123,7 @@ class Saver:
         self._disks = disks or Disks([0] * self._ranks, self._rank, None)
         self.copy = copy or metrics.Copy(directory.parent / contract.METRICS)
         self.fenced = True
-        """If False, the next commit fences this disk first."""
+        """If False, the next commit first fences earlier generations on this disk."""
         self._initial_owner = ""
         """The run that owned this disk when the session began: a delayed fence must not take the disk from a later run."""
         with contextlib.suppress(OSError):  # each save reports the error
@@ -170,7 +171,8 @@ class Saver:
         self._hurry.set()
 
     def wait(self, timeout_s: float | None = None) -> Outcome | None:
-        """Wait for the last save and return its outcome, or None if it takes longer or its outcome was returned before."""
+        """Wait for the last save and return its outcome, or None if it takes longer than `timeout_s` or its outcome was returned
+        before."""
         if self._thread is not None:
             self.hurry()
             self._thread.join(timeout_s)
@@ -217,8 +219,8 @@ class Saver:
         return outcome[0]
 
     def _aside(self, target: Path) -> tuple[Path, str] | None:
-        """Return a nameless file elsewhere for this rank's part, and the error, if this disk accepts no files. Other disks still
-        need the part. On rank 0's disk the save fails instead, and the result is None."""
+        """If this disk accepts no files, return an unnamed temporary file for this rank's part, which other disks still need, and
+        the disk's error. Otherwise, or on rank 0's disk, whose errors make the save fail, return None."""
         if self._disks.here:
             try:
                 target.mkdir(parents=True, exist_ok=True)
@@ -228,8 +230,8 @@ class Saver:
         return None
 
     def _commit(self, step: int, target: Path, answers: list[Written], begun: float) -> Outcome:
-        """Commit the checkpoint on every disk, rank 0's first. Never raises, since other ranks wait. A collective of the
-        leaders."""
+        """Commit the checkpoint on every disk, beginning with rank 0's. Never raises, since other ranks wait for the result. A
+        collective of the leaders."""
         disks, first = self._disks, self._rank == 0
         problem = next((written.problem for written in answers if written.problem), "")
         files = {name: file for written in answers for name, file in written.files.items()}

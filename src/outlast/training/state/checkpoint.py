@@ -1,12 +1,12 @@
-"""Saves and restores everything that a run needs to continue exactly.
+"""Saves and restores everything that a run needs to continue as if it had never stopped.
 
-A *state* is the argument of `Session.resume`: objects with `state_dict` and `load_state_dict`, by name. A checkpoint's keys are
-`<module>/<parameter or buffer>` and `<optimizer>/state/<parameter>/<name>` for tensors, and `<optimizer>/rest`, `<module>/rest`,
-`<anything else>`, `<loader>/<rank>` and `rng/<rank>` for pickled objects. Each rank writes a share of the replicated tensors.
-Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
+A *state* is the argument of `Session.resume`: objects with `state_dict` and `load_state_dict`, keyed by name. A checkpoint's keys
+are `<module>/<parameter or buffer>` and `<optimizer>/state/<parameter>/<name>` for tensors, and `<optimizer>/rest`,
+`<module>/rest`, `<anything else>`, `<loader>/<rank>` and `rng/<rank>` for pickled objects. Each rank writes a share of the
+replicated tensors. Buffers are rank 0's, since DDP broadcasts these in the next forward pass.
 
-Reading a checkpoint runs no code that it contains: objects are read as by `torch.load(weights_only=True)`, plus numpy's arrays, a
-few types from the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
+Reading a checkpoint runs no code that it contains. The permitted types are those of `torch.load(weights_only=True)`, numpy's
+arrays, a few types from the standard library, and the classes that a script allows with `torch.serialization.add_safe_globals`.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ def _parameters(optimizer: torch.optim.Optimizer) -> list[torch.nn.Parameter]:
 
 
 class Collected(NamedTuple):
-    """A state's tensors and objects, by the ranks that save them."""
+    """A state's tensors and objects, grouped by the ranks that save them."""
 
     everybody: Flat
     """Tensors replicated on every rank, and distributed tensors."""
@@ -88,7 +88,7 @@ class Collected(NamedTuple):
 
 
 def capture(state: State, rank: int, ranks: int) -> Flat:
-    """Return this rank's part of `state` and its random number generators. Tensors are not copied yet."""
+    """Return this rank's part of `state`, including its random number generators. Tensors are not copied yet."""
     everybody, own, rank0 = collected(state, rank)
     whole = {key: tensor for key, tensor in everybody.items() if not isinstance(tensor, DTensor)}
     for key in whole.keys() - dealt(whole, ranks)[rank]:
@@ -120,7 +120,7 @@ def collected(state: State, rank: int) -> Collected:
 
 
 def _place(tensor: torch.Tensor) -> int:
-    """Return a tensor's place in memory, which tells parameters from buffers, or -1 for a distributed tensor."""
+    """Return a number that identifies a tensor's memory, or -1 for a distributed tensor. It tells parameters from buffers."""
     return -1 if isinstance(tensor, DTensor) else device.of(tensor.device).place(tensor)
 
 
@@ -136,7 +136,7 @@ def _modules(state: State) -> torch.nn.Module:
 def _optimizer_state(
     root: torch.nn.Module, optimizer: torch.optim.Optimizer, name: str
 ) -> tuple[dict[str, torch.Tensor], dict[str, Any]]:
-    """Return an optimizer's tensors by parameter and name, and all its other values."""
+    """Return an optimizer's tensors, keyed by parameter and name, and all its other values."""
     with _begun(optimizer):
         state: dict[str, Any] = get_optimizer_state_dict(root, optimizer)
     values = {(fqn, key): value for fqn, entry in state["state"].items() for key, value in entry.items()}
@@ -147,8 +147,8 @@ def _optimizer_state(
 
 @contextlib.contextmanager
 def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Give an optimizer without state an empty entry in the block. Otherwise torch would take a step to initialize the state,
-    which calls hooks, and is wrong for optimizers with a special first step."""
+    """Give an optimizer without state an empty entry while the block runs. Otherwise torch would initialize the state by taking a
+    step, which would call hooks, and would be wrong for optimizers with a special first step."""
     first = _parameters(optimizer)[0]
     if not optimizer.state:
         optimizer.state[first] = {}
@@ -160,7 +160,7 @@ def _begun(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def dealt(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[set[str]]:
-    """Return the keys of the replicated tensors that each rank writes, balanced by size."""
+    """Return for each rank the keys of the replicated tensors that it writes, balanced by size."""
     load = [0] * ranks
     parts = [set[str]() for _ in load]
     for key, tensor in sorted(tensors.items(), key=lambda item: (-item[1].nbytes, item[0])):
@@ -171,7 +171,7 @@ def dealt(tensors: Mapping[str, torch.Tensor], ranks: int) -> list[set[str]]:
 
 
 def _safe() -> list[Any]:
-    """Return the types allowed in a checkpoint besides torch's own. Reading them only constructs objects."""
+    """Return the types allowed in a checkpoint besides torch's own. Unpickling these types runs only their constructors."""
     array: Any = np.empty(0).__reduce__()[0]
     scalar: Any = np.float64().__reduce__()[0]
     named = [(make, f"{package}.multiarray.{make.__name__}") for make in (array, scalar) for package in _NUMPY]
@@ -186,7 +186,7 @@ _PATHS = (pathlib.PurePosixPath, pathlib.PosixPath)
 
 
 def quickly_pickled(value: Any) -> bytes:
-    """Pickle an object without the checks, which a similar object must have passed."""
+    """Pickle an object without the checks of `pickled`, which a similar object must have passed before."""
     buffer = io.BytesIO()
     torch.save(value, buffer, _use_new_zipfile_serialization=False)
     return buffer.getvalue()
@@ -285,7 +285,8 @@ class _Planner(DefaultLoadPlanner):
 
 
 def generators() -> dict[str, Any]:
-    """Return the states of this rank's random number generators, with words and arrays as bytes, which pickle fast."""
+    """Return the states of this rank's random number generators. Integers and arrays are converted to bytes, which pickle
+    fast."""
     version, words, gauss = random.getstate()
     kind, keys, *drawn = np.random.get_state()
     states: dict[str, Any] = {
@@ -299,7 +300,7 @@ def generators() -> dict[str, Any]:
 
 @contextlib.contextmanager
 def kept_generators() -> Iterator[dict[str, Any]]:
-    """Restore this rank's generators at the end of the block. Yields their states."""
+    """Restore this rank's generators at the end of the block. Yields their states at its start."""
     states = generators()
     try:
         yield states
@@ -323,11 +324,11 @@ def _numbers(values: Any, dtype: type[np.generic]) -> np.ndarray[Any, Any]:
 
 
 def restore(path: Path, state: State, rank: int | None = None) -> bool:
-    """Load the checkpoint at `path` into the modules, optimizers and objects of `state`, which may be a part of the saved state.
+    """Load the checkpoint at `path` into the modules, optimizers and objects of `state`.
 
-    No session and no process group are needed: every rank reads its part. With `rank`, that rank's random number generators are
-    restored, too. Returns whether the checkpoint had generators for the rank: it lacks them if fewer ranks saved it. Raises
-    OutlastError if the checkpoint does not fit.
+    `state` may be a part of the saved state. No session and no process group are needed: every rank reads its part. With `rank`,
+    that rank's random number generators are restored, too. Returns whether the checkpoint had generators for the rank: it lacks
+    them if fewer ranks saved it. Raises OutlastError if the checkpoint does not fit.
     """
     reader = _Reader(path)
     targets = targets_of(reader.read_metadata(), state, rank)
@@ -339,7 +340,7 @@ def restore(path: Path, state: State, rank: int | None = None) -> bool:
 
 
 def targets_of(metadata: Metadata, state: State, rank: int | None) -> Flat:
-    """Return what `rank` reads from a checkpoint to restore `state`: tensors to read into, and b"" for objects."""
+    """Return what `rank` reads from a checkpoint to restore `state`: tensors to read into, and b"" in place of each object."""
     check(state)
     saved = metadata.state_dict_metadata
     targets: Flat = {}

@@ -32,7 +32,7 @@ _PAUSE = 7
 UNHURRIED = 1 + _PAUSE
 """Maximum factor by which pauses prolong a save."""
 _SMALL = 64 << 10
-"""Smaller tensors are saved by torch itself, since the archive around the data costs more than the data."""
+"""Tensors of fewer bytes are saved by torch itself, since the archive around the data costs more than the data."""
 
 
 class Writer(FileSystemWriter):

@@ -15,11 +15,11 @@ _PIECE = 16 << 20
 (`launch.os_calls`), `memcpy` is even faster, since it copies four pages at once."""
 _LINE = 64
 _LARGE = 256 << 10
-"""Smaller tensors are left to torch, which copies many small tensors faster."""
+"""Tensors of fewer bytes are left to torch, which copies many small tensors faster."""
 _WORTH = 16 << 20
-"""Minimum number of bytes for which threads are started. Arbitrary: one starts in 0.1 ms, and a core copies this much in 2 ms."""
+"""Minimum number of bytes for which threads are started: a thread starts in 0.1 ms, and a core copies this many bytes in 2 ms."""
 _MOST = 4
-"""More threads do not increase the bandwidth."""
+"""Maximum number of threads, since more threads do not increase the bandwidth."""
 
 Pair = tuple[torch.Tensor, torch.Tensor]
 

@@ -44,9 +44,9 @@ _Offers = Mapping[int, _Offer]
 class Search:
     """Parameters and results of the search.
 
-    `share` is this rank's index among the ranks of its worker, which divide the files to verify, and their number. `held`
-    protects checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are `damaged`
-    or were `copied` to other disks.
+    `share` is this rank's index among the ranks of its worker, and the number of these ranks, which divide the files to verify.
+    `held` protects checkpoints from removal until it is closed. Rank 0 calls `report(kind, **fields)` for checkpoints that are
+    `damaged` or were `copied` to other disks.
     """
 
     directory: Path
@@ -75,7 +75,7 @@ class Offered:
 
     @property
     def disks(self) -> list[_Offers]:
-        """The checkpoints on each disk, by step, without withdrawn ones."""
+        """The checkpoints on each disk, keyed by step, without withdrawn ones."""
         return [
             {step: each for step, each in disk.items() if not checkpoints.withdrawn(each.generation, step, self._ways_back)}
             for disk in self._every

@@ -5,7 +5,7 @@ latest of these. If one rank cannot read it, all ranks try the next one, before 
 copies are not read again; unreachable copies are retried for 20 seconds. No snapshot is dropped before another state is loaded.
 
 A rank whose bits differ sends wrong gradients to all others, so all later states are wrong. `WayBack.go` records on every disk
-that they do not count, and ends that rank's worker, as if it had crashed. See docs/decisions/0069-the-way-back.md.
+that these states do not count, and ends that rank's worker, as if it had crashed. See docs/decisions/0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("outlast")
 
 @dataclasses.dataclass(frozen=True)
 class WayBack:
-    """Takes a run back to an earlier step, at most once in a generation. `directory` has the run's checkpoints."""
+    """Takes a run back to an earlier step, at most once in a generation. `directory` contains the run's checkpoints."""
 
     directory: Path
     run: str
@@ -73,7 +73,7 @@ class WayBack:
 
 
 def withdraw(directory: Path, run: str, ways_back: Sequence[tuple[int, int]]) -> str:
-    """Withdraw this disk's checkpoints that do not count, given the `ways_back`. Returns the problem or an empty string."""
+    """Withdraw the checkpoints on this disk that do not count after these `ways_back`. Returns the problem or an empty string."""
     try:
         checkpoints.withdraw(directory, run, ways_back)
     except OSError as error:
@@ -90,11 +90,12 @@ class Restored:
 
     step: int = 0
     at: tuple[int, int] = (0, 0)
-    """(generation, step) of the snapshot; (0, 0) if the state was no snapshot."""
+    """(generation, step) of the loaded snapshot; (0, 0) if the state was no snapshot."""
     committed: int = 0
     """The newest committed step up to `step`."""
     source: str = ""
-    """`memory` of this worker, `peer` if a part was another worker's, `disk`, `store`, or empty if training begins at step 0."""
+    """`memory` if each rank read its own worker's memory, `peer` if any rank read another worker's, `disk`, `store`, or empty if
+    training begins at step 0."""
     path: str | None = None
     bytes: int = 0
     seconds: float = 0.0
@@ -188,7 +189,7 @@ def _restored(
 
 
 def _counted(held: list[Held], stored: At | None, ways: list[At], search: newest_on_disks.Search) -> tuple[list[Held], At | None]:
-    """Return the parts in memory and the store's newest checkpoint that count, given the `ways` back. Withdraws all other
+    """Return the parts in memory and the store's newest checkpoint that count after these `ways` back. Withdraws all other
     checkpoints on this disk."""
     search.ways_back[:] = ways
     if ways and search.disks.leader and (problem := withdraw(search.directory, search.run, ways)):

@@ -67,7 +67,7 @@ class Saves:
         self.state = {}
 
     def resumed(self, step: int, saved: int, age_s: float = 0.0) -> None:
-        """Count on from `step`. `saved` is the newest committed step, saved `age_s` seconds ago."""
+        """Continue counting from `step`. `saved` is the newest committed step, which was saved `age_s` seconds ago."""
         self.resumed_step, self.committed, self.last_step = step, saved, saved
         self._moved, self._measured = None, None
         self._begun = self.position()
@@ -81,11 +81,11 @@ class Saves:
         return time.monotonic() - self._last_save
 
     def late(self, every: Every) -> bool:
-        """Return whether a save is due by the elapsed time."""
+        """Return whether a save is due because enough time has passed."""
         return every.duration is not None and self.unsaved_s >= every.duration.total_seconds()
 
     def due(self, step: int, every: Every) -> bool:
-        """Return whether a save is due by the number of steps."""
+        """Return whether a save is due because enough steps have passed."""
         return every.steps is not None and step // every.steps > self.last_step // every.steps
 
     def position(self) -> int:
@@ -157,8 +157,8 @@ class Saves:
             self.store_last("the end of the stream")
 
     def store_last(self, where: str) -> None:
-        """Save the last step unless it is saved already. A collective if it is not. The last step is the one passed after the
-        last batch to `due` or `save`, or to `log`, which some ranks may not call."""
+        """Save the last step unless it is saved already. A collective if it is not. The last step is the one that the script has
+        passed to `due` or `save` after the last batch, or else to `log`, which some ranks may not call."""
         if not self.state:
             return
         position = self.position()
@@ -207,8 +207,8 @@ class Saves:
                 self._saver.connect_again()
 
     def too_late(self, step: int, notice: Path | None) -> tuple[float, str]:
-        """Return the shortest time left on any worker in seconds, and why it is too short to save the last step, or an empty
-        string. A collective."""
+        """Return the shortest time left on any worker in seconds, and why it is too short to save the last step (an empty string
+        if it is not). A collective."""
         own = notice_file.left_s(notice), self._saver.least_s, self._saver.rest_s, self.committed != step
         each = self._disks.gather(own)
         seconds_left = min(left_s for left_s, *_ in each)

@@ -41,7 +41,7 @@ class Part:
 
 @dataclass
 class Disks:
-    """A world's disks, in the order of their leaders. The first is rank 0's."""
+    """A world's disks, in order of their leaders' ranks. The first disk is rank 0's."""
 
     by_rank: Sequence[int]
     rank: int
@@ -78,7 +78,7 @@ class Disks:
 
     @property
     def leading(self) -> list[int]:
-        """The leaders' ranks, by disk."""
+        """The leaders' ranks, in order of their disks."""
         return [self.by_rank.index(disk) for disk in range(max(self.by_rank) + 1)]
 
     @property
@@ -103,8 +103,8 @@ class Disks:
 
     def fence(self, output: Path, directory: Path, run: str, generation: int | None) -> tuple[int, str]:
         """Fence earlier generations on every writable disk, and take the next generation unless one is given. A collective.
-        Returns the generation, and why this rank's output could not be fenced, or an empty string. Raises Superseded, and
-        OutlastError on rank 0 if a run without an agent cannot write its output."""
+        Returns the generation, and why this rank's output directory could not be fenced (an empty string if it was). Raises
+        Superseded, and OutlastError on rank 0 if a run without an agent cannot write its output directory."""
         own, unwritten = generation, ""
         if own is None and self.several:
             own = 1 + max(self.gather(checkpoints.generation(directory, run)))
@@ -134,13 +134,13 @@ class Disks:
     # Collectives of several disks' leaders; `group` is `leaders` or `savers`
 
     def each(self, value: Any, group: dist.ProcessGroup | None) -> list[Any]:
-        """Return every leader's value, by disk. A collective of the leaders."""
+        """Return every leader's value, in order of their disks. A collective of the leaders."""
         values: list[Any] = [None] * len(self.leading)
         dist.all_gather_object(values, value, group=group)
         return values
 
     def broadcast(self, value: Any, group: dist.ProcessGroup | None, *, by: int = 0) -> Any:
-        """Return the value from disk `by`'s leader. A collective of the group."""
+        """Return the `value` of the leader of disk `by`. A collective of the group."""
         if len(self.by_rank) == 1:
             return value
         values = [value]
@@ -149,8 +149,8 @@ class Disks:
 
     def exchange(self, parts: Sequence[Part], path: Callable[[str], Path | None], group: dist.ProcessGroup | None) -> str:
         """Copy every file to all disks. A collective of the leaders. `path` returns where to read or write a file, or None if
-        this disk only takes part. Written files are durable and verified. Returns why the copy failed on this disk, or an empty
-        string."""
+        this disk only takes part in the collective. Written files are durable and verified. Returns why the copy failed on this
+        disk, or an empty string."""
         leading, problem = self.leading, ""
         memory = torch.empty(min(BLOCK, max((part.size for part in parts), default=0)), dtype=torch.uint8)
         for part in parts:

@@ -28,7 +28,8 @@ from outlast.training.state.checkpoint import Collected, State
 EXTRA = ".session"
 """Key of rank 0's additional data; no name in a state begins with a dot."""
 _ROOM = 1 << 16
-"""Sizes of rooms are rounded up to a multiple of at least this, since pickled objects vary in size and rooms are reused."""
+"""Sizes of rooms are rounded up to a multiple of at least this many bytes, since pickled objects vary in size and rooms are
+reused."""
 _ROOMS = 6
 """Maximum number of mapped and pinned rooms. Snapshots alternate between two rooms of each kind."""
 
@@ -37,7 +38,7 @@ Signature = tuple[object, ...]
 
 @dataclasses.dataclass
 class Content:
-    """The contents of a part: chunks of tensors in a fixed order, followed by bytes."""
+    """The contents of a part: chunks of tensors in a fixed order, followed by pickled objects."""
 
     kind: Kind
     chunks: list[tuple[str, torch.Tensor, torch.Size, torch.Size]]
@@ -94,7 +95,8 @@ class Layout:
 
 
 def chunks(flat: Mapping[str, torch.Tensor]) -> list[tuple[str, torch.Tensor, torch.Size, torch.Size]]:
-    """Return this rank's `Content.chunks` of tensors, as torch.distributed.checkpoint would write them."""
+    """Cut tensors into this rank's chunks, as torch.distributed.checkpoint would. Returns them in the format of
+    `Content.chunks`."""
     items: Sequence[WriteItem] = create_default_local_save_plan(dict(flat), True).items
     chunks = []
     for item in items:
@@ -161,9 +163,9 @@ class Capture:
         self._state, self._rank, self._local = state, rank, local
         self._accelerator = accelerator or device.find()
         self._layouts: dict[int, Layout] = {}
-        """Layouts of the current state, by share."""
+        """Layouts of the current state, keyed by share."""
         self._views: dict[tuple[Kind, int, int], list[torch.Tensor]] = {}
-        """The tensors in a room, one per chunk, by kind, room and share."""
+        """The tensors in a room, one per chunk, keyed by kind, room and share."""
         self._rooms: dict[int, tuple[torch.Tensor, bool]] = {}
         """The memory of each room, and whether it is pinned. The least recently used room comes first."""
         self._stream = self._accelerator.copy_stream()
@@ -201,7 +203,8 @@ class Capture:
         return [(shared, {}), (unique, objects)]
 
     def _objects(self, layout: Layout) -> dict[str, bytes]:
-        """Return everything but tensors, like `checkpoint.collected`, without the checks that have already passed."""
+        """Return the state's pickled objects, as `checkpoint.collected` does, but without its checks, which they have already
+        passed."""
         quickly = checkpoint.quickly_pickled
         objects = {f"rng/{self._rank}": quickly(checkpoint.generators())}
         for name, thing in self._state.items():
@@ -218,9 +221,9 @@ class Capture:
 
     def copy(self, rooms: Sequence[tuple[Content, Room]]) -> Callable[[], None]:
         """Copy tensors into their rooms. Returns a function that waits for the copies; on the CPU they are already done. On an
-        accelerator, tensors that only optimizers change are copied in parallel with the next step, before its optimizer step;
-        other tensors are copied before the next forward pass, which may change them, and tensors on other devices before the call
-        returns."""
+        accelerator, tensors that only optimizers change are copied in parallel with the next step, up to its optimizer step.
+        Other tensors are copied before the next forward pass, which may change them. Tensors on other devices are copied before
+        the call returns."""
         self._make_room([room for _, room in rooms])
         pairs = [
             pair
@@ -247,7 +250,7 @@ class Capture:
         return wait
 
     def _make_room(self, rooms: Sequence[Room]) -> None:
-        """Pin the memory of rooms, and release the least recently used ones."""
+        """Pin the memory of `rooms`, and release the least recently used rooms."""
         for room in rooms:
             entry = self._rooms.pop(room.id, None)
             if entry is None:
@@ -295,7 +298,7 @@ def _changed(state: State) -> set[int]:
 
 
 def size(content: Content, objects: Mapping[str, bytes]) -> int:
-    """Return the size of a part's room in bytes, with a reserve."""
+    """Return the size of a part's room in bytes, including a reserve."""
     _, more = part_format.laid_out(map(len, objects.values()))
     unit = max(_ROOM, 1 << more.bit_length() >> 4)  # a finer unit would need many new rooms for objects that grow steadily
     return -(-(max(content.end, content.largest) + more + 1) // unit) * unit

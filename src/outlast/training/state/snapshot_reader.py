@@ -3,7 +3,7 @@
 A rank needs its own unique part, one worker's set of shared parts, and rank 0's unique part, which has objects and buffers. Rank
 0 broadcasts its part with the indices of the set. Only if a rank then lacks its chunk of a tensor, because the world has another
 size, do the ranks exchange the indices of all parts. Every item is verified. A damaged copy is not read again; an unreachable
-copy is retried, alternating with other copies. The ranks begin with different holders.
+copy is retried, alternating with other copies. The ranks begin with different holders, so that the load is spread.
 """
 
 from __future__ import annotations
@@ -53,13 +53,13 @@ Key = tuple[str, int, str]
 Targets = list[tuple[int, memoryview]]
 """Item numbers, and the memory to read each item into."""
 Broadcast = tuple[dict[Key, bytes], dict[int, bytes]]
-"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part by number."""
+"""Data that rank 0 reads for all ranks: tails of parts, and items of its unique part, keyed by number."""
 
 
 class _Part:
     def __init__(self, reader: Reader, holders: Holders, turn: int, *, tail: bytes | None = None, small: bool = False) -> None:
-        """Read the index unless its `tail` is given and, with `small`, the small items. `turn` selects the first agent to ask
-        after our own. Raises Damaged, OutOfReach."""
+        """Unless `tail` is given, read the part's tail, which has the index, and, with `small`, the small items. Our own agent is
+        asked first, then the others, beginning with number `turn`. Raises Damaged, OutOfReach."""
         own = reader.client.address
         far = [each for each in holders if each.address != own]
         turn %= len(far) or 1
@@ -129,11 +129,11 @@ class Reader(StorageReader):
         self.unreachable: set[str] = set()
         self._candidate, self._rank = candidate, rank
         self._unique: dict[int, _Part] = {}
-        """The unique parts, by rank in the snapshot's world."""
+        """The unique parts, keyed by rank in the snapshot's world."""
         self._shared: list[_Part] = []
         self._parts: list[_Part] = []
         self._places: dict[MetadataIndex, tuple[int, int]] = {}
-        """The number of an item's part, and the item's number in that part, by the item's index in the checkpoint."""
+        """The number of an item's part, and the item's number in that part, keyed by the item's index in the checkpoint."""
 
     def read_indices(self, broadcast: Broadcast | None = None) -> Broadcast:
         """Read the indices and small items that are not in rank 0's `broadcast`, and return the whole broadcast. Raises Damaged,
@@ -168,7 +168,7 @@ class Reader(StorageReader):
         self._describe()
 
     def _set(self, tails: Mapping[Key, bytes]) -> list[_Part]:
-        """Read the set of shared parts that most workers have, so all ranks have the same bits again. Raises Damaged,
+        """Read the set of shared parts that most workers have, so that all ranks have the same bits again. Raises Damaged,
         OutOfReach."""
         sets = self._candidate.shared
         for each in sets:
@@ -249,8 +249,8 @@ class Reader(StorageReader):
 
 
 def tails(candidate: Candidate, client: Client, share: tuple[int, int]) -> dict[int, bytes]:
-    """Return the compressed tails of the readable unique parts whose first holder is this worker. Its ranks divide them by
-    `share`."""
+    """Return the compressed tails of the readable unique parts whose first holder is this worker. The worker's ranks divide the
+    parts by `share`."""
     compressed = {}
     for number, holders in enumerate(candidate.unique):
         if holders[0].address == client.address and number % share[1] == share[0]:

@@ -1,12 +1,13 @@
 """Takes snapshots: at every k-th step boundary, each rank copies its state into memory that its agent owns.
 
-The ranks agree on a snapshot in the all-reduce of `run.interrupted()`. Rank 0 votes on whether it is time, and every rank on
-whether its part of the last snapshot is held and replicated and whether it has memory for the next. So the last snapshot is kept
-until the next one is complete. Training never waits for an agent: a thread requests memory, and boundaries without memory are
-skipped. If a rank has a problem, all ranks give their memory back, except the complete snapshot, and try again later.
+The ranks agree on a snapshot in the all-reduce of `run.interrupted()`. Rank 0 votes on whether a snapshot is due. Every rank
+votes on whether its part of the last snapshot is held and replicated, and whether it has memory for the next one. All ranks thus
+know when a snapshot is complete, and keep the previous one until then. Training never waits for an agent: a thread requests
+memory, and boundaries without memory are skipped. If a rank has a problem, all ranks give their memory back, except the complete
+snapshot, and try again later.
 
-k is the smallest interval at which snapshots take at most a hundredth of the steps' time. This includes the copying, and the
-delay of steps while the agents compute checksums and send replicas.
+k is the smallest interval at which snapshots take at most a hundredth of the steps' time. The time of a snapshot includes the
+copying, and the delay of steps while the agents compute checksums and send replicas.
 """
 
 from __future__ import annotations
@@ -47,10 +48,11 @@ _STEPS, _SNAPSHOTS = 31, 15
 _LESS = 0.75
 """The interval is shortened only to this fraction or less, since smaller changes are noise."""
 _LEARN = 3
-"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before they count as delaying steps."""
+"""Minimum number of steps without a snapshot before k is chosen, and of snapshots before the delay that they cause is
+estimated."""
 _EVENT_S = 10.0
 _FEW = 256
-"""The training thread publishes at most this many items: with more, a frozen agent could block it."""
+"""Maximum number of items that the training thread publishes itself; with more, an agent that hangs could block it."""
 _PAUSE_S = 600.0
 """Seconds of pause after the first problem. Each further problem doubles the pause."""
 
@@ -66,9 +68,9 @@ def steady(measured: int, current: int) -> int:
 
 
 def significant_delay(delays: Sequence[float], steps: Sequence[float]) -> float:
-    """Return by how many seconds a snapshot delays steps, beyond two standard errors of the medians. `delays` has the excess time
+    """Return the seconds by which a snapshot delays steps, less two standard errors of the medians. `delays` has the excess time
     of the steps during each snapshot, and `steps` the durations of steps without snapshots. Steps vary by more than the cost of a
-    small snapshot, so without this margin k could be ten times too large."""
+    small snapshot, so without the subtraction k could be ten times too large."""
     if len(delays) < _LEARN or len(steps) < _LEARN:
         return 0.0
     middle = statistics.median(steps)
@@ -104,7 +106,8 @@ class Place:
 def open_(
     client: Client | None, place: Place, directory: Path, disks: Disks, ledger: Ledger, report: Callable[..., None]
 ) -> Snapshots:
-    """Return this rank's snapshots, and agree on the holders of replicas. `directory` has the run's checkpoints. A collective."""
+    """Create this rank's `Snapshots`, and agree on the holders of replicas. `directory` contains the run's checkpoints. A
+    collective."""
     gather = disks.gather
     own = replicas.Place(client.address, *client.where) if client else replicas.Place("")
     every = gather((own, place.worker, secrets.token_hex(8)))
@@ -150,11 +153,11 @@ class Snapshots:
         self._passed, self._pass = 0, 1
         """Number of differing snapshots since the last comparison, and the number at which the next comparison is due."""
         self._equal: dict[int, int] = {}
-        """Step of the last snapshot without a difference, by share. All shares together are the replicated state."""
+        """Step of the last snapshot without a difference, keyed by share. All shares together are the replicated state."""
         self._resumed = 0
         """The step from which all ranks resumed with the same bits."""
         self._named: dict[tuple[int, ...], int] = {}
-        """The ranks that differ, and the step of the first snapshot in which they did."""
+        """The step of the first snapshot with a difference, keyed by the ranks that differ."""
         self._complete = 0, 0
         self._last: float | None = None
         self._steps_s: collections.deque[float] = collections.deque(maxlen=_STEPS)
@@ -164,7 +167,7 @@ class Snapshots:
         self._copies_s: collections.deque[float] = collections.deque(maxlen=_SNAPSHOTS)
         self._cost_s = 0.0
         self._delay_s: float | None = None
-        """Seconds by which the incomplete snapshot has delayed steps so far; None without one."""
+        """Seconds by which the incomplete snapshot has delayed steps so far; None if no snapshot is incomplete."""
         self._ended = True
         self._steps_since = 0
         self._every, self._logged, self._logged_at = 1 + _LEARN, 0, float("-inf")
@@ -176,12 +179,12 @@ class Snapshots:
 
     @property
     def newest(self) -> int:
-        """The step of the newest snapshot, whether taken or resumed from; 0 without one."""
+        """The step of the newest snapshot, whether taken or resumed from; 0 if there is none."""
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on, with rank 0's `extra`, in a run that resumed from `step`. `complete` is the
-        (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
+        """Take snapshots of `state` from now on, in a run that has resumed from `step`. `extra` returns data that rank 0 adds.
+        `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state
@@ -193,7 +196,7 @@ class Snapshots:
         self._give_back()
 
     def close(self) -> None:
-        """Release the memory and the connection. The agent keeps the complete snapshot."""
+        """Release the memory and the connection to the agent, which keeps the complete snapshot."""
         for thread in (self._agent_thread, self._copying):
             if thread is not None:
                 thread.join()
@@ -244,7 +247,7 @@ class Snapshots:
             self._report(snapshot=self._taken, **({"every": self._every} if self._place.rank == 0 else {}))
 
     def _compare(self) -> None:
-        """Report the ranks whose replicated state differs in the last snapshot, each only once. A collective. Differences
+        """Report, each only once, the ranks whose replicated state differs in the last snapshot. A collective. Differences
         persist, so comparisons become rarer."""
         self._passed += 1
         if self._passed < self._pass:
@@ -268,7 +271,7 @@ class Snapshots:
             self._back.go(found, self._taken, agreed)
 
     def _checksums(self) -> dict[str, int]:
-        """Return a checksum of each tensor in this rank's share of the last snapshot; empty if the agent fails."""
+        """Return the checksums of the tensors in this rank's share of the last snapshot, or an empty dict if the agent fails."""
         assert self._client is not None
         found: dict[str, int] = {}
         try:
@@ -360,7 +363,7 @@ class Snapshots:
         return statistics.median(self._all_s) if self._all_s else 0.0
 
     def _step_s(self) -> float:
-        """Return the duration of a step without snapshots in seconds. Steps with snapshots give an upper bound."""
+        """Return the duration of a step without snapshots in seconds. The median of all recent steps is an upper bound."""
         return min(statistics.median(self._steps_s), statistics.median(self._all_s))
 
     def spent_s(self) -> float:

@@ -29,7 +29,7 @@ class Stateful:
     ranks, a resumed run continues with the next batch, as exactly as the iterable allows: random numbers drawn in its worker
     processes are restored only if its dataset saves them. With another number of ranks, the saved states fit no loader. The epoch
     then begins again, samples that were already yielded are repeated, and a warning gives the number of repeated batches. A
-    `Stream` continues exactly in both cases.
+    `Stream` continues with the next batch in both cases.
 
     If the iterable has a `sampler` with `set_epoch`, this method is called at the start of each epoch. `len(loader)` is the
     number of batches still to come, if the iterable has a length. Raises OutlastError for an iterable without `state_dict`.
@@ -76,11 +76,12 @@ class Stateful:
             return None
 
     def __len__(self) -> int:
-        """Number of batches still to come."""
+        """Return the number of batches still to come."""
         return self.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position as plain numbers, the same on every rank. `loader_state` returns what differs between ranks."""
+        """Return the position as plain numbers, which are the same on every rank. `loader_state` returns what differs between
+        ranks."""
         self.saves += 1
         position = {"epoch": self.epoch, "done": self._done, "step": self.step}
         return {"version": 1, "ranks": _ranks(), **position, "each": self._each()}

@@ -1,6 +1,6 @@
-"""A model's weights as a plain file that `torch.load(path, weights_only=True)` or safetensors reads without Outlast.
+"""A model's weights as a plain file, which `torch.load(path, weights_only=True)` or safetensors can read without Outlast.
 
-A file is complete or absent, even after a power failure.
+A file is either complete or absent, even after a power failure.
 """
 
 from __future__ import annotations
@@ -38,8 +38,8 @@ def check(path: Path, model: Any = None) -> None:
 
 
 def trained(model: torch.nn.Module) -> torch.nn.Module:
-    """Return a module with only the trainable parameters and persistent buffers, under their names. The script loads frozen
-    weights itself, such as the base model of an adapter."""
+    """Return a module with only the trainable parameters and persistent buffers of `model`, under the same names. The script
+    loads frozen weights itself, such as the base model of an adapter."""
     root, saved = torch.nn.Module(), set(model.state_dict(keep_vars=True))
     parameters = [(name, each) for name, each in model.named_parameters() if each.requires_grad]
     for name, tensor in [*parameters, *((name, each) for name, each in model.named_buffers() if name in saved)]:
@@ -72,7 +72,7 @@ def export(model: torch.nn.Module, path: Path, gather: Callable[[Any], list[Any]
 
 @torch.no_grad()
 def whole(model: torch.nn.Module, *, keep: bool = True) -> Weights:
-    """Return a model's parameters and buffers on the CPU, gathered from shards, by their names without DDP's prefix. Tied tensors
+    """Return a model's parameters and buffers on the CPU, keyed by name without DDP's prefix. Shards are gathered. Tied tensors
     become one tensor. Without `keep`, the result is empty. A collective if the model is sharded."""
     weights: Weights = {}
     tied: dict[Any, torch.Tensor] = {}
@@ -138,8 +138,8 @@ def _write_safe(path: Path, weights: Weights) -> None:
 
 
 def saved(path: Path, name: str = "") -> Weights:
-    """Return a module's weights from a checkpoint, with tied tensors as separate ones. `name` may be empty if there is only one
-    module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
+    """Return a module's weights from a checkpoint, with tied tensors as separate tensors. `name` may be empty if there is only
+    one module. Raises OutlastError for an unknown name, FileNotFoundError if the checkpoint has been removed."""
     with checkpoints.reading(path):
         modules = checkpoint.modules(path)
         name = name or (modules[0] if len(modules) == 1 else "")
