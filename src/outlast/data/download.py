@@ -80,11 +80,11 @@ class Options:
 
 
 class _Changed(Exception):
-    """Raised if the server has another version of the file than the bytes on disk."""
+    """Raised if the bytes on disk are from another version of the file than the server now has."""
 
 
 class Download:
-    """Downloads one file to a separate directory."""
+    """Downloads one file to a directory of its own."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Download:
             self._set_size(response.total)
 
     def _set_size(self, size: int) -> None:
-        """Set the size of the file. Raises OutlastError if the size is wrong or the disk has too little space."""
+        """Check the size of the whole file. Raises OutlastError if the size is wrong or the disk has too little space."""
         if self._remote.size not in (0, size):
             self._discard()
             raise OutlastError(

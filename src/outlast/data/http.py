@@ -118,7 +118,7 @@ class Response:
     """A response with the whole file or a part of it."""
 
     part: bool
-    """True for the requested part; False for the whole file."""
+    """True if the body is the requested part, False if it is the whole file."""
     first: int
     """Offset of the part's first byte; 0 for the whole file."""
     total: int | None
@@ -127,7 +127,7 @@ class Response:
     """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Unrequested content encoding, such as `gzip`."""
+    """Content encoding of the body, such as `gzip`, although none was requested; normally empty."""
     _body: Any
 
     def read(self, limit: int) -> bytes:

@@ -31,11 +31,11 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval at which an unanswered message is repeated. Arbitrary: the mesh reports every failed delivery."""
+"""Seconds after which an unanswered message is repeated. Arbitrary, because the mesh reports every failed delivery."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
-"""Maximum number of consecutive attempts without progress, after an error or a hang and after a kill."""
+"""Maximum numbers of consecutive attempts without progress: after an error or a hang, and after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
@@ -153,15 +153,15 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """Return an upper bound for the (generation, attempt) before this one; no generation has a billion attempts."""
+    """Return an upper bound for the preceding generation and attempt, because no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
     """Return the reported repairs up to `generation` that have not been counted yet, in order.
 
-    Each has its age relative to the newest repair, because the coordinator may have been away for days. `counted` is the
-    generation and attempt of the last counted failure. Invalid entries are omitted.
+    Ages are relative to the newest repair in the same report, because the coordinator may have been away for days. `counted` is
+    the generation and attempt of the last counted failure. Invalid entries are omitted.
     """
     repairs: dict[tuple[int, int], Repaired] = {}
     for report in reports:
@@ -313,7 +313,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return stop requests for the members that still train; none while the root cause may be unreported."""
+        """Return stop requests for the members that still train; none while the root cause may still be reported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:

@@ -86,14 +86,14 @@ class Membership:
         self._host = host
         self._processes = processes
         self.notice = state / contract.NOTICE
-        """The file that asks training to leave."""
+        """The file that asks training to save for a call, or to save and leave."""
         self.world: World | None = None
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
         """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
-        """Called before a new world's training processes start."""
+        """Called before the training processes of a new world or attempt start."""
         self.dies: Callable[[], bool] = lambda: False
         """Returns True while a rank is crashing, so that it can report its error before it is stopped."""
         self.pause_s = 0.0

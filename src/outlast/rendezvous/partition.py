@@ -5,9 +5,11 @@ not hear the other. A broken pair stops training because every step needs every 
 no broken pair remains:
 
 1. Members whose machines refuse connections are removed at once.
-2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
-Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
-3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
+2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once
+if it has shown a sign of life. Otherwise all live members have AGREE_S to report, then the largest side with a sign of life stays
+(ties: the side with the lowest rank).
+3. Of a pair in that side that is still broken after PATIENCE_S, the member with more broken pairs is removed (ties: the higher
+rank).
 
 Before a minority removes a silent majority, all members are called (`ask`), and members that do not answer within CONFIRM_S are
 lost. If no member hears any other, the mesh is at fault, and no member is lost. See docs/decisions/0040-partitions.md.

@@ -77,8 +77,8 @@ def committed(report: Mapping[str, Any] | None) -> int | None:
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
-    """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
-    echoes, the cause is a rank that exited early and so broke the other ranks' collective."""
+    """Return the root cause of these failures: a death rather than an error, an error rather than an echo, and an earlier failure
+    rather than a later one. If all are echoes, the cause is a rank that exited early and so broke the other ranks' collective."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])

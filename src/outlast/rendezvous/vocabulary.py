@@ -132,7 +132,8 @@ class Wait:
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only with the situation."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others and will not do so soon; empty if there are none. Part of `reason`."""
+    """Why some workers are not training with the others and will not do so soon; empty if there are no such workers. Part of
+    `reason`."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -183,7 +184,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class State:
-    """The state on which the coordinator decides."""
+    """The state on which the coordinator bases its decisions."""
 
     members: Mapping[int, Member]
     """Connected workers, plus members of the world that were DONE when they disconnected."""

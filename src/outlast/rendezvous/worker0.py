@@ -27,7 +27,7 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Length of the pause after a decision, in multiples of the decision's duration, which leaves time to process reports."""
+"""Length of the pause after a decision, in multiples of the decision's duration. The pause leaves time to process reports."""
 LEAVE_S = 15.0
 """Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0

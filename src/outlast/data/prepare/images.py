@@ -49,10 +49,11 @@ class Settings:
     shard_size: int = column_shards.SHARD
     skip_damaged: bool = False
     stretch: bool = False
-    """True to resize the whole image to `size` x `size` instead, and to record its aspect ratio."""
+    """True to resize the whole image to `size` x `size` without cropping, and to record its aspect ratio."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
+        """Return the settings to record in the manifest, without `stretch` if it is false, so that older manifests still compare
+        equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 

@@ -1,4 +1,4 @@
-"""The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
+"""The mesh: direct connections between a world's agents, which use it to detect silent members and to agree on attempts.
 
     watched_peers   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
     connection      one socket with sealed lines

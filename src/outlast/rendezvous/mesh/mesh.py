@@ -9,7 +9,8 @@
     mesh.close()                                                   sends a goodbye
 
 The watching side connects, so two members that watch each other have two connections. The peer's kernel answers our probes
-(`connection.IDLE_S`), also for a stopped or starved process, whose own agent detects hangs. Used by `rendezvous.membership`.
+(`connection.IDLE_S`) even while the peer's process is stopped or starved, so the mesh does not detect hangs; each agent detects
+those of its own processes. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -83,14 +84,14 @@ class Mesh:
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
         self.handlers: dict[str, Handler] = {}
-        """Handlers by message kind, called with the sender and the message."""
+        """Handlers, keyed by message kind. Each is called with the sender's id and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
         self._last_handled: dict[tuple[int, str], int] = {}
-        """Number of the last message handled, by the sender's id and process."""
+        """Number of the last message handled, keyed by the sender's id and process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
@@ -134,8 +135,8 @@ class Mesh:
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
         """Send a message to any member, which calls its handler for the message's `kind` exactly once.
 
-        The future completes when the message is handled. It raises `Undelivered` if the member has left, refuses connections, or
-        does not answer.
+        The future completes once the member has handled the message. It raises `Undelivered` if the member has left, refuses
+        connections, or does not answer.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -266,7 +267,7 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _parse_hello(self, hello: object) -> tuple[int, str, str]:
-        """Return the sender's index, process and address, which is empty if the sender is in an older world."""
+        """Return the sender's index, process and address. The address is empty if the sender is in an older world."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")

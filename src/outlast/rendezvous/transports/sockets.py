@@ -260,7 +260,7 @@ class Server:
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> None:
-        """Disconnect members that have been silent for too long, because a stopped process keeps its connection."""
+        """Disconnect members that have been silent for too long; a stopped process would keep its connection open."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
