@@ -3,7 +3,7 @@
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with their number and the file's version.
-The missing bytes are requested only for the same version (If-Range); otherwise the download restarts.
+The missing bytes are requested only if the server still has this version (If-Range); otherwise the download restarts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Remote:
 
     @property
     def shown(self) -> str:
-        """URL for messages."""
+        """The URL to show in messages."""
         return Address.parse(self.url).shown
 
     @property

@@ -453,7 +453,8 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, deterministically. Calls `check` before the file is renamed to `path`."""
+    """Write columns as a safetensors file. Equal columns give identical files. Calls `check` before the file is renamed to
+    `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
@@ -482,7 +483,7 @@ def _bytes(column: NDArray[Any]) -> memoryview[int]:
 
 
 def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
-    """Write nanoGPT's `meta.pkl`."""
+    """Write nanoGPT's `meta.pkl` for a vocabulary of `size` tokens. `texts` is keyed by token id."""
     stoi = {text: token for token, text in reversed(list(texts.items()))}  # if two tokens have the same text, the first wins
     files.replace(path, pickle.dumps({"vocab_size": size, "itos": dict(texts), "stoi": stoi}, protocol=4), durable=True)
 

@@ -10,8 +10,8 @@ member with rank 0 leads.
 
 Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only after the processes of every
 member have ended; an attempt has one store; a participant that has refused never starts. The coordinator always wins: when it
-calls the members, publishes a world or ends the run, `refuse` ends that world's attempts. Used by `rendezvous.membership`. See
-decision 0041.
+calls the members, publishes a world or ends the run, `refuse` ends the attempts of the current world. Used by
+`rendezvous.membership`. See decision 0041.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ _KINDS: Mapping[str, type[Message]] = {"ready": Ready, "stop": Stop, "go": Go, "
 
 
 def written(message: Message) -> dict[str, Any]:
-    """Return a message as JSON."""
+    """Return a message as a JSON object."""
     return {"word": type(message).__name__.lower(), **dataclasses.asdict(message)}
 
 
@@ -144,7 +144,8 @@ def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, A
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, to keep the report small."""
+    """Return the newest repairs as JSON objects for a report. To keep the report small, only the newest has its traceback and
+    log."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}

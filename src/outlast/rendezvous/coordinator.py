@@ -38,7 +38,7 @@ class Settings:
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
-    """True to make unresponsive members exit. This requires that workers that exit are restarted."""
+    """True to make unresponsive members exit. Something must then restart them."""
     gives_up: bool = True
     """True to make a failed job's workers exit with GIVEN_UP, so that the controller of their pods does not restart them."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
@@ -116,7 +116,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Print and log an effect that only informs people. Other effects are ignored."""
+    """Print and log a `Record` or an `Ending`, and call `sink.finished` for an `Ending`. Other effects are ignored."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:

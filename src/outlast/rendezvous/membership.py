@@ -91,7 +91,7 @@ class Membership:
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
+        """Returns True once the training processes have been killed for good. This worker then leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
         """Called before the training processes of a new world or attempt start."""
         self.dies: Callable[[], bool] = lambda: False
@@ -408,8 +408,8 @@ class Membership:
         return self._unsaved
 
     def _read_steps(self) -> None:
-        """Read the newest steps from the processes' records. The last world's values count until the new processes have restored
-        the step."""
+        """Read the newest steps from the processes' records. The last world's values stay in effect until the new processes have
+        restored their step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))

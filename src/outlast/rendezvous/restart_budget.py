@@ -128,7 +128,7 @@ def judge(
 
 
 def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
-    """Return the failures in the window and the last failures at a step, so that the history stays short."""
+    """Return only the failures in the window and the last failures at a known step, so that the history stays short."""
     raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 

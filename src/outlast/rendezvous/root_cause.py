@@ -53,7 +53,7 @@ class Debounce:
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Kubelets report how a container ended within about a second, and eventually for every pod."""
+"""Kubelets take about a second to report how a container ended, and eventually report the end of every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
 """In pods without an agent, another kubelet may report the root cause seconds after a consequence."""
 
@@ -131,6 +131,6 @@ def judge(
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
-    """Return whether all members have raised the same error before their first step, so that a restart would raise it again."""
+    """Return whether all members have raised the same error before their first step. A restart would then not help."""
     same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
     return bool(failure.early) and same >= set(members)

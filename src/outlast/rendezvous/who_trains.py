@@ -8,7 +8,7 @@ The coordinator keeps a `State`, updates it with every report, and calls `decide
     state = state.after(decision)                         # store it before publishing it
 
 A `Call(g + 1)` makes the workers that train in generation `g` WAITING, after a save if the call is planned. An unplanned call
-does so to workers that are DONE, too. A `World(g + 1)` makes its members join it and become TRAINING.
+also makes DONE workers WAITING. A `World(g + 1)` makes its members join it and become TRAINING.
 
 Invariants: generations only grow, and each has one world. A world has an allowed size and consists of waiting workers. Holders of
 the newest state come first, in their old order, so rank 0 always holds it. No world begins from a state that is older than one
@@ -143,7 +143,7 @@ class _Situation:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """Return an unplanned call; None if a call is pending that is already unplanned, or by which all training has stopped."""
+        """Return an unplanned call; None if a pending call is already unplanned, or has already stopped all training."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
@@ -444,7 +444,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: first holders of the newest state by old rank, then waiting members, then all others, by id."""
+    """Sort members: holders of the newest state by old rank, then other waiting members by id, then the rest by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

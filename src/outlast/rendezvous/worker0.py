@@ -102,7 +102,7 @@ class Host:
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide. An error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
+        """Decide. After an error, the next tick tries again. Once decisions have failed for BROKEN_S, raises the error."""
         try:
             # We expect the pods in the spec, plus any other workers that report, as when the workload is scaled.
             self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))

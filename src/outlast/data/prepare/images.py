@@ -177,7 +177,7 @@ def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSo
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """Decode an image. Returns the pixels, (H, W, 3), and the original width / height.
+    """Decode an image. Returns the pixels, (H, W, 3), and the original aspect ratio, width / height.
 
     Raises BadSource for a damaged image, and OutlastError for an I/O failure on this machine.
     """

@@ -52,7 +52,7 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """The settings of the tokenizer, as settings for `text`."""
+        """The settings that concern the tokenizer, in the form that `text` expects."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property

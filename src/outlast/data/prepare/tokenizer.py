@@ -108,7 +108,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write the `meta.pkl` that gives nanoGPT's `train.py` the vocabulary size and lets its `sample.py` decode."""
+    """Write the `meta.pkl` that gives nanoGPT's `train.py` the vocabulary size and lets its `sample.py` decode tokens."""
     size = vocab_size(tokenizer)
     shard_format.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
@@ -150,7 +150,8 @@ class _Plain:
 
 
 class _Words(_Plain):
-    """An encoder for a byte-level BPE with GPT-2's words. The library encodes lines with non-ASCII characters."""
+    """An encoder for a byte-level BPE that splits text into GPT-2's words. It leaves lines with non-ASCII characters to the
+    library."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)

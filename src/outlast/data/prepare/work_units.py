@@ -347,7 +347,8 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source, and return a digest of the current ones."""
+    """Remove the results of a run with other settings or another source, and return a digest of the current settings and
+    source."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)

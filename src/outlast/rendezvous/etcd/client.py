@@ -36,10 +36,10 @@ LEAST_TTL_S = 2
 LONGEST_PAUSE_S = 0.5
 """Longest pause, in seconds, between attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Seconds between listings of watched keys, because a watch may die silently. Arbitrary."""
+"""Seconds after which watched keys are listed again, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
 CLOSE_S = 2.0
-"""Seconds that a finished member remains a candidate, because one of the members must close the run."""
+"""Seconds for which a finished member remains a candidate, because one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:

@@ -320,7 +320,8 @@ class Term:
 
 
 class Candidate:
-    """A process that may be elected. Call `turn` regularly, and `listed` and `happened` with etcd's keys and events."""
+    """A process that may be elected. Call `turn` regularly, `listed` with every listing of the keys, and `happened` with their
+    events."""
 
     def __init__(
         self,

@@ -1,4 +1,4 @@
-"""An etcd v3 client that uses the JSON gateway: keys, leases, transactions and watches.
+"""An etcd v3 client for keys, leases, transactions and watches, which uses etcd's JSON gateway.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS

@@ -45,7 +45,7 @@ STOOD_S = 2.0
 PROVE_S = 5.0
 """Timeout, in seconds, for a new connection to prove that it has the key."""
 STRANGERS = 256
-"""Maximum number of connections without proof of the key; beyond it, the oldest is closed."""
+"""Maximum number of connections without proof of the key. If there are more, the oldest is closed."""
 ANSWER_S = 5.0
 """Timeout, in seconds, for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
@@ -74,7 +74,7 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """`host:port`, with a numeric host."""
         self.generation = 0
-        """The generation that the following attributes describe."""
+        """The generation that `unheard`, `refused` and `complete` describe."""
         self.unheard: tuple[int, ...] = ()
         """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard may run a
         version without a mesh."""
@@ -117,7 +117,8 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours in it. When this returns, `unheard` describes the new world."""
+        """Enter a world, and watch only the peers that `watched_peers` chooses in it. When this returns, `unheard` describes the
+        new world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -129,11 +130,11 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set addresses of members of this `generation`. They are ignored in any other world."""
+        """Set the addresses of members of world `generation`. Does nothing if the mesh is in another world."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a message to any member, which calls its handler for the message's `kind` exactly once.
+        """Send a message to any member. The member calls its handler for the message's `kind` at most once.
 
         The future completes once the member has handled the message. It raises `Undelivered` if the member has left, refuses
         connections, or does not answer.

@@ -25,7 +25,7 @@ FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """Seconds after which a silent peer counts as unheard: at first, after its connection broke, and after a pause of this machine,
 which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Counts all messages of this process, because a peer that returns remembers the numbers that it has seen."""
+"""Numbers for messages. All peers share one counter, because a peer that returns remembers the numbers that it has seen."""
 
 
 class Undelivered(Exception):
@@ -168,8 +168,8 @@ class Peer:
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """Handle a broken connection. If the peer rejected it, or sent invalid data, before it had proven its identity, that
-        counts as a refusal."""
+        """Handle a broken connection. A peer that disconnects or sends invalid data before it has proven its identity counts as
+        refusing."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:
