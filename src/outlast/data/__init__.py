@@ -1,1 +1,1 @@
-"""Datasets: readers that validate everything, and writers that write all files or none."""
+"""Datasets: readers that validate everything, and writers that mark a dataset as complete only at the end."""

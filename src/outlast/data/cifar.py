@@ -27,7 +27,7 @@ TEST = "test_batch"
 META = "batches.meta"
 CLASSES = 10
 SHAPE = (3, 32, 32)
-"""Channels, rows, columns. A row of `data` is one image in this order."""
+"""Shape of an image: channels, rows, columns. A row of `data` is an image in this order."""
 
 
 class NotCifar(OutlastError):

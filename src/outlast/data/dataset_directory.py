@@ -111,8 +111,8 @@ class Place:
             shutil.rmtree(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty directories; does nothing after `finish`. A staging directory with only the lock and the name counts as
-        empty."""
+        """Remove empty directories, unless `finish` was called. A staging directory that contains only the lock and the name
+        counts as empty."""
         if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
         for directory in self.staging.glob("[0-9]*"):

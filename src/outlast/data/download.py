@@ -3,7 +3,7 @@
     path = Download(Remote(url, sha256=...), directory, ...).fetch()
 
 While the file is incomplete, `directory` contains the received bytes, and `state.json` with their number and the file's version.
-The missing bytes are requested only for the same version (If-Range); otherwise the download restarts.
+The missing bytes are requested only if the server still has this version (If-Range); otherwise the download restarts.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ class Remote:
 
     @property
     def shown(self) -> str:
-        """URL for messages."""
+        """The URL to show in messages."""
         return Address.parse(self.url).shown
 
     @property
@@ -80,11 +80,11 @@ class Options:
 
 
 class _Changed(Exception):
-    """Raised if the server has another version of the file than the bytes on disk."""
+    """Raised if the bytes on disk are from another version of the file than the server now has."""
 
 
 class Download:
-    """Downloads one file to a separate directory."""
+    """Downloads one file to a directory of its own."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class Download:
             self._set_size(response.total)
 
     def _set_size(self, size: int) -> None:
-        """Set the size of the file. Raises OutlastError if the size is wrong or the disk has too little space."""
+        """Check the size of the whole file. Raises OutlastError if the size is wrong or the disk has too little space."""
         if self._remote.size not in (0, size):
             self._discard()
             raise OutlastError(

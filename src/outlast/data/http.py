@@ -41,7 +41,7 @@ class Unavailable(Exception):
     def __init__(self, reason: str, *, after_s: float = 0.0, answered: bool = True) -> None:
         super().__init__(reason)
         self.after_s = after_s
-        """Seconds to wait before a retry, from the server."""
+        """Seconds to wait before a retry, as the server requested; 0 if it requested nothing."""
         self.answered = answered
 
 
@@ -109,7 +109,7 @@ class Version:
 
     @property
     def condition(self) -> str:
-        """Value for the `If-Range` header: a strong tag or a date."""
+        """Value for the `If-Range` header: a strong tag or a date; may be empty."""
         return self.etag if self.strong else "" if self.etag else self.modified
 
 
@@ -118,7 +118,7 @@ class Response:
     """A response with the whole file or a part of it."""
 
     part: bool
-    """True for the requested part; False for the whole file."""
+    """True if the body is the requested part, False if it is the whole file."""
     first: int
     """Offset of the part's first byte; 0 for the whole file."""
     total: int | None
@@ -127,7 +127,7 @@ class Response:
     """True if the end of the body can be distinguished from a broken connection."""
     version: Version
     encoding: str
-    """Unrequested content encoding, such as `gzip`."""
+    """Content encoding of the body, such as `gzip`. Normally empty, because no encoding is requested."""
     _body: Any
 
     def read(self, limit: int) -> bytes:

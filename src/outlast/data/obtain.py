@@ -128,7 +128,7 @@ def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, 
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
-    """Return the local paths of files that need no download. Raises OutlastError if a file is missing."""
+    """Return the local paths of the dataset's files, to use instead of downloads. Raises OutlastError if a file is missing."""
     if dataset.made:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():

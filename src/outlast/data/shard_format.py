@@ -1,8 +1,8 @@
 """Prepared datasets: shard files and the manifest that names them, in a directory or under a prefix in a store.
 
 `outlast data prepare` writes prepared datasets, training reads them (`read` or `parse`, then `tokens` or `columns` per shard),
-and `verify` checks every byte. The manifest is written last, so a place without one is unfinished. A plain nanoGPT directory
-(`train.bin`, `val.bin`, optionally `meta.pkl`) needs no manifest.
+and `verify` checks every byte. The manifest is written last, so a dataset without a manifest is incomplete, except for a plain
+nanoGPT directory (`train.bin`, `val.bin`, optionally `meta.pkl`).
 
 Text shards are raw little-endian token ids. All other shards are safetensors files of columns. A column of fixed shape has the
 samples as its first dimension. A ragged column is flat, with its offsets in `NAME.offsets` (int64, samples + 1). Formats:
@@ -45,7 +45,7 @@ HEADER = 100_000_000
 
 
 class BadDataset(OutlastError):
-    """Raised if the place has no complete, readable dataset. The exit code means that a restart cannot help."""
+    """Raised if a dataset is missing, incomplete or unreadable. The exit code means that a restart cannot help."""
 
     exit_code = contract.Exit.MISCONFIGURED
 
@@ -88,7 +88,7 @@ class Manifest:
     dtype: str = ""
     """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
-    """None if unknown."""
+    """Number of tokens in the vocabulary; None if unknown."""
     tokenizer: str = ""
     """Name of the tokenizer's file; empty if there is none."""
     place: str = dataclasses.field(default="the dataset", compare=False)
@@ -106,7 +106,7 @@ class Manifest:
 
     @property
     def text(self) -> str:
-        """The manifest as JSON, with the same bytes for the same dataset."""
+        """The manifest as JSON. Equal manifests give identical text."""
         parts = {}
         for name, part in self.parts.items():
             tokens = {} if part.tokens is None else {"tokens": part.tokens}
@@ -123,7 +123,7 @@ class Manifest:
 
 
 def dtype(vocab_size: int) -> str:
-    """Return uint16 if it fits a vocabulary's tokens, otherwise uint32."""
+    """Return `uint16` if it can hold the tokens of a vocabulary of this size, otherwise `uint32`."""
     return "uint16" if vocab_size <= UINT16 else "uint32"
 
 
@@ -133,7 +133,7 @@ def dtype(vocab_size: int) -> str:
 def read(directory: Path | str) -> Manifest:
     """Return the manifest of a dataset in a directory, or derive one for a plain nanoGPT directory.
 
-    Checks the size of every shard, but reads none. Raises BadDataset.
+    Checks the size of every shard without reading the shards. Raises BadDataset.
     """
     directory = Path(directory)
     try:
@@ -273,13 +273,13 @@ class Vocabulary:
 
     vocab_size: int
     stoi: Mapping[str, int]
-    """Token ids by text; may be empty."""
+    """Token ids, keyed by text; may be empty."""
     itos: Mapping[int, str]
-    """Texts by token id; may be empty."""
+    """Texts, keyed by token id; may be empty."""
 
 
 def vocabulary(path: Path) -> Vocabulary:
-    """Read `meta.pkl`. No code in the file runs. Raises BadDataset."""
+    """Read `meta.pkl` without running any code that it may contain. Raises BadDataset."""
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
@@ -303,7 +303,7 @@ class _Plain(pickle.Unpickler):
 
 
 def tokens(path: Path, dtype: str) -> NDArray[Any]:
-    """Map a text shard's tokens, (n,), into memory, read-only. Raises BadDataset."""
+    """Return a text shard's tokens, (n,), as a read-only memory map. Raises BadDataset."""
     kind = np.dtype(dtype).newbyteorder("<")
     n = token_count(_size(path), dtype, str(path))
     return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
@@ -320,7 +320,7 @@ def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
 
 
 def columns(path: Path) -> dict[str, NDArray[Any]]:
-    """Map a safetensors shard's columns into memory, read-only. Raises BadDataset."""
+    """Return a safetensors shard's columns as read-only memory maps. Raises BadDataset."""
     size = _size(path)
     try:
         with path.open("rb") as file:
@@ -384,7 +384,8 @@ def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
 class Writer:
     """Writes the shards of one part of a text dataset, in order. A shard gets its final name once it is complete.
 
-    With `limit` (in bytes) the shards are `PART-00000.bin`, `PART-00001.bin` and so on, otherwise a single file, `PART.bin`.
+    With a `limit` in bytes, the shards are named `PART-00000.bin`, `PART-00001.bin` and so on. Without one, there is a single
+    shard, `PART.bin`.
     """
 
     def __init__(self, directory: Path, part: str, itemsize: int, limit: int | None = None) -> None:
@@ -405,7 +406,7 @@ class Writer:
             self._file.close()
 
     def write(self, data: bytes | memoryview[int], samples: int = 0) -> None:
-        """Append tokens; `samples` is the number of documents that begin in them."""
+        """Append tokens. `samples` is the number of documents that begin in `data`."""
         rest: memoryview[int] = memoryview(data)
         while True:
             if self._file is None:
@@ -452,7 +453,8 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
 
 
 def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file, deterministically. Calls `check` before the file is renamed to `path`."""
+    """Write columns as a safetensors file. Equal columns give identical files. Calls `check` before the file is renamed to
+    `path`."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
@@ -481,13 +483,13 @@ def _bytes(column: NDArray[Any]) -> memoryview[int]:
 
 
 def write_vocabulary(path: Path, size: int, texts: Mapping[int, str]) -> None:
-    """Write nanoGPT's `meta.pkl`."""
+    """Write nanoGPT's `meta.pkl` for a vocabulary of `size` tokens. `texts` is keyed by token id."""
     stoi = {text: token for token, text in reversed(list(texts.items()))}  # if two tokens have the same text, the first wins
     files.replace(path, pickle.dumps({"vocab_size": size, "itos": dict(texts), "stoi": stoi}, protocol=4), durable=True)
 
 
 def write(directory: Path, manifest: Manifest) -> None:
-    """Write the manifest, which makes the dataset complete. Call it last."""
+    """Write the manifest, which makes the dataset complete. Call this last."""
     files.sync(directory)
     files.replace(directory / MANIFEST, manifest.text, durable=True)
 
@@ -522,7 +524,8 @@ class Local:
 
 
 def verify(manifest: Manifest, place: Files) -> list[str]:
-    """Read every shard, and return a message for each wrong size, sha256, number of samples, or token outside the vocabulary."""
+    """Read every shard, and return a message for each problem: a missing or damaged file, a wrong number of samples, a token
+    outside the vocabulary, or an empty part."""
     problems = []
     for name, part in manifest.parts.items():
         problems += [problem for shard in part.shards if (problem := _problem(manifest, shard, place))]
@@ -567,7 +570,7 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in the file's `first` bytes disagrees with the number of samples, else ""."""
+    """Return a message if the header in a file's `first` bytes is invalid or gives another number of samples, otherwise ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
     except _Invalid as wrong:

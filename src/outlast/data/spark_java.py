@@ -14,7 +14,8 @@ from outlast.base.errors import OutlastError
 _OLDEST = 17
 """Oldest Java version for Spark 4; Spark 3.5 also runs on it."""
 _NEWEST = {3: 21}
-"""Newest Java by Spark's major version. Spark 3's Hadoop calls Subject.getSubject, which Java 23 no longer supports."""
+"""Newest Java version, keyed by Spark's major version. Spark 3's Hadoop calls Subject.getSubject, which Java 23 no longer
+supports."""
 _INSTALL = "install one (Debian: openjdk-17-jre-headless) and set JAVA_HOME to its directory"
 
 

@@ -10,8 +10,8 @@ member with rank 0 leads.
 
 Invariants, even if messages are lost, duplicated, late or reordered: a member starts an attempt only after the processes of every
 member have ended; an attempt has one store; a participant that has refused never starts. The coordinator always wins: when it
-calls the members, publishes a world or ends the run, `refuse` ends that world's attempts. Used by `rendezvous.membership`. See
-decision 0041.
+calls the members, publishes a world or ends the run, `refuse` ends the attempts of the current world. Used by
+`rendezvous.membership`. See decision 0041.
 """
 
 from __future__ import annotations
@@ -31,11 +31,11 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Interval at which an unanswered message is repeated. Arbitrary: the mesh reports every failed delivery."""
+"""Seconds after which an unanswered message is repeated. Arbitrary, because the mesh reports every failed delivery."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10
-"""Maximum number of consecutive attempts without progress, after an error or a hang and after a kill."""
+"""Maximum numbers of consecutive attempts without progress: after an error or a hang, and after a kill."""
 PAST = 20
 """Maximum number of attempts that a report lists."""
 _MOST_TEXT = 1000
@@ -125,7 +125,7 @@ _KINDS: Mapping[str, type[Message]] = {"ready": Ready, "stop": Stop, "go": Go, "
 
 
 def written(message: Message) -> dict[str, Any]:
-    """Return a message as JSON."""
+    """Return a message as a JSON object."""
     return {"word": type(message).__name__.lower(), **dataclasses.asdict(message)}
 
 
@@ -144,7 +144,8 @@ def shortened(failure: Mapping[str, Any], most: int = _MOST_TEXT) -> dict[str, A
 
 
 def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
-    """Return the newest repairs as JSON for a report. Only the newest keeps its traceback and log, to keep the report small."""
+    """Return the newest repairs as JSON objects for a report. To keep the report small, only the newest has its traceback and
+    log."""
     newest = list(past)[-PAST:]
     return [
         {**dataclasses.asdict(each), "failure": shortened(each.failure, _MOST_TEXT if each is newest[-1] else 0)}
@@ -153,15 +154,15 @@ def listed(past: Iterable[Past]) -> list[dict[str, Any]]:
 
 
 def previous_start(generation: int, attempt: int) -> tuple[int, int]:
-    """Return an upper bound for the (generation, attempt) before this one; no generation has a billion attempts."""
+    """Return an upper bound for the preceding generation and attempt, because no generation has a billion attempts."""
     return (generation, attempt - 1) if attempt else (generation - 1, 10**9)
 
 
 def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], generation: int) -> list[Repaired]:
     """Return the reported repairs up to `generation` that have not been counted yet, in order.
 
-    Each has its age relative to the newest repair, because the coordinator may have been away for days. `counted` is the
-    generation and attempt of the last counted failure. Invalid entries are omitted.
+    Ages are relative to the newest repair in the same report, because the coordinator may have been away for days. `counted` is
+    the generation and attempt of the last counted failure. Invalid entries are omitted.
     """
     repairs: dict[tuple[int, int], Repaired] = {}
     for report in reports:
@@ -313,7 +314,7 @@ class Participant:
         return self._decided(now)
 
     def _request_stops(self, now: float) -> Messages:
-        """Return stop requests for the members that still train; none while the root cause may be unreported."""
+        """Return stop requests for the members that still train; none while the root cause may still be reported."""
         if not self._ready or self.stage in (Stage.GOES, Stage.REFUSED) or now - self._repeated < REPEAT_S:
             return []
         if root_cause.held_until(self._pending(now), self._first, now, root_cause.COORDINATOR) is not None:

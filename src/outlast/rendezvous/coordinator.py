@@ -2,8 +2,8 @@
 
 The coordinator's process owns a `CoordinatorState`: the launcher on one machine (`local.launcher`), worker 0's agent
 (`rendezvous.worker0`), an elected member (`rendezvous.etcd.election`), or the operator, which restores the state from a job's
-status (`kubernetes.operator.rules.coordination`). The owner hands each event to `step`, stores `CoordinatorState.persisted`,
-because it may die at any moment, and then performs the effects in order.
+status (`kubernetes.operator.rules.coordination`). The owner passes each event to `step`. Because it may die at any moment, it
+stores `CoordinatorState.persisted` before it performs the effects in order.
 """
 
 from __future__ import annotations
@@ -38,9 +38,9 @@ class Settings:
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
     fences: bool = True
-    """True if unresponsive members are made to exit; workers that exit must then be restarted."""
+    """True to make unresponsive members exit. Something must then restart them."""
     gives_up: bool = True
-    """True if a failed job's workers exit with GIVEN_UP, so that the controller of their pods stops, too."""
+    """True to make a failed job's workers exit with GIVEN_UP, so that the controller of their pods does not restart them."""
     debounce: root_cause.Debounce = root_cause.COORDINATOR
     counts_ends: bool = False
     """True if the owner counts every worker's end as a failure (`Known`) or an interruption. Other members' failures that only
@@ -58,8 +58,8 @@ class Settings:
 
 @dataclass(frozen=True)
 class Tick:
-    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to its size. `cause` is the pending
-    failures' cause if the owner knows it."""
+    """Asks for a decision. `expected` is as in `who_trains.Desired`, and `replicas` defaults to the size of `expected`. `cause`
+    is the root cause of the pending failures if the owner knows it."""
 
     expected: frozenset[int] | None
     replicas: int | None = None
@@ -76,7 +76,7 @@ members have repaired, a request for a decision, or an ending that the owner req
 
 @dataclass(frozen=True)
 class Record:
-    """Write an event to the ledger. If it has a state, also print or publish the state."""
+    """Write an event to the ledger. If `state` is set, also print or publish it."""
 
     kind: str
     facts: Mapping[str, Any]
@@ -95,7 +95,7 @@ class Fence:
 
 @dataclass(frozen=True)
 class Send:
-    """Send a message. Not needed if members read the published state."""
+    """Send a message to members. An owner whose members read the published state can ignore this effect."""
 
     to: Iterable[int]
     kind: str
@@ -116,7 +116,7 @@ class EventSink(Protocol):
 
 
 def show(effect: Effect, sink: EventSink) -> None:
-    """Print and log an effect that only informs people. Other effects are ignored."""
+    """Print and log a `Record` or an `Ending`, and call `sink.finished` for an `Ending`. Other effects are ignored."""
     match effect:
         case Record(kind, facts, state, reason, failure):
             if failure and failure.traceback:
@@ -135,8 +135,8 @@ def show(effect: Effect, sink: EventSink) -> None:
 
 @dataclass(frozen=True)
 class PersistedState:
-    """What a successor cannot learn from the members. Times are ages in seconds because clocks differ. Field names are also used
-    in `launcher.json` and, mostly, in etcd (`etcd.key_schema`)."""
+    """The state that a successor of the coordinator cannot learn from the members. Times are ages in seconds because clocks
+    differ. Field names are also used in `launcher.json` and, mostly, in etcd (`etcd.key_schema`)."""
 
     world: World | None = None
     called: Call | None = None
@@ -160,8 +160,8 @@ class PersistedState:
         return max(self.min_generation, called, self.world.generation if self.world else 0)
 
     def restored(self, now: float, ago_s: float = 0.0) -> CoordinatorState:
-        """Return the successor's initial state, `ago_s` seconds after this state was stored. The caller must restore the
-        ending."""
+        """Return the successor's initial state, `ago_s` seconds after this state was stored. It has no `ending`, which the caller
+        must restore."""
         then = now - ago_s
         lost = {id: partition.Loss(then - age, times) for id, age, times in self.lost}
         history = tuple(restart_budget.Record(then - age, committed, step) for age, committed, step in self.failures)
@@ -181,7 +181,7 @@ class CoordinatorState(who_trains.State):
     pending_since: float = 0.0
     """When the first pending failure arrived, on our clock; `Failure.time` is on the sender's clock."""
     counted: tuple[int, int] = (0, 0)
-    """The newest generation and attempt with a counted failure; their further failures are ignored."""
+    """The newest generation and attempt with a counted failure. Failures up to this attempt are no longer counted."""
     followed: int = 0
     """The newest generation that was reported or published."""
     committed: int = 0
@@ -199,13 +199,14 @@ class CoordinatorState(who_trains.State):
 
     @property
     def closed(self) -> messages.Closed | None:
-        """The final result, for every member that reports. None for an interruption, whose workers are asked to leave."""
+        """The final result, for every member that reports; None before the end. It is also None after an interruption, because
+        workers are then asked to leave instead."""
         end = self.ending
         return messages.Closed(end.reason, end.code, end.end) if end and end.code != contract.Exit.INTERRUPTED else None
 
     def uncounted(self, reported: Iterable[tuple[Pending, bool]]) -> list[Pending]:
-        """Return the reported failures that must still be judged. Each comes with its `messages.Report.again`, because the world
-        may have moved on without a restarted worker.
+        """Return the reported failures that must still be judged. `reported` pairs each failure with the `again` of its
+        `messages.Report`, because the world may have moved on without a restarted worker.
 
         An echo belongs to the call that the counted failure of its generation has caused, even if it comes from a later attempt
         that some members had already begun. Any other failure counts by itself. A member that left counts as failed only if other
@@ -308,7 +309,7 @@ class _Step:
     # Decisions
 
     def awaits_cause(self) -> bool:
-        """Return whether only echoes are pending, and their cause may still be reported."""
+        """Return whether only echoes are pending and their root cause may still be reported."""
         state, debounce = self.state, self.settings.debounce
         return root_cause.held_until(state.pending, state.pending_since, self.now, debounce) is not None and not self.explained()
 

@@ -1,7 +1,7 @@
 """The handler that connects torchrun to our rendezvous: `torchrun --rdzv-backend=outlast --rdzv-endpoint=...`.
 
-Torch's elastic agent calls it, and a `Membership` provides the answers. Published as the entry point `torchrun.handlers:
-outlast`; works with torch 2.11 and newer.
+Torch's elastic agent calls it, and a `Membership` provides the answers. It is published as the entry point `torchrun.handlers:
+outlast`, and works with torch 2.11 and newer.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ BACKEND = "outlast"
 
 
 class Handler(RendezvousHandler):
-    """torch's interface to a membership."""
+    """Gives torch's elastic agent access to a `Membership`."""
 
     def __init__(self, member: Membership) -> None:
         self.member = member

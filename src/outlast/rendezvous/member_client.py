@@ -22,7 +22,7 @@ from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.vocabulary import MemberState, World
 
 LAST_S = 1.0
-"""Seconds that a leaving member waits until its last report is accepted."""
+"""Maximum number of seconds for which a leaving member waits until the board has accepted its last report."""
 
 
 class Board(Protocol):
@@ -42,7 +42,8 @@ class Board(Protocol):
         item of `watch`."""
 
     def watch(self) -> Generator[bool]:
-        """Yield whenever something may have been published; True if the report must be written again. Returns after `close`."""
+        """Yield whenever something may have been published. The value is True if the report must be written again. Returns after
+        `close`."""
 
     def published(self) -> Published:
         """Return the parts of the newest published state that concern this member."""

@@ -86,14 +86,14 @@ class Membership:
         self._host = host
         self._processes = processes
         self.notice = state / contract.NOTICE
-        """The file that asks training to leave."""
+        """The file that asks training to save for a call, or to save and leave."""
         self.world: World | None = None
         self.attempt = 0
         """Number of times that the current world's processes were restarted without the coordinator."""
         self.abandoned: Callable[[], bool] = lambda: False
-        """Returns True once the training processes were killed for good, so that this worker leaves without saving."""
+        """Returns True once the training processes have been killed for good. This worker then leaves without saving."""
         self.joining: Callable[[], None] = lambda: None
-        """Called before a new world's training processes start."""
+        """Called before the training processes of a new world or attempt start."""
         self.dies: Callable[[], bool] = lambda: False
         """Returns True while a rank is crashing, so that it can report its error before it is stopped."""
         self.pause_s = 0.0
@@ -408,8 +408,8 @@ class Membership:
         return self._unsaved
 
     def _read_steps(self) -> None:
-        """Read the newest steps from the processes' records. The last world's values count until the new processes have restored
-        the step."""
+        """Read the newest steps from the processes' records. The last world's values stay in effect until the new processes have
+        restored their step."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))

@@ -94,7 +94,7 @@ class Report:
         )
 
     def changed(self, standing: str, **fields: Any) -> Self:
-        """Return the next report. A new generation resets the fields about peers."""
+        """Return the next report. A new generation resets the fields that concern only the previous generation."""
         another = fields.get("generation", self.generation) != self.generation
         reset: dict[str, Any] = {"unheard": (), "refused": (), "attempt": 0, "again": False} if another else {}
         if standing not in (MemberState.TRAINING, MemberState.LEAVING):

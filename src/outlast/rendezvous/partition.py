@@ -5,9 +5,11 @@ not hear the other. A broken pair stops training because every step needs every 
 no broken pair remains:
 
 1. Members whose machines refuse connections are removed at once.
-2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once.
-Otherwise all live members report within AGREE_S, then the largest side with a sign of life stays (ties: the side of rank 0).
-3. After PATIENCE_S, the member with more broken pairs within its side is removed (ties: the higher rank).
+2. If the members form sides that do not hear each other, one side stays. A side with more than half of the members stays at once
+if it has shown a sign of life. Otherwise all live members have AGREE_S to report, then the largest side with a sign of life stays
+(ties: the side with the lowest rank).
+3. Of a pair in that side that is still broken after PATIENCE_S, the member with more broken pairs is removed (ties: the higher
+rank).
 
 Before a minority removes a silent majority, all members are called (`ask`), and members that do not answer within CONFIRM_S are
 lost. If no member hears any other, the mesh is at fault, and no member is lost. See docs/decisions/0040-partitions.md.
@@ -86,7 +88,7 @@ class Loss:
     """True if the member is kept out of worlds; False once a world has needed it anyway."""
 
     def again(self, at: float, reason: str) -> Loss:
-        """Return this member's next loss."""
+        """Return the record of this member's next loss."""
         return Loss(at, self.times + 1 if at - self.at < FORGIVEN_S else 1, reason)
 
     @property
@@ -144,16 +146,16 @@ def _watched(ranks: Sequence[int]) -> set[Pair]:
 
 
 def _gone(ranks: Sequence[int], views: Mapping[int, View]) -> set[int]:
-    """Return silent members whose machines refuse connections. In worlds above two, returns none if half or more of the members
-    are silent, because one member may be wrong about all others."""
+    """Return silent members whose machines refuse connections. In a world of more than two members, returns none if half or more
+    of them are silent, because one member may be wrong about all others."""
     refused = {peer for id in ranks for peer in views[id].refused}
     gone = {id for id in ranks if id in refused and not views[id].speaks}
     return gone if 2 * len(gone) < len(ranks) or len(ranks) == 2 else set()
 
 
 def _sides(rest: Sequence[int], broken: Iterable[Pair], watched: Iterable[Pair]) -> list[set[int]]:
-    """Return groups of members that hear each other: components connected by unbroken watched pairs, merged if no broken pair is
-    between them, because not all members of a large world watch each other."""
+    """Return groups of members that hear each other. Members connected by unbroken watched pairs form a group. Groups without a
+    broken pair between them are merged, because not all members of a large world watch each other."""
     side, broken = {id: {id} for id in rest}, set(broken)
     for pair in set(watched) - broken:
         one, other = (side.get(id) for id in pair)

@@ -1,7 +1,7 @@
 """A member's side of the attempts: a `Participant` connected to the mesh, the clock and the training processes.
 
-A member's membership calls `stop_requested` while processes train, and `agree` once they have ended. `rendezvous.attempts` makes
-the decisions.
+`rendezvous.membership` calls `stop_requested` while processes train, and `agree` once they have ended. `rendezvous.attempts`
+makes the decisions.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Repairs:
         self._mesh: Mesh | None = None
         self._past: list[Past] = []
         self._newest: dict[int, attempts.Message] = {}
-        """The last message from each member, which may arrive before we have reached its attempt."""
+        """The last message from each member. A message may arrive before we have reached the attempt that it belongs to."""
         self._lock = threading.RLock()
         self._news = threading.Event()
 

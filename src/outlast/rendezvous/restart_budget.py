@@ -1,9 +1,9 @@
 """A job's restart budget, which progress refunds. Pure: the time is an argument.
 
 The coordinator calls `judge` once for every failed generation, and stores the returned `History`. Interruptions cost nothing. A
-configuration error stops the job at once. Every other failure costs one restart, which is refunded once it lies outside the
-window or the committed step has advanced. The job stops early if a step fails three times in a row, or if every rank raises the
-same script error before its first step.
+configuration error stops the job at once. Every other failure costs one restart, which is refunded once the failure lies outside
+the window or the committed step has advanced. The job stops early if a step fails three times in a row, or if every rank raises
+the same script error before its first step.
 """
 
 from __future__ import annotations
@@ -18,10 +18,10 @@ from outlast.job import contract
 from outlast.job.failure import Failure
 
 SAME_STEP, FULL_DISK = 3, 10
-"""Number of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up
+"""Numbers of consecutive errors at one step that end a job: in general, and for a full disk, which a user may clean up
 meanwhile."""
 LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
-"""Thresholds for `Kills`, in seconds; arbitrary."""
+"""For `Kills`: seconds of running that count as progress, and the longest pause in seconds. Both are arbitrary."""
 
 
 @dataclass(frozen=True)
@@ -41,7 +41,7 @@ class Record(NamedTuple):
     committed_step: int
     """The newest committed step at this time."""
     failed_step: int | None
-    """The step that raised, hung or ran out of memory; None if it is unknown or a kill was unrelated to it."""
+    """The step that raised, hung or ran out of memory; None if it is unknown, or the failure was a kill unrelated to it."""
 
 
 History = tuple[Record, ...]
@@ -93,8 +93,8 @@ class Kills:
 def judge(
     history: History, failure: Failure, committed_step: int, now: float, policy: Policy, *, everywhere: bool = False
 ) -> Restart | Stop:
-    """Return the verdict on a failure. `everywhere` is True if every rank raised this error before its first step, so that the
-    machine is not the cause."""
+    """Return the verdict on a failure. `everywhere` is True if every rank raised this error before its first step, so no machine
+    is the cause."""
     # If the clock was set back, failures in the future count as current, or they would stay in the window for too long.
     window = policy.window.total_seconds()
     past = _relevant([record._replace(time=min(record.time, now)) for record in history], now, window)
@@ -128,7 +128,7 @@ def judge(
 
 
 def _relevant(failures: list[Record], now: float, window: float) -> tuple[Record, ...]:
-    """Return the failures in the window and the last failures at a step, so that the history stays short."""
+    """Return only the failures in the window and the last failures at a known step, so that the history stays short."""
     raised = [record for record in failures if record.failed_step is not None][-FULL_DISK:]
     return tuple(record for record in failures if now - record.time < window or record in raised)
 

@@ -53,7 +53,7 @@ class Debounce:
 
 COORDINATOR = Debounce()
 OPERATOR = Debounce(cause=1.5, answer=math.inf)
-"""Kubelets report how a container ended within about a second, and eventually for every pod."""
+"""Kubelets take about a second to report how a container ended, and eventually report the end of every pod."""
 PLAIN_PODS = Debounce(cause=5.0)
 """In pods without an agent, another kubelet may report the root cause seconds after a consequence."""
 
@@ -77,8 +77,8 @@ def committed(report: Mapping[str, Any] | None) -> int | None:
 
 
 def cause(pending: Iterable[Pending]) -> Pending:
-    """Return the root cause of these failures: deaths before errors, errors before echoes, earlier before later. If all are
-    echoes, the cause is a rank that exited early and so broke the other ranks' collective."""
+    """Return the root cause of these failures: a death rather than an error, an error rather than an echo, and an earlier failure
+    rather than a later one. If all are echoes, the cause is a rank that exited early and so broke the other ranks' collective."""
     others = sorted(pending, key=lambda each: (each.echo, not contract.killed(each.failure.code), each.failure.time))
     left = next((each.failure for each in others if each.echo and each.failure.left), None)
     first = next((each for each in others if each.failure is not left), others[0])
@@ -131,6 +131,6 @@ def judge(
 
 
 def raised_everywhere(failure: Failure, pending: Iterable[Pending], members: Iterable[int]) -> bool:
-    """Return whether all members have raised the same error before their first step, so that a restart would raise it again."""
+    """Return whether all members have raised the same error before their first step. A restart would then not help."""
     same = {each.failure.worker for each in pending if not each.echo and each.failure.early == failure.early}
     return bool(failure.early) and same >= set(members)

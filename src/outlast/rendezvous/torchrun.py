@@ -148,9 +148,11 @@ def options(conf: Mapping[str, Any]) -> dict[str, float]:
 
 
 def own_address(seen: str, hosts: Sequence[str], main: str) -> str:
-    """Return our address for other nodes: our end of the connection to etcd, or this machine's main address if etcd is local.
+    """Return the address at which other nodes reach us: `seen`, our end of the connection to etcd, or `main`, the main address of
+    this machine.
 
-    Our end is also returned if the endpoint is local (`localhost`), because all nodes are then on this machine.
+    `main` is returned if `seen` is a loopback address although no etcd endpoint in `hosts` is. If an endpoint is a loopback
+    address, all nodes are on this machine.
     """
     if not _loopback(seen) or any(host == "localhost" or _loopback(host) for host in hosts):
         return seen

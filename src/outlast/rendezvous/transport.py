@@ -62,7 +62,7 @@ class Member:
 
     @property
     def generation(self) -> int:
-        """The newest generation recorded in the run's output; the next world's generation is higher."""
+        """The newest generation recorded in the run's output directory; the next world's generation is higher."""
         return int(self.environ.get(Env.GENERATION, "0"))
 
 
@@ -92,11 +92,11 @@ def client(endpoint: str, member: Member) -> Client:
 
 
 def reports_when_ready(environ: Mapping[str, str], *, needed: bool) -> bool:
-    """Return whether this worker reports only once it is ready to start ranks: others may be training, and would stop
-    at its report.
+    """Return whether this worker reports only once it is ready to start ranks, because other workers may be training and would
+    stop when it reports.
 
-    `needed` is True if no world can form without this worker; other workers then wait, and it reports first. On one machine,
-    reporting takes no time.
+    `needed` is True if no world can form without this worker; the other workers then wait for it, so it reports at once. On one
+    machine, workers always report only when they are ready.
     """
     trained = environ.get(Env.GENERATION, "0") != "0"
     return mode(environ[Env.RENDEZVOUS]) is Mode.LAUNCHER or (trained and not needed)

@@ -70,13 +70,13 @@ class Cause(enum.StrEnum):
     LOST = "lost"
     FAILED = "failed"
     LEFT = "left"
-    """Workers left the world without a report."""
+    """Workers left the world although they were not called."""
     LATE = "late"
     """Workers did not join the world, or did not save, in time."""
     PARTLY_DONE = "partly-done"
     """Some workers have finished, and the others cannot finish without them."""
     FOREIGN = "foreign"
-    """Another coordinator has published a world."""
+    """Workers report a generation that this coordinator has not published."""
     LEAVING = "leaving"
     SHRINK = "shrink"
     GROW = "grow"
@@ -132,7 +132,8 @@ class Wait:
     steady: str = field(default="", compare=False)
     """`reason` without the remaining seconds, so that it changes only with the situation."""
     idle: str = field(default="", compare=False)
-    """Why some workers are not training with the others and will not do so soon; empty if there are none. Part of `reason`."""
+    """Why some workers are not training with the others and will not do so soon; empty if there are no such workers. Part of
+    `reason`."""
 
     def __post_init__(self) -> None:
         if not self.steady:
@@ -183,7 +184,7 @@ class Timeouts:
 
 @dataclass(frozen=True)
 class State:
-    """The state on which the coordinator decides."""
+    """The state on which the coordinator bases its decisions."""
 
     members: Mapping[int, Member]
     """Connected workers, plus members of the world that were DONE when they disconnected."""
@@ -196,7 +197,7 @@ class State:
     min_generation: int = 0
     """The highest generation that must not be used, because generations up to it may have existed unseen."""
     lost: Mapping[int, partition.Loss] = field(default_factory=dict)
-    """Recent losses by worker id; these workers are kept out of worlds for a while."""
+    """Recent losses, keyed by worker id. These workers are kept out of worlds for a while."""
     held: int = 0
     """The newest step reported by any worker of the last world, connected or not."""
     departed: frozenset[int] = frozenset()

@@ -7,13 +7,13 @@ The coordinator keeps a `State`, updates it with every report, and calls `decide
     decision = decide(state, desired, timeouts, now)      # repeat until the decision is Wait or Closed
     state = state.after(decision)                         # store it before publishing it
 
-After `Call(g + 1)`, the workers training in `g` become WAITING, after a save if the call is planned; an unplanned call also
-affects workers that are DONE. After `World(g + 1)`, its members join it and become TRAINING.
+A `Call(g + 1)` makes the workers that train in generation `g` WAITING, after a save if the call is planned. An unplanned call
+also makes DONE workers WAITING. A `World(g + 1)` makes its members join it and become TRAINING.
 
 Invariants: generations only grow, and each has one world. A world has an allowed size and consists of waiting workers. Holders of
-the newest state come first, in their old order, so rank 0 always holds it. No world begins with an older state than a leaving
-worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock, preferably a monotonic
-one; see `until` for clock jumps.
+the newest state come first, in their old order, so rank 0 always holds it. No world begins from a state that is older than one
+that a leaving worker is about to save. Every wait ends with an event or at `look_again`. Times are seconds on one clock,
+preferably a monotonic one; see `base.clock.until` for clock jumps.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ def lost(state: State, now: float) -> partition.Verdict:
 class _Situation:
     def __init__(self, state: State, desired: Desired, timeouts: Timeouts, now: float) -> None:
         self.wanted = largest(desired.sizes, desired.replicas) or desired.sizes[0]
-        """The target size if any number of workers could share the batch."""
+        """The target size before `allowed` excludes sizes that do not divide the batch."""
         desired = replace(desired, sizes=allowed(desired.sizes, state.members.values()))
         self.world, self.desired, self.timeouts, self.now, self.held_step = state.world, desired, timeouts, now, state.held
         self.verdict = lost(state, now)
@@ -114,8 +114,8 @@ class _Situation:
         )
         previous = (self.members[id].generation for id in self.late if self.members[id].held)
         self.stepped = min(previous, default=math.inf)
-        """The newest generation that may have made a step. No step is possible in a generation that a holder of state has not
-        joined."""
+        """The newest generation in which a step may have been taken. No step is possible in a generation that a holder of state
+        has not joined."""
         absent = [id for id in self.ranks if id not in state.members or (id in self.late and id in state.departed)]
         self.unheard_until = self.until(state.since, timeouts.answer)
         doubted = {peer for m in self.inside if m.generation == self.generation for peer in m.unheard}
@@ -143,7 +143,7 @@ class _Situation:
         return Call(self.next, reason, planned, self.now, tuple(leaving), cause)
 
     def drop(self, cause: Cause, reason: str) -> Call | None:
-        """Return an unplanned call; None if the pending call is already unplanned or no member is training."""
+        """Return an unplanned call; None if a pending call is already unplanned, or has already stopped all training."""
         if self.called is None:
             return self.call(cause, reason, planned=False)
         if self.called.planned and self.training:
@@ -421,7 +421,7 @@ def _coming(s: _Situation) -> tuple[Sequence[Member], float | None]:
 
 
 def _saving(s: _Situation, chosen: Sequence[Member]) -> tuple[list[int], float | None]:
-    """Return the leaving workers whose state is newer than that of the `chosen`, and the deadline for their save."""
+    """Return the leaving workers whose state is newer than that of the `chosen` workers, and the deadline for their save."""
     newest = max((min(m.generation, s.stepped), m.held) for m in chosen)
     leaving = [m for m in s.members.values() if m.standing is MemberState.LEAVING and m.owes and (m.generation, m.held) > newest]
     called = s.called.at if s.called is not None else -math.inf
@@ -444,7 +444,7 @@ def _absent_until(s: _Situation, here: Sequence[Member]) -> float | None:
 
 
 def _in_order(s: _Situation, members: Sequence[Member]) -> list[Member]:
-    """Sort members: first holders of the newest state by old rank, then waiting members, then all others, by id."""
+    """Sort members: holders of the newest state by old rank, then other waiting members by id, then the rest by id."""
     rank = {id: rank for rank, id in enumerate(s.ranks)}
     newest = max((min(m.generation, s.stepped) for m in members), default=0)
 

@@ -27,7 +27,7 @@ from outlast.rendezvous.transports import sockets
 
 TICK_S = 0.1
 LISTENING = 3
-"""Length of the pause after a decision, in multiples of the decision's duration, which leaves time to process reports."""
+"""Length of the pause after a decision, in multiples of the decision's duration. The pause leaves time to process reports."""
 LEAVE_S = 15.0
 """Seconds that the coordinator has to notify workers of the end."""
 BROKEN_S = 30.0
@@ -102,7 +102,7 @@ class Host:
         await self._server.stop()
 
     def _try_to_decide(self) -> None:
-        """Decide. An error is retried at the next tick, and raised once decisions have failed for BROKEN_S."""
+        """Decide. After an error, the next tick tries again. Once decisions have failed for BROKEN_S, raises the error."""
         try:
             # We expect the pods in the spec, plus any other workers that report, as when the workload is scaled.
             self._take(coordinator.Tick(frozenset({*range(self._replicas), *self.state.reports})))

@@ -4,8 +4,8 @@
 bytes in a direct-mapped table, keyed by the word's bytes as two integers, and all other words in a dict. The results are exact:
 `tests/data/test_prepare_text.py` compares them with those of `tokenizers`.
 
-The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, with letters L, digits N, and P all other characters except
-spaces: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
+The pattern is `'(?:[sdmt]|ll|ve|re)| ?L+| ?N+| ?P+|\\s+(?!\\S)|\\s+`, where L is a letter, N a digit, and P any other character
+except a space: https://github.com/openai/gpt-2/blob/master/src/encoder.py.
 """
 
 from __future__ import annotations

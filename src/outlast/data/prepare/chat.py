@@ -51,7 +51,8 @@ def digest(directory: Path) -> str:
 
 @functools.lru_cache(maxsize=1)
 def load(directory: Path, digest: str) -> Any:
-    """Load a directory's tokenizer, adding a chat template if needed. Cached per process by `digest`. Raises OutlastError."""
+    """Load the tokenizer with this `digest` from a directory, and add a chat template if it has none. Each process caches the
+    last tokenizer. Raises OutlastError."""
     os.environ.setdefault(
         "TRANSFORMERS_VERBOSITY", "error"
     )  # otherwise transformers warns about texts longer than the model's context
@@ -98,8 +99,8 @@ def _first(tokenizer: Any) -> list[int]:
 
 
 def _chat(record: Mapping[str, Any], tokenizer: Any) -> tuple[list[int], list[bool]]:
-    """Return a rendered conversation's tokens, and whether each token is learned: those in `{% generation %}` blocks, or in the
-    assistant's turns if the template has no such block."""
+    """Return a rendered conversation's tokens, and whether each token is learned. The learned tokens are those in `{% generation
+    %}` blocks, or in the assistant's turns if the template has no such block."""
     messages, tools = record["messages"], record.get("tools")
     if "generation %}" in tokenizer.chat_template or "generation -%}" in tokenizer.chat_template:
         options: dict[str, Any] = {"tokenize": True, "return_dict": True, "return_assistant_tokens_mask": True}

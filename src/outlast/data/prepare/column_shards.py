@@ -48,7 +48,7 @@ def name(part: str, shard: int) -> str:
 
 
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work_units.Note:
-    """Write a shard and return its note; skip a shard without samples."""
+    """Write a shard and return its note. A shard without samples is not written, and its note is empty."""
     if not shard_format.samples(columns):
         return {}
     return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns, work_units.check_attempt))

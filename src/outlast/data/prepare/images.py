@@ -49,10 +49,11 @@ class Settings:
     shard_size: int = column_shards.SHARD
     skip_damaged: bool = False
     stretch: bool = False
-    """True to resize the whole image to `size` x `size` instead, and to record its aspect ratio."""
+    """True to resize the whole image to `size` x `size` without cropping, and to record its aspect ratio."""
 
     def about(self) -> dict[str, Any]:
-        """Return the settings for the manifest, without a false `stretch`, so that older manifests still compare equal."""
+        """Return the settings to record in the manifest, without `stretch` if it is false, so that older manifests still compare
+        equal."""
         fields = dataclasses.asdict(self)
         return fields if self.stretch else {name: value for name, value in fields.items() if name != "stretch"}
 
@@ -176,7 +177,7 @@ def unequal(file: str, shape: tuple[int, ...], others: tuple[int, ...]) -> BadSo
 
 
 def pixels(root: Path, file: str, settings: Settings) -> tuple[NDArray[np.uint8], float]:
-    """Decode an image. Returns the pixels, (H, W, 3), and the original width / height.
+    """Decode an image. Returns the pixels, (H, W, 3), and the original aspect ratio, width / height.
 
     Raises BadSource for a damaged image, and OutlastError for an I/O failure on this machine.
     """

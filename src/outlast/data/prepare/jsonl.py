@@ -52,12 +52,12 @@ class Settings:
 
     @property
     def of_text(self) -> text.Settings:
-        """The tokenizer's settings, as for `text`."""
+        """The settings that concern the tokenizer, in the form that `text` expects."""
         return text.Settings(self.tokenizer, self.vocab_size, self.val, self.separator)
 
     @property
     def described(self) -> dict[str, Any]:
-        """Settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
+        """The settings to record in the manifest, equal on all machines. Raises OutlastError for invalid settings."""
         about = dataclasses.asdict(self) | {"patterns": list(self.patterns)}
         if not Path(self.tokenizer).is_dir():
             return about | {key: text.described(self.of_text)[key] for key in ("tokenizer", "vocab_size")}
@@ -118,7 +118,7 @@ def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, uni
 
 
 def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
-    """Return a record's segments. Raises BadSource for a record in any other form."""
+    """Return a record's segments. Raises BadSource if the record has none of the supported forms."""
     if "messages" in record:
         messages = record["messages"]
         if not isinstance(messages, list) or not messages or not all(isinstance(each, dict) for each in messages):
@@ -140,7 +140,7 @@ def segments(record: dict[str, Any], file: BinaryIO, at: int) -> Segments:
 def _encoded(unit: Unit, reader: text.Reader, damaged: list[str], encode: Callable[[_Record], T]) -> Iterator[tuple[str, T]]:
     """Yield the part and the result of `encode` for each record in a unit.
 
-    Raises BadSource for a bad record, or with `skip_damaged` adds a message to `damaged`.
+    Raises BadSource for a bad record. With `skip_damaged`, adds a message to `damaged` instead.
     """
     for piece in unit.pieces:
         with text.opened(reader, piece.document) as file:

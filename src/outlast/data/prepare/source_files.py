@@ -19,7 +19,7 @@ from outlast.data import dataset_directory
 
 TRAIN, VAL = "train", "val"
 PARTS = {"train": TRAIN, "training": TRAIN, "val": VAL, "valid": VAL, "validation": VAL, "eval": VAL, "dev": VAL}
-"""The part for each name of a directory or file. `test` is excluded because nobody should train or tune on it."""
+"""Parts, keyed by the name of a directory or file. `test` is excluded because nobody should train or tune on it."""
 UNIT = 2 << 20
 """Size of a unit's text in bytes. Arbitrary: small enough that no core idles long at the end."""
 T = TypeVar("T")
@@ -78,9 +78,10 @@ class Unit:
 
 
 def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
-    """Return the files of a source, a directory or a file, that match any of the patterns, sorted by name.
+    """Return a source's files that match any of the patterns, sorted by name, or the source itself if it is a file.
 
-    Omits hidden files and the target directory `to`. A pattern matches the name or the path below the source. Raises BadSource.
+    Without patterns, all files match. Omits hidden files and the target directory `to`. A pattern matches a file's name or its
+    path below the source. Raises BadSource.
     """
     if source.is_file():
         about = source.stat()
@@ -104,7 +105,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
 
 
 def unreadable(path: Path, error: OSError) -> OutlastError:
-    """Return the error for an I/O failure. The file is not damaged, because another machine may read it."""
+    """Return the error for an I/O failure. It is no BadSource, because another machine may be able to read the file."""
     return OutlastError(f"cannot read {path}: {error.strerror or error}; correct that, and run the same again")
 
 
@@ -153,16 +154,16 @@ def named(files: Iterable[File]) -> bool:
 
 
 def hash_fraction(key: str | bytes) -> float:
-    """Hash a name or content to a number from 0 to 1, the same on every machine and for every set of files."""
+    """Hash a name or content to a number from 0 to 1, which is the same on every machine and does not depend on other files."""
     data = key.encode(errors="surrogateescape") if isinstance(key, str) else key
     return int.from_bytes(hashlib.sha256(data).digest()[:8], "big") / (1 << 64)
 
 
 def parts(files: Sequence[File], share: float) -> dict[str, str]:
-    """Return the part of each file, by name.
+    """Return the part of each file, keyed by the file's name.
 
     If the names do not divide the files (`named`), a file is in val if its `hash_fraction` is below `share`. With two or more
-    files, each part gets at least one.
+    files and a positive `share`, each part gets at least one file.
     """
     if named(files):
         return {file.name: named_part(file.name) or TRAIN for file in files}

@@ -92,7 +92,7 @@ def submitted() -> bool:
 
 
 def configuration(settings: Settings) -> dict[str, str]:
-    """Return a session's configuration. Libraries get one thread because a unit uses one core."""
+    """Return the Spark configuration for a session. Libraries are limited to one thread because a unit runs on one core."""
     local = re.fullmatch(r"local(?:\[([^,\]]+)\])?", settings.master)  # local Spark retries only if given a number of attempts
     master = f"local[{local[1] or 1},{settings.failures}]" if local else settings.master
     threads = {"RAYON_NUM_THREADS": "1", "TOKENIZERS_PARALLELISM": "false"}
@@ -112,7 +112,7 @@ def pyspark() -> Any:
 
 
 def check_home(version: str, home: str | None) -> None:
-    """Raise OutlastError if the Java classes in SPARK_HOME have a different version from pyspark's."""
+    """Raise OutlastError if `home`, the SPARK_HOME, has no Spark, or a version of Spark that differs from pyspark's."""
     jars = [path.name for path in Path(home, "jars").glob("spark-core_*.jar")] if home else []
     match = re.match(r"spark-core_[\d.]+-((\d+\.\d+).*)\.jar", jars[0]) if jars else None
     if home and (not match or match[2] != ".".join(version.split(".")[:2])):
@@ -123,7 +123,7 @@ def check_home(version: str, home: str | None) -> None:
 
 
 def _check_answers(master: str) -> None:
-    """Raise OutlastError if no standalone master accepts connections; Spark itself would wait a minute."""
+    """Raise OutlastError if none of the standalone masters accepts connections; Spark itself would wait a minute."""
     problem: OSError | None = None
     for address in master.removeprefix("spark://").split(",") if master.startswith("spark://") else ():
         host, _, port = address.partition(":")
@@ -264,7 +264,7 @@ class _ExecutorWatch:
 
 @contextlib.contextmanager
 def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]:
-    """Yield Spark as an engine, which reports missing executors to `say`. Raises OutlastError if Spark cannot run."""
+    """Yield an engine that uses Spark and reports missing executors to `say`. Raises OutlastError if Spark cannot run."""
     version = pyspark().__version__
     check_home(version, os.environ.get("SPARK_HOME"))
     spark_java.home(version)
@@ -313,7 +313,7 @@ class _Session:
         return self._context
 
     def explained(self, error: Exception) -> OutlastError:
-        """Return the error to show, which names the log, and keep the log file."""
+        """Return the error to show. It names the log file, which is kept."""
         log, self._log = self._log, None
         message = str(error)
         if log and self._context is None and "JAVA_GATEWAY_EXITED" in message:
@@ -399,8 +399,8 @@ def _run(
 
 
 def _of_machine(error: Exception) -> bool:
-    """Return whether an error may be due to this machine. A BadSource is a user's mistake, and so is any other OutlastError,
-    unless an OSError caused it."""
+    """Return whether an error may be due to this machine. A BadSource is the user's mistake, and so is any other OutlastError
+    that was not caused by an OSError."""
     if isinstance(error, OutlastError):
         return isinstance(error.__cause__, OSError) and not isinstance(error, source_files.BadSource)
     return True

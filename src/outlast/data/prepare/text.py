@@ -1,8 +1,8 @@
 """Turns text into tokens: UTF-8 files, or records of .jsonl files, become nanoGPT's `train.bin`, `val.bin` and `meta.pkl`.
 
 There are three resumable stages: `survey` (the set and number of characters, if needed), the tokenizer (trained on a sample), and
-`encode` (each unit's tokens). At the end the tokens are joined in file order. A separator follows each document, a file or a
-record.
+`encode` (each unit's tokens). At the end the tokens are joined in file order. A separator follows each document, which is a file
+or a record.
 
 A hash of the document's name or text decides whether it is in val, so it keeps its part when other documents are added. Only a
 file that is the whole source is divided: its last characters are val, as in nanoGPT. Memory: about 20 times a unit per process.
@@ -102,7 +102,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
 
 
 def described(settings: Settings) -> dict[str, Any]:
-    """Return the settings for the manifest, the same on every machine. Raises OutlastError for invalid settings."""
+    """Return the settings to record in the manifest, equal on all machines. Raises OutlastError for invalid settings."""
     if not 0 <= settings.val < 1:
         raise OutlastError(f"--val {settings.val} is no share of the text; give one from 0 to below 1, such as 0.1")
     if settings.trained is not None and settings.trained < 257:
@@ -173,7 +173,7 @@ def _tail(reader: Reader, units: Sequence[Unit], lengths: Sequence[int], val: fl
 def texts(unit: Unit, reader: Reader, damaged: list[str]) -> Iterator[tuple[str, str, bool]]:
     """Yield the part and the content of each text in a unit, and whether the text ends a document.
 
-    Raises BadSource for unreadable text, or with `skip_damaged` adds a message to `damaged`.
+    Raises BadSource for unreadable text. With `skip_damaged`, adds a message to `damaged` instead.
     """
     for piece in unit.pieces:
         try:
@@ -210,8 +210,8 @@ def _range(file: BinaryIO, piece: Piece) -> bytes:
 
 
 def _cut(file: BinaryIO, document: Document, near: int) -> int:
-    """Return the first place at or after byte `near` where the document can be cut: before a space or newline after a printable
-    character, so as not to split a GPT-2 word, or else between any two characters."""
+    """Return the first offset at or after `near` where the document can be cut: before a space or newline that follows a
+    printable character, so as not to split a GPT-2 word, or else between any two characters."""
     if near in (document.low, document.high):
         return near
     file.seek(near - 1)

@@ -40,14 +40,14 @@ class Encoder(Protocol):
 
 
 def library() -> Any:
-    """Import and return the library `tokenizers`. Raises OutlastError if it is not installed."""
+    """Import and return the `tokenizers` library. Raises OutlastError if it is not installed."""
     with importing("tokenizing", "data"):
         import tokenizers
     return tokenizers
 
 
 def load(path: Path) -> Any:
-    """Load the tokenizer in a `tokenizer.json`. Raises OutlastError."""
+    """Load the tokenizer from a `tokenizer.json`. Raises OutlastError."""
     try:
         tokenizer = library().Tokenizer.from_str(path.read_text("utf-8"))
     except FileNotFoundError as error:
@@ -63,13 +63,13 @@ def load(path: Path) -> Any:
 
 
 def vocab_size(tokenizer: Any) -> int:
-    """Return the largest token id plus one, because a vocabulary may have gaps."""
+    """Return the vocabulary's size: the largest token id plus one, because ids may have gaps."""
     return max(tokenizer.get_vocab(with_added_tokens=True).values(), default=-1) + 1
 
 
 def separator(tokenizer: Any, name: str | None) -> int | None:
-    """Return the token that follows each document: `name`, or if it is None the first of SEPARATORS in the vocabulary. Returns
-    None for no separator. Raises OutlastError if the vocabulary lacks `name`."""
+    """Return the token that follows each document: `name`, or if `name` is None, the first of SEPARATORS in the vocabulary.
+    Returns None if documents have no separator. Raises OutlastError if the vocabulary lacks `name`."""
     if name is None:
         tokens = (tokenizer.token_to_id(each) for each in SEPARATORS)
         return next((int(token) for token in tokens if token is not None), None)
@@ -108,7 +108,7 @@ def train(texts: Iterable[str], size: int, special: Sequence[str] = ()) -> str:
 
 
 def write_vocabulary(path: Path, tokenizer: Any) -> None:
-    """Write the `meta.pkl` that gives nanoGPT's `train.py` the vocabulary size and lets its `sample.py` decode."""
+    """Write the `meta.pkl` that gives nanoGPT's `train.py` the vocabulary size and lets its `sample.py` decode tokens."""
     size = vocab_size(tokenizer)
     shard_format.write_vocabulary(path, size, {i: tokenizer.decode([i], skip_special_tokens=False) for i in range(size)})
 
@@ -119,7 +119,7 @@ def save(path: Path, text: str) -> None:
 
 @functools.lru_cache(maxsize=1)
 def encoder(path: Path, digest: str) -> Encoder:
-    """Return the fastest encoder for a `tokenizer.json`. One encoder per process is cached, by the file's `digest`."""
+    """Return the fastest encoder for a `tokenizer.json` with this `digest`. Each process caches the last encoder."""
     tokenizer = load(path)
     about = json.loads(path.read_text("utf-8"))
     dtype = np.dtype(shard_format.dtype(vocab_size(tokenizer))).newbyteorder("<")
@@ -134,7 +134,7 @@ def encoder(path: Path, digest: str) -> Encoder:
 
 
 class _Plain:
-    """An encoder for any tokenizer; cuts long texts between words."""
+    """An encoder for any tokenizer. It cuts long texts between words."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         self._tokenizer, self._dtype = tokenizer, dtype
@@ -150,7 +150,8 @@ class _Plain:
 
 
 class _Words(_Plain):
-    """An encoder for a byte-level BPE with GPT-2's words. The library encodes lines with non-ASCII characters."""
+    """An encoder for a byte-level BPE that splits text into GPT-2's words. It leaves lines with non-ASCII characters to the
+    library."""
 
     def __init__(self, tokenizer: Any, dtype: np.dtype[Any]) -> None:
         super().__init__(tokenizer, dtype)

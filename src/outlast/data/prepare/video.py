@@ -1,7 +1,7 @@
 """Turns videos into columns: `video` uint8 (n, 16, 224, 224, 3), `audio` int16 (n, 30720) and `label` int64 (n,).
 
-A clip has 16 frames at 25 per second, and 0.64 s of mono sound at 48 kHz (1,920 samples per frame), as Perceiver IO expects. The
-shorter side is resized to `size` pixels, and the centre is cropped. Silence replaces missing sound, and the last frame replaces
+A clip has 16 frames at 25 per second, and 0.64 s of mono audio at 48 kHz (1,920 samples per frame), as Perceiver IO expects. The
+shorter side is resized to `size` pixels, and the centre is cropped. Silence replaces missing audio, and the last frame replaces
 missing frames. Memory: one shard per process.
 
 Clips: https://arxiv.org/abs/2107.14795, section 4.3. Lists: https://github.com/cvdfoundation/kinetics-dataset.
@@ -136,7 +136,8 @@ def _label(name: str, listed: Mapping[str, str], *, divided: bool) -> str:
 
 
 def listed(path: str) -> tuple[dict[str, str], str]:
-    """Read a CSV. Returns labels by file or id, and the CSV's digest; both are empty if no path is given. Raises BadSource."""
+    """Read a CSV of labels. Returns the labels, keyed by file name or video id, and the CSV's digest; both are empty if `path` is
+    empty. Raises BadSource."""
     if not path:
         return {}, ""
     content = Path(path).read_bytes() if Path(path).is_file() else b""
@@ -159,13 +160,13 @@ def listed(path: str) -> tuple[dict[str, str], str]:
     return table, hashlib.sha256(content).hexdigest()
 
 
-# ---- frames and sound
+# ---- frames and audio
 
 
 def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: Settings) -> work_units.Note:
     count = len(batch.items)
     videos = np.empty((count, settings.frames, settings.size, settings.size, 3), np.uint8)
-    sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silence for videos without sound
+    sounds = np.zeros((count, settings.frames * PER_FRAME), np.int16)  # silence for videos without audio
     labels: list[int] = []
     damaged = silent = 0
     for clip in batch.items:
@@ -188,14 +189,15 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
-    """Decode a clip's frames (16, 224, 224, 3) and sound (30720,), or None if there is no sound. Raises BadSource for a damaged
-    video."""
+    """Return a clip's frames, (16, 224, 224, 3), and its audio, (30720,), or None in place of the audio if the video has none.
+    Raises BadSource for a damaged video."""
     frames, sound = shown(path, clip, settings)
     return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
 
 def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
-    """Decode a clip like `decoded`, without repeating a short video's last frame: returns 1 to 16 frames of (224, 224, 3)."""
+    """Decode a clip like `decoded`, but without repeating the last frame of a short video, so there are 1 to 16 frames, each of
+    shape (224, 224, 3)."""
     av = pyav()
     try:
         path.open("rb").close()
@@ -259,7 +261,7 @@ def _cut(frame: Any, size: int) -> NDArray[np.uint8]:
 
 
 def _sound(container: Any, begin: Fraction, settings: Settings) -> NDArray[np.int16]:
-    """Return a clip's sound samples, (30720,), with zeros where the video has no sound."""
+    """Return a clip's audio samples, (30720,), with zeros where the video has no audio."""
     av = pyav()
     stream = container.streams.audio[0]
     video = container.streams.video[0]

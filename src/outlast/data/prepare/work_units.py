@@ -1,7 +1,8 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
-A unit's note is written last, so a killed run continues with the missing units. Until the manifest is written, `.prepare/` below
-the target contains the lock, the plan's digest, a note per finished unit, and intermediate files.
+A unit's note is written last, so after a kill the next run continues with the units that have no note. Until the manifest is
+written, `.prepare/` below the target contains the lock, a digest of the plan (the source and the settings), a note per finished
+unit, and intermediate files.
 """
 
 from __future__ import annotations
@@ -53,8 +54,8 @@ _U = TypeVar("_U", bound=Work)
 
 @dataclass(frozen=True)
 class Task(Generic[_U]):
-    """Runs one unit in a stage: calls `do`, then writes the unit's note. Two processes may run the same unit at once: they write
-    the same bytes to temporary files, and rename the complete files."""
+    """Runs the units of a stage: calls `do` for a unit, then writes the unit's note. Two processes may run the same unit at once,
+    because they write the same bytes to separate temporary files and rename these when they are complete."""
 
     do: Callable[[_U], Note]
     stage: str
@@ -77,7 +78,8 @@ class Task(Generic[_U]):
         return made
 
     def notes(self, units: Sequence[_U]) -> dict[int, Note]:
-        """Return finished units' notes, by unit number. Lists the directory first, to save requests to a network disk."""
+        """Return the notes of finished units, keyed by unit number. Lists the directory first, to save requests to a network
+        disk."""
         names = set(os.listdir(self.private))
         notes = ((unit.number, self.note(unit)) for unit in units if self._path(unit).name in names)
         return {number: note for number, note in notes if note is not None}
@@ -102,7 +104,7 @@ _attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
 
 
 def check_attempt() -> None:
-    """Raise OutlastError if this unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
+    """Raise OutlastError if the current unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
 
     A new run first removes the old plan, then unfinished files, so an outdated unit fails here, or when it renames its removed
     file.
@@ -117,7 +119,7 @@ class Engine(Protocol):
     def done(
         self, task: Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
     ) -> Mapping[int, Note]:
-        """Run the units, and return their notes by unit number.
+        """Run the units, and return their notes, keyed by unit number.
 
         Calls `check`, which may raise Stopped, a few times per second, and `finished` with the bytes done since its last call.
         Raises the task's exceptions, and OutlastError if a process is killed.
@@ -137,7 +139,7 @@ class Request:
     uploaded: shard_format.Manifest | None = None
     """The existing dataset in the store to which `to` will be uploaded, if any."""
     stop: threading.Event = field(default_factory=threading.Event)
-    """Set it to stop the run; the next run continues."""
+    """Set this event to stop the run; the next run continues where this run stopped."""
     unit: int = plan.UNIT
     """Size of a unit's text in bytes; small in tests."""
     engine: Engine | None = None
@@ -190,8 +192,8 @@ class Place:
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
 
-        `do` must be picklable. Its files must be complete when it returns, and may be written twice, even at the same time.
-        Raises the exceptions of `do`, Stopped, and OutlastError if a process is killed.
+        `do` must be picklable. The files that it writes must be complete when it returns; two processes may write them at the
+        same time. Raises the exceptions of `do`, Stopped, and OutlastError if a process is killed.
         """
         task = Task(do, stage, self.private, self._digest)
         notes = task.notes(units)
@@ -216,7 +218,7 @@ class Place:
             raise Stopped("preparing was stopped; the same command goes on from here")
 
     def in_subprocess(self, do: Callable[..., Any], *args: Any) -> Any:
-        """Return the result of a call in a separate process with `request.processes` threads."""
+        """Call `do` in a separate process with `request.processes` threads, and return the result."""
         with pool(1, threads=self.request.processes) as executor:
             future = executor.submit(do, *args)
             while not future.done():
@@ -289,8 +291,8 @@ def _result(future: Future[Any]) -> Any:
 
 @contextlib.contextmanager
 def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
-    """Yield a pool of processes, forked from a server that has imported the heavy modules and has no threads, unlike this
-    process."""
+    """Yield a pool of processes. They are forked from a server process, which has imported the heavy modules and, unlike this
+    process, has no threads."""
     import multiprocessing
 
     context = multiprocessing.get_context("forkserver")
@@ -308,7 +310,7 @@ def pool(processes: int, *, threads: int = 1) -> Iterator[ProcessPoolExecutor]:
 
 
 def _begin(threads: int) -> None:
-    """Initialise a pool process, which leaves Ctrl-C to the parent and exits with it."""
+    """Initialise a process of the pool, so that it ignores Ctrl-C, which its parent handles, and exits when its parent does."""
     import multiprocessing
     import signal
     from multiprocessing.connection import wait as wait_for
@@ -327,8 +329,8 @@ def _begin(threads: int) -> None:
 
 @contextlib.contextmanager
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
-    """Lock the target, and remove an earlier run's results if the settings or the source have changed. Raises AlreadyRunning, and
-    OutlastError if the target cannot be written."""
+    """Lock the target, remove an earlier run's results if the settings or the source have changed, and yield the target's
+    `Place`. Raises AlreadyRunning, and OutlastError if the target cannot be written."""
     private = request.to / PRIVATE
     try:
         private.mkdir(parents=True, exist_ok=True)
@@ -345,7 +347,8 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
 
 
 def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source, and return a digest of the current ones."""
+    """Remove the results of a run with other settings or another source, and return a digest of the current settings and
+    source."""
     private = request.to / PRIVATE
     names = [[file.name, file.size, file.changed] for file in sources]
     about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)

@@ -36,10 +36,10 @@ LEAST_TTL_S = 2
 LONGEST_PAUSE_S = 0.5
 """Longest pause, in seconds, between attempts while etcd is unreachable."""
 LIST_S = 10.0
-"""Seconds between listings of watched keys, because a watch may die silently. Arbitrary."""
+"""Seconds after which watched keys are listed again, because a watch may die silently. Arbitrary."""
 LAST_S = 1.0
 CLOSE_S = 2.0
-"""Seconds that a finished member remains a candidate, because one of the members must close the run."""
+"""Seconds for which a finished member remains a candidate, because one of the members must close the run."""
 
 
 def _answer_s(ttl: int) -> float:
@@ -56,7 +56,7 @@ class Listener:
         self.over = False
 
     def changes(self, prefix: str) -> Iterator[gateway.Outcome | Sequence[gateway.KeyValue | gateway.Gone]]:
-        """List the keys, then yield their events until `again` or `close` is called. Raises EtcdError."""
+        """Yield a listing of the keys, then their events, until `again` or `close` is called. Raises EtcdError."""
         self._again.clear()
         if self.over:  # after `clear`, to notice a concurrent `close`
             return
@@ -74,11 +74,11 @@ class Listener:
                 raise
 
     def pause(self, seconds: float) -> None:
-        """Wait before the next attempt, until `again` or `close` is called."""
+        """Wait before the next attempt. `again` and `close` end the wait early."""
         self._again.wait(seconds)
 
     def again(self) -> None:
-        """Cause the keys to be listed again."""
+        """End `changes`, so that its caller lists the keys again."""
         self._again.set()
         self._client.interrupt()
 
@@ -88,7 +88,7 @@ class Listener:
 
 
 class Board:
-    """A member's side of the rendezvous, see `member_client.Board`."""
+    """A member's side of the rendezvous; see `member_client.Board`."""
 
     def __init__(self, where: gateway.Address, who: Identity, *, name: str = "") -> None:
         """`name` is the run's name in etcd; the default is `who.run`."""
@@ -138,7 +138,7 @@ class Board:
         self._listener.close()
 
     def leave(self, *, reachable: bool) -> None:
-        """Remove our key. A final report remains until the lease expires."""
+        """Remove our key, and disconnect. A final report remains until its lease expires."""
         if reachable:
             with contextlib.suppress(EtcdError):
                 self.membership.leave()

@@ -1,8 +1,8 @@
 """Coordination by an elected member, until it exits or its lease expires (docs/decisions/0014).
 
-`Candidate` runs for election and `Term` decides, both without threads: `client.Running` adds the threads. Every write of a term
-is conditional on its election: a term that is over cannot write, and its pending output and ledger events are dropped. A nonce in
-the leader's key identifies an election because revisions restart if etcd loses its data.
+`Candidate` runs for election and `Term` decides. Neither has threads; `client.Running` adds them. Every write of a term is
+conditional on the term's election, so a term that is over cannot write, and its pending output and ledger events are dropped. A
+nonce in the leader's key identifies an election because revisions restart if etcd loses its data.
 """
 
 from __future__ import annotations
@@ -28,9 +28,10 @@ TICK_S = 0.1
 LINGER_S = 600
 """TTL, in seconds, of the published state once no coordinator is left. It also limits how long etcd may be down."""
 LISTEN_S = 1.0
-"""Seconds that a new coordinator listens if etcd has no state. Members report a lost state every half second."""
+"""Seconds for which a new coordinator listens to members if etcd has no state. While etcd is unreachable, members retry their
+reports every half second."""
 REPORT_S = 3.0
-"""Seconds that a new coordinator waits for a first report, because all members may have been disconnected."""
+"""Seconds for which a new coordinator waits for a first report, because all members may have been disconnected."""
 PASSED = 100
 """Number of generations to skip if etcd has lost its state."""
 WHY_S = 0.5
@@ -52,11 +53,11 @@ class ElectionConfig:
     events: coordinator.EventSink
     token: str = dataclasses.field(default_factory=lambda: secrets.token_hex(8))
     nnodes: str = ""
-    """`min:max` under torchrun, where any node may join and --max-restarts is the limit; empty in pods."""
+    """`min:max` under torchrun, where any node may join and --max-restarts limits the restarts; empty in pods."""
     replicas: int = 0
     """Expected number of workers in pods."""
     ttl: int = TTL_S
-    """The leadership's TTL, in seconds."""
+    """TTL of the leader's lease, in seconds."""
     clock: Callable[[], float] = dataclasses.field(default_factory=Clock)
     """A steady clock, which may stop while this machine sleeps: leases that expire in the meantime are replaced."""
     random: Callable[[], float] = RANDOM.random
@@ -75,7 +76,8 @@ class Term:
         listing: Outcome,
         incarnation: str = "",
     ) -> None:
-        """`leader` is the election's key, `listing` has all of the run's keys, and `incarnation` is the candidate's run."""
+        """`leader` is the key that won the election, `listing` contains all keys of the run, and `incarnation` is that of the run
+        that the candidate has followed so far, if any."""
         self._store, self._keys, self._config, self.leader = store, keys, config, leader
         # A plain torchrun is not restarted after an exit, and has no equivalent exit code.
         self._settings = replace(config.settings, fences=not config.nnodes, gives_up=not config.nnodes)
@@ -85,7 +87,7 @@ class Term:
         self._seen: dict[int, tuple[str, int]] = {}
         """Token and revision of each member's key."""
         self._parked: dict[int, KeyValue] = {}
-        """Keys of processes that replace a member whose loss is undecided."""
+        """Keys of processes that have taken the index of a member of the world, until the loss of that member is decided."""
         self._effects: list[coordinator.Effect] = []
         """Effects to show once etcd has accepted the state."""
         self._last_published: key_schema.Published | None = None
@@ -193,7 +195,7 @@ class Term:
         self._take(report)
 
     def _recover(self, record: key_schema.Record) -> None:
-        """Recover a world that etcd may have lost from a member's record, and skip generations that may have followed."""
+        """Recover the world in a member's record if etcd has lost it, and skip the generations that may have followed it."""
         lost, state = record.world, self.state
         if lost and lost.generation > (state.world.generation if state.world else 0):
             if state.called is not None and lost.generation < state.called.generation:
@@ -236,7 +238,7 @@ class Term:
         self._publish()
 
     def _take(self, event: coordinator.Event) -> None:
-        """Process an event. Effects that others can see wait until etcd has accepted the state."""
+        """Process an event. Effects that other processes or people can see are delayed until etcd has accepted the state."""
         self.state, effects = coordinator.step(self._settings, self.state, event, self.clock())
         for effect in effects:
             match effect:
@@ -318,7 +320,8 @@ class Term:
 
 
 class Candidate:
-    """A process that may be elected. Call `turn` regularly, and `listed` and `happened` with etcd's keys and events."""
+    """A process that may be elected. Call `turn` regularly, `listed` with every listing of the keys, and `happened` with their
+    events."""
 
     def __init__(
         self,
@@ -395,7 +398,7 @@ class Candidate:
             self._config.events.finished(state, published.closed.reason, published.closed.code)
 
     def turn(self) -> float:
-        """Run for election, coordinate, or wait. Returns the maximum seconds until the next turn. Raises EtcdError."""
+        """Run for election, coordinate, or wait. Returns the maximum number of seconds until the next turn. Raises EtcdError."""
         config, now = self._config, self._config.clock()
         if self._began is None or (self.ended and not self.term):
             return float(config.ttl)

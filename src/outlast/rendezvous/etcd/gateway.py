@@ -1,11 +1,11 @@
-"""An etcd v3 client for its JSON gateway: keys, leases, transactions, watches.
+"""An etcd v3 client for keys, leases, transactions and watches, which uses etcd's JSON gateway.
 
     etcd://host:2379,host2:2379/prefix       plain; several endpoints of one etcd, of which the first healthy one is used
     etcds://host:2379                        TLS
 
-The gateway is part of every etcd since 3.4 (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we need no package, and no
-gRPC core in processes that fork. A request whose response is lost may be executed twice. Callers write with comparisons, which
-makes that harmless: the comparisons fail, and the caller finds its own value.
+The gateway is part of every etcd since 3.4 (https://etcd.io/docs/v3.5/dev-guide/api_grpc_gateway/), so we need no client package,
+and no gRPC library in processes that fork. A request whose response is lost may be executed twice. This is harmless because
+callers make their writes conditional: the second time, the conditions fail, and the caller finds the value that it has written.
 """
 
 from __future__ import annotations
@@ -53,7 +53,7 @@ _REFUSALS = {
     "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
     "grant its role readwrite on all keys that begin with {to.prefix}/",
 }
-"""Our errors, by a part of etcd's message."""
+"""Our error messages, keyed by a part of etcd's message."""
 _EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
 _NO_ETCD = {
     b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
@@ -62,7 +62,7 @@ _NO_ETCD = {
     f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
     b"": f"answers a v3 request with HTTP {{status}}, unlike any etcd; {_EXPECTED}",
 }
-"""Our errors for responses that are not JSON, by a part of the status and body."""
+"""Our error messages for responses that are not JSON, keyed by a part of the response's status and body."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -136,7 +136,7 @@ class LeaseGone(EtcdError):
 
 
 class Behind(EtcdError):
-    """Raised if the first revision of a watch is compacted or does not exist yet, so that the caller must list again."""
+    """Raised if the first revision of a watch is compacted or does not exist yet. The caller must list the keys again."""
 
 
 def address(endpoint: str, options: Mapping[str, str] | None = None, environ: Mapping[str, str] | None = None) -> Address:
@@ -183,7 +183,7 @@ class Etcd:
     # Calls
 
     def range(self, key: str, *, prefix: bool = False) -> Outcome:
-        """Read a key, or all keys with that prefix. A watch can continue after `Outcome.revision`."""
+        """Read a key, or with `prefix` all keys that begin with it. A watch can continue after `Outcome.revision`."""
         answer = self.ask("kv/range", range_(key, prefix=prefix)["request_range"])
         return Outcome(True, int(answer["header"]["revision"]), tuple(_keyvalue(kv) for kv in answer.get("kvs", ())))
 
@@ -193,8 +193,8 @@ class Etcd:
         then: Sequence[Mapping[str, Any]],
         otherwise: Sequence[Mapping[str, Any]] = (),
     ) -> Outcome:
-        """Execute `then` if all comparisons hold, and `otherwise` if not; both are lists of `range_`, `put` and `delete`. Raises
-        LeaseGone."""
+        """Execute `then` if all comparisons hold, and `otherwise` if not. Both are lists of requests built by `range_`, `put` and
+        `delete`. Raises LeaseGone."""
         answer = self.ask("kv/txn", {"compare": list(compare), "success": list(then), "failure": list(otherwise)})
         parts = [part["response_range"] for part in answer.get("responses", ()) if "response_range" in part]
         kvs = tuple(_keyvalue(kv) for part in parts for kv in part.get("kvs", ()))
@@ -224,7 +224,7 @@ class Etcd:
         """Yield the events after a revision for keys with this prefix, forever. The first item, sent when the watch starts, is
         empty.
 
-        Raises Behind if the revision is compacted or not reached yet, and EtcdAway, including after `interrupt`.
+        Raises Behind if the revision is compacted or not reached yet, and EtcdAway if the connection ends, as after `interrupt`.
         """
         with self._lock:
             self._check_open()
@@ -256,7 +256,7 @@ class Etcd:
             connection.close()
 
     def interrupt(self) -> None:
-        """End all watches, because their endpoints may be dead."""
+        """End all watches. Call this if their endpoints may be dead."""
         self._end(list(self._watching))
 
     def _end(self, watches: Sequence[socket.socket]) -> None:
@@ -275,7 +275,7 @@ class Etcd:
     # Requests
 
     def ask(self, path: str, body: Mapping[str, Any]) -> dict[str, Any]:
-        """Send a request to the gateway and return the response. `path` is below `/v3/`. Raises EtcdError."""
+        """Send a request to the gateway and return the response. `path` is relative to `/v3/`. Raises EtcdError."""
         with self._lock:
             self._check_open()
             try:
@@ -427,7 +427,7 @@ class Etcd:
 
     def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
         """Return the error for a connection that failed or ended without a response. A bad client certificate may cause either:
-        with TLS 1.3 the server checks it after the handshake, and its alert may be lost."""
+        with TLS 1.3 the server checks the certificate after the handshake, and the server's alert may be lost."""
         self._tls = None  # read the files again, in case they were renewed
         text, tls = str(problem), self.address.tls
         if "CERTIFICATE_VERIFY_FAILED" in text:
@@ -484,12 +484,12 @@ def delete(key: str) -> dict[str, Any]:
 
 
 def created(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was created at this revision; 0 means that it does not exist."""
+    """Build the condition that the key was created at this revision; 0 means that the key does not exist."""
     return {"key": _b64(key), "target": "CREATE", "result": "EQUAL", "create_revision": str(revision)}
 
 
 def modified(key: str, revision: int) -> dict[str, Any]:
-    """Build the condition that the key was last written at this revision; 0 means that it does not exist."""
+    """Build the condition that the key was last written at this revision; 0 means that the key does not exist."""
     return {"key": _b64(key), "target": "MOD", "result": "EQUAL", "mod_revision": str(revision)}
 
 

@@ -4,8 +4,9 @@
     <prefix>/<run>/decided/leader      Leader: the coordinator             under its short lease
     <prefix>/<run>/decided/said        Published: the state of the run     under its long lease
 
-Members write their keys (`rendezvous.etcd.client`), the coordinator the others (`rendezvous.etcd.election`). No value holds a
-clock time. Field names are the wire format, except for those in `_WIRE`. See docs/decisions/0014.
+Members write their own keys (`rendezvous.etcd.client`), and the coordinator writes the other keys (`rendezvous.etcd.election`).
+Readers ignore clock times in values, because clocks differ. Field names are the wire format, except for those in `_WIRE`. See
+docs/decisions/0014.
 """
 
 from __future__ import annotations
@@ -75,8 +76,8 @@ def run_of(prefix: str, key: str) -> str:
 
 
 def run_name(run: str, environ: Mapping[str, str]) -> str:
-    """Return a run's name in an etcd shared by many jobs. In pods, the namespace and job are prefixed, within which the run is
-    unique."""
+    """Return a run's name in an etcd shared by many jobs. In pods, the name begins with the namespace and the job, because a
+    run's own name is unique only within its job."""
     place = [environ.get(name, "") for name in (contract.Env.NAMESPACE, contract.Env.JOB)]
     return "/".join([*filter(None, place), run])
 
@@ -126,7 +127,7 @@ class Leader(_Value):
 
 @dataclass(frozen=True, kw_only=True)
 class Published(PersistedState, _Value):
-    """The published state. It has one writer."""
+    """The published state, which only the coordinator writes."""
 
     by: str
     incarnation: str
@@ -135,9 +136,9 @@ class Published(PersistedState, _Value):
     """Incarnation of the previous run with this name, whose members are ignored."""
     nnodes: str = ""
     tokens: tuple[str, ...] = ()
-    """Tokens of the world's processes, in rank order, because an index may pass to another process."""
+    """Tokens of the world's processes, in rank order. An index alone identifies no process: another process may take it over."""
     leave_s: float = 0.0
-    """Duration of a planned call, in seconds from when a member receives it."""
+    """Seconds from when a member receives a planned call until the call becomes unplanned."""
     why: str = ""
     """The coordinator's reason for waiting, without the remaining seconds, or a description of normal training."""
     done: tuple[int, ...] = ()

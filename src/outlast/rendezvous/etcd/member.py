@@ -1,4 +1,4 @@
-"""A member's side of the etcd rendezvous, without threads: writes the member's key and follows the published state.
+"""A member's side of the etcd rendezvous, without threads: it writes the member's key and follows the published state.
 
 `rendezvous.etcd.client.Board` calls it from two threads: one calls `publish` repeatedly, the other delivers events, which may be
 late, duplicated or lost.
@@ -58,7 +58,7 @@ class Identity:
     most: int = 1
     """Maximum number of members in the run."""
     generation: int = 0
-    """The newest generation recorded in the output; the next world's generation is higher."""
+    """The newest generation recorded in the run's output directory; the next world's generation is higher."""
 
 
 class EtcdMember:
@@ -85,7 +85,7 @@ class EtcdMember:
         self.closed: Closed | None = None
         self.why = ""
         self.synced = False
-        """True once the keys in etcd have been listed, which must precede our registration."""
+        """True once the keys in etcd have been listed. Before that, we must not register."""
         self._newest: World | None = None
         """The newest published world, even if it does not include us."""
         self._tokens: tuple[str, ...] = ()

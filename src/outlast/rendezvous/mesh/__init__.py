@@ -1,4 +1,4 @@
-"""The mesh: direct connections between the agents of a world, which detect a silent member and agree without a coordinator.
+"""The mesh: direct connections by which a world's agents detect silent members and agree on attempts.
 
     watched_peers   the peers that each member watches, and the state of a peer: heard, in doubt, unheard (pure)
     connection      one socket with sealed lines

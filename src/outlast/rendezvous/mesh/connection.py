@@ -1,7 +1,7 @@
 """One connection of the mesh: a non-blocking socket with sealed lines (`job.sealed_lines`), each a JSON object.
 
 Both sides begin with a nonce in the clear. The connecting side seals as a "member", the accepting side as a "decider", so an
-attacker cannot reflect a line, and a port that echoes its input proves nothing.
+attacker cannot reflect a line, and a port that echoes its input cannot pass as a peer.
 """
 
 from __future__ import annotations

@@ -9,7 +9,8 @@
     mesh.close()                                                   sends a goodbye
 
 The watching side connects, so two members that watch each other have two connections. The peer's kernel answers our probes
-(`connection.IDLE_S`), also for a stopped or starved process, whose own agent detects hangs. Used by `rendezvous.membership`.
+(`connection.IDLE_S`) even while the peer's process is stopped or starved, so the mesh does not detect hangs; each agent detects
+those of its own processes. Used by `rendezvous.membership`.
 """
 
 from __future__ import annotations
@@ -44,7 +45,7 @@ STOOD_S = 2.0
 PROVE_S = 5.0
 """Timeout, in seconds, for a new connection to prove that it has the key."""
 STRANGERS = 256
-"""Maximum number of connections without proof of the key; beyond it, the oldest is closed."""
+"""Maximum number of connections without proof of the key. If there are more, the oldest is closed."""
 ANSWER_S = 5.0
 """Timeout, in seconds, for the acknowledgement of a message."""
 Handler = Callable[[int, Mapping[str, Any]], None]
@@ -73,7 +74,7 @@ class Mesh:
         self.address = f"{name[0]}:{name[1]}"
         """`host:port`, with a numeric host."""
         self.generation = 0
-        """The generation that the following attributes describe."""
+        """The generation that `unheard`, `refused` and `complete` describe."""
         self.unheard: tuple[int, ...] = ()
         """Watched peers that were heard before and are now silent or refuse connections. Peers that were never heard may run a
         version without a mesh."""
@@ -83,14 +84,14 @@ class Mesh:
         """True if every watched peer of this world has been heard."""
         self.changed: Callable[[], None] = lambda: None
         self.handlers: dict[str, Handler] = {}
-        """Handlers by message kind, called with the sender and the message."""
+        """Handlers, keyed by message kind. Each is called with the sender's id and the message."""
         self._key, self._clock = sealed_lines.derived(key, "mesh"), clock or Awake()
         self._hello: dict[str, Any] = {"id": id, "run": run, "process": secrets.token_hex(8), "address": self.address}
         self._selector = selectors.DefaultSelector()
         self._peers: dict[int, Peer] = {}
         self._callers: dict[_Caller, None] = {}
         self._last_handled: dict[tuple[int, str], int] = {}
-        """Number of the last message handled, by the sender's id and process."""
+        """Number of the last message handled, keyed by the sender's id and process."""
         self._todo: collections.deque[Callable[[float], None]] = collections.deque()
         self._woken_until = 0.0
         self._over = self._ended = False
@@ -116,7 +117,8 @@ class Mesh:
     # Called from any thread
 
     def enter(self, generation: int, members: Sequence[int]) -> None:
-        """Enter a world, and watch only our neighbours in it. When this returns, `unheard` describes the new world."""
+        """Enter a world, and watch only the peers that `watched_peers` chooses in it. When this returns, `unheard` describes the
+        new world."""
         done = threading.Event()
 
         def do(now: float) -> None:
@@ -128,14 +130,14 @@ class Mesh:
             done.wait(TICK_S)
 
     def learn(self, generation: int, addresses: Mapping[int, str]) -> None:
-        """Set addresses of members of this `generation`. They are ignored in any other world."""
+        """Set the addresses of members of world `generation`. Does nothing if the mesh is in another world."""
         self._do(functools.partial(self._learn, generation, dict(addresses)))
 
     def send(self, id: int, message: Mapping[str, Any], *, within_s: float = ANSWER_S) -> Future[None]:
-        """Send a message to any member, which calls its handler for the message's `kind` exactly once.
+        """Send a message to any member. The member calls its handler for the message's `kind` at most once.
 
-        The future completes when the message is handled. It raises `Undelivered` if the member has left, refuses connections, or
-        does not answer.
+        The future completes once the member has handled the message. It raises `Undelivered` if the member has left, refuses
+        connections, or does not answer.
         """
         future: Future[None] = Future()
         future.set_running_or_notify_cancel()
@@ -266,7 +268,7 @@ class Mesh:
         caller.connection.send({"got" if handled else "unknown": number})
 
     def _parse_hello(self, hello: object) -> tuple[int, str, str]:
-        """Return the sender's index, process and address, which is empty if the sender is in an older world."""
+        """Return the sender's index, process and address. The address is empty if the sender is in an older world."""
         if not isinstance(hello, Mapping) or hello.get("run") != self._hello["run"]:
             raise Forged("it does not name this run")
         id, process, address = hello.get("id"), hello.get("process"), hello.get("address")

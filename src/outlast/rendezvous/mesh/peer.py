@@ -25,7 +25,7 @@ FIRST_S, BROKEN_S, WOKEN_S = 3.0, 1.0, 5.0
 """Seconds after which a silent peer counts as unheard: at first, after its connection broke, and after a pause of this machine,
 which breaks connections on our side only."""
 _NUMBERS = itertools.count(1)
-"""Counts all messages of this process, because a peer that returns remembers the numbers that it has seen."""
+"""Numbers for messages. All peers share one counter, because a peer that returns remembers the numbers that it has seen."""
 
 
 class Undelivered(Exception):
@@ -68,12 +68,12 @@ class Peer:
         self._next_attempt, self.due = now, now
 
     def forget(self, now: float) -> None:
-        """Clear the address of an unconnected peer for a new world, where another process may have taken its place."""
+        """Before a new world, clear the address of a peer that is not connected: another process may have taken its place."""
         if not self.proven:
             self.meet("", now)
 
     def send(self, message: Mapping[str, Any], future: Future[None], now: float, within_s: float) -> None:
-        """Send a message. The future completes on its acknowledgement, or fails after `within_s`."""
+        """Send a message. `future` completes when the message is acknowledged, or fails after `within_s` seconds."""
         if not self.watched and self._connection is None and not self.state.left:
             self.state, self._next_attempt = watched_peers.PeerState(), 0.0  # the state is outdated
         if problem := self._problem():
@@ -89,7 +89,7 @@ class Peer:
                 self._broken(error, now)
 
     def turn(self, now: float, patience_s: float) -> float:
-        """Do all work that is due; returns the time of the next turn."""
+        """Do all work that is due, and return the time of the next turn."""
         self._expire(now)
         if not self.address or self.state.left or not (self.watched or self._messages or self._connection):
             return min((each.until for each in self._messages.values()), default=now + 1.0)
@@ -168,7 +168,8 @@ class Peer:
             self._hang_up()
 
     def _broken(self, problem: Exception, now: float) -> None:
-        """Handle a broken connection. A rejection by a peer that has not proven its identity counts as a refusal."""
+        """Handle a broken connection. A peer that disconnects or sends invalid data before it has proven its identity counts as
+        refusing."""
         silent = isinstance(problem, OSError) and not isinstance(problem, ConnectionError)
         refused = not self.proven and not silent
         if refused:

@@ -49,7 +49,8 @@ class PeerState:
             self.since = None
 
     def refused(self) -> None:
-        """Record a refusal, or an accepting process that disconnected or lacks the key: no member listens at the address."""
+        """Record that no member listens at the address: the connection was refused, or the process that accepted it disconnected
+        or lacks the key."""
         self.refusals += 1
         if self.refusals >= REFUSALS:
             self.unheard, self.gone = "refuses connections", True

@@ -57,7 +57,7 @@ class Orders:
     def __init__(self, key: bytes, *, worker: int, since: float) -> None:
         self._key, self._worker, self._since = key, worker, since
         self._seen: dict[str, float] = {}
-        """Times of accepted orders by signature; only a holder of the key can add entries."""
+        """Times of accepted orders, keyed by signature. Only a holder of the key can add entries."""
 
     def judge(self, headers: Mapping[str, str], body: bytes, now: float) -> Answer:
         """Validate an order. Each order is accepted at most once."""

@@ -1,8 +1,8 @@
 """The rendezvous transport over sockets, directly from workers to the coordinator.
 
 The socket is the launcher's Unix socket on one machine (`unix:///path`), or a port on worker 0 in pods that have neither an
-operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, or after `SILENCE_S` of silence in
-pods.
+operator nor an etcd (`c10d://host:port`). A member is lost once its connection is closed, or, in pods, after `SILENCE_S` of
+silence.
 
     member -> coordinator   {"report": Report, "process": word}       on every change, and every HEARTBEAT_S
     coordinator -> member   {"called": Called} {"world": World} {"closed": Closed}
@@ -66,7 +66,7 @@ class _Line:
 
 
 class MemberSocket:
-    """A member's side (see `member_client.Board`). Connecting is retried forever because a running world does not need the
+    """A member's side (see `member_client.Board`). It tries to connect forever, because a running world does not need the
     coordinator."""
 
     def __init__(self, endpoint: str, *, run: str, id: int, key: bytes = b"") -> None:
@@ -260,7 +260,7 @@ class Server:
         writer.write(self._seals[writer].sealed(self._encoded[1]))
 
     def drop_silent(self) -> None:
-        """Disconnect members that have been silent for too long, because a stopped process keeps its connection."""
+        """Disconnect members that have been silent for too long; a stopped process would keep its connection open."""
         now = self._clock()
         silent = [id for id, beat in self._beats.items() if now - beat > SILENCE_S and id in self._writers]
         for id in silent:
