@@ -88,13 +88,19 @@ def mistake(error: source_files.BadSource) -> OutlastError:
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the directory with the layout, each part's images, and the class names. Raises OutlastError as `laid_out` does."""
+    """Return the directory that image paths are relative to, each part's images, and the class names.
+
+    Raises OutlastError as `laid_out` does.
+    """
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """Return each part's images, and the class names. Raises OutlastError if val is empty or a class is in only one part."""
+    """Return each part's images, and the class names. Raises OutlastError if the directories of the parts do not match.
+
+    They match if val has images, and both have images of the same classes. Without two such directories, nothing is checked.
+    """
     items, names = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
     if not {source_files.TRAIN, source_files.VAL} <= divided.keys():
