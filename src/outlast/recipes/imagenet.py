@@ -247,7 +247,7 @@ def position(batch: Any, stream: Stream) -> int:
 
 @torch.no_grad()
 def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move the running average of weights and statistics towards the current values."""
+    """Move the running averages of weights and statistics towards the current values."""
     for mean, now in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
         if mean.is_floating_point():
             mean.lerp_(now, 1 - decay)

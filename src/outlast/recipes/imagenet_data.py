@@ -101,7 +101,7 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked."""
+        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked the labels."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(

@@ -8,7 +8,7 @@
     torchrun --nproc-per-node 4 -m outlast.recipes.llm --config conf.yaml --data data --output out
 
 Each line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}.
-Prompts do not count in the loss. Training writes checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end
+The loss excludes prompts. Training writes checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end
 final.json. It also writes models in Hugging Face's format: epoch-1/, epoch-2/ and so on after each epoch, model/ at the end, and
 merged/ with --merge. All are written to the job's output directory, or to --output (default: out) if there is no job. --evaluate
 writes evaluation.json to the same directory.
@@ -328,7 +328,10 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load all parts. One process per machine tokenizes, and all ranks raise its errors. A collective if `run` is given."""
+        """Load all parts. A collective if `run` is given.
+
+        One process per machine tokenizes the data, and its errors are raised on all ranks.
+        """
         started = time.monotonic()
         llm_model = _llm_model()
         directory, name = llm_model.place(s.model, s.model_local_dir, offline=s.local_files_only)

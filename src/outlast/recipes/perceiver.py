@@ -270,7 +270,7 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Return the weights of clips, (b,), and record remarks on them. The weight of an unreadable clip is 0, and of others 1.
+    """Return the weights of clips, (b,), and record remarks on them. An unreadable clip has weight 0, any other weight 1.
 
     Without --skip-bad, an unreadable clip raises OutlastError.
     """

@@ -191,7 +191,7 @@ PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Return a directory of small synthetic videos of moving squares below `above`, after making it if it is missing.
+    """Return a directory below `above` with small synthetic videos of moving squares, after making it if it is missing.
 
     Other processes wait meanwhile.
     """

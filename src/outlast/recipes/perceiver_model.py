@@ -144,8 +144,8 @@ class Attention(nn.Module):
 
         The weight of input i is exp(q·k_i), where k_i = W (g * (x_i - mean_i) / std_i + b) + c. Because q·(W y) = (q W)·y, the
         queries are multiplied by W instead of all inputs. The channels that are constant within a modality, most of which are
-        padding, are reduced to one channel per modality, so the paper's sizes give 408 channels instead of 704. Likewise, inputs
-        are averaged before the average is multiplied by the weights of the values.
+        padding, are reduced to one channel per modality, so the paper's sizes give 408 channels instead of 704. Likewise, the
+        inputs are averaged first, and only the average is multiplied by the weights of the values.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -341,9 +341,9 @@ class Perceiver(nn.Module):
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """Return the position encodings of all inputs, (m, channels) for each modality, which are computed once per device.
+        """Return the position encodings of all inputs, (m, channels), keyed by modality.
 
-        They are not buffers, because DDP would broadcast buffers.
+        They are computed once per device. They are not buffers, because DDP would broadcast buffers.
         """
         if where not in self._tables:
             c = self.config

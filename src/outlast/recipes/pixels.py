@@ -68,7 +68,7 @@ class Packed(Shards):
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
         """Class names, in the order of their labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
-        """Number of damaged images that were left out of both parts."""
+        """Number of damaged images that were left out, in both parts together."""
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
@@ -238,9 +238,9 @@ def boxes(
 ) -> Tensor:
     """Return random boxes for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
 
-    `u` is a result of `draws`, (b, CROP), and `aspect` each image's width / height, (b,). A box covers a fraction of the image's
-    area in the range `scale`, and its width / height in the file's pixels is in the range `ratio`. The distribution is that of
-    torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
+    `u` is a result of `draws`, (b, CROP), and `aspect` is each image's width / height, (b,). A box covers a fraction of the
+    image's area in the range `scale`, and its width / height in the file's pixels is in the range `ratio`. The distribution is
+    that of torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
     area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)
@@ -303,8 +303,8 @@ def _each(do: Callable[[int], None], count: int, size: int) -> None:
     """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch uses.
 
     Torch itself would divide each image among its threads and wait for the slowest, thousands of times a second; on a shared
-    machine, each wait lasts until that thread gets a core. Small images stay in this thread, because Python takes most of their
-    time.
+    machine, each wait lasts until that thread gets a core. Small images are computed in this thread, because Python takes most
+    of their time.
     """
     threads = torch.get_num_threads()
     with _one_thread():

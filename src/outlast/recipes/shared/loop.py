@@ -280,7 +280,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def retain_freed_memory() -> None:
-    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of a small model's step."""
+    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of the time of a small model's step."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (mallopt(3))
             mallopt(parameter, 1 << 30)

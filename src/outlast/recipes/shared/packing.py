@@ -31,11 +31,11 @@ def pack(
     """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned unchanged.
 
     The result equals that of `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`.
-    `to` is a directory that machines may share; by default it is in this machine's cache ($OUTLAST_CACHE), and a new one whenever
-    the files change. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the work and
-    the others wait; if it is killed, the next call continues. By default, `processes` is one per core if memory allows. Raises
-    OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and names the first
-    few.
+    `to` is a directory that machines may share. By default, it is in this machine's cache ($OUTLAST_CACHE), under a name that
+    changes with the files. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the
+    work while the others wait; if it is killed, the next call resumes its work. By default, `processes` is one per core if memory
+    allows. Raises OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and
+    names the first few.
     """
     if "://" in os.fspath(source) or (Path(source) / shard_format.MANIFEST).exists():
         return os.fspath(source)

@@ -66,7 +66,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Yield True on rank 0, which then writes files, and raise rank 0's OutlastError on all ranks. A collective."""
+    """Yield whether this is rank 0, which then writes files. If rank 0 raises OutlastError, all ranks raise it. A collective."""
     problem = ""
     try:
         with run.alive():
