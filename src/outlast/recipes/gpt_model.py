@@ -284,8 +284,8 @@ class GPT(nn.Module):
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
-    The forward pass also computes the gradients. It computes only a few rows of logits at a time, so that they stay in the cache:
-    all logits (n, v) would be by far the largest tensor of a step, and would be written and read several times.
+    The forward pass also computes the gradients, and only a few rows of logits at a time. All logits (n, v) would be by far the
+    largest tensor of a step, and would be written to memory and read again several times.
     """
     if not torch.is_grad_enabled():
         return F.cross_entropy(F.linear(x, weight), targets)

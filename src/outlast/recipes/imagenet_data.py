@@ -88,7 +88,7 @@ class Pictures:
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
         """Return a micro-batch's images (b, 3, s, s) and labels (b,), on its device.
 
-        The images are augmented unless `epoch` is None, as in validation.
+        The images are augmented if `epoch` is given. Validation passes None.
         """
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
