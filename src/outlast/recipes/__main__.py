@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 def programs() -> list[str]:
-    """Return the names of the modules here that run as scripts."""
+    """Return the names of this package's modules that run as scripts."""
     files = sorted(Path(__file__).parent.glob("[!_]*.py"))
     return [file.stem for file in files if '\nif __name__ == "__main__":' in file.read_text(encoding="utf-8")]
 

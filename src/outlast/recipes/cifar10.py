@@ -10,7 +10,7 @@
     python -m outlast.recipes.classify cifar10.pth cat.png holiday/
 
 Training writes checkpoints/, metrics.jsonl and parameters.json, and at the end model.pt and final.json, to the job's output
-directory, or to --output-dir (default: out) if there is no job. --evaluate writes evaluation.json there.
+directory, or to --output-dir (default: out) if there is no job. --evaluate writes evaluation.json to the same directory.
 """
 
 # mypy: allow-untyped-calls
@@ -47,7 +47,10 @@ ALIASES = {
     "workers": "the images are in memory, and no process loads them",
     "checkpoint_file": "checkpoints are in the output, and a run resumes by itself",
 }
-"""The flags of the workshop's script that have another name here, or none for the reason given. All others have the same name."""
+"""Flags of the EKS workshop's script, mapped to this recipe's names or to the reason why they are ignored.
+
+All other flags have the same names.
+"""
 WORKSHOP = {
     "lr": 0.001, "schedule": "constant", "nesterov": False, "weight_decay": 1e-4,
     "smoothing": 0.0, "flip": False, "shift": 0, "cutout": 0, "whiten": False, "ema": 0.0, "dtype": "float32",
@@ -91,7 +94,7 @@ class Settings:
 
 
 def network(group: int = 16) -> nn.Sequential:
-    """Return the network from pixels between 0 and 1, (b, 3, 32, 32), to logits (b, 10). `group` is for `BatchNorm`."""
+    """Return the network, which maps pixels from 0 to 1, (b, 3, 32, 32), to logits (b, 10). `group` is for `BatchNorm`."""
 
     def block(i: int, m: int, o: int) -> list[nn.Module]:  # (b, i, h, w) -> (b, o, h/2, w/2)
         first, second = nn.Conv2d(i, m, 3, padding=1), nn.Conv2d(m, o, 3, padding=1)
@@ -151,9 +154,9 @@ def statistics(model: nn.Module, share: float) -> None:
 
 @torch.no_grad()
 def whiten(first: nn.Conv2d, x: Tensor) -> None:
-    """Initialize the layer's filters to the main principal components of patches of images `x` (bytes), scaled to variance 1.
+    """Initialize the filters of the layer `first` to principal components of patches of the images `x`, scaled to variance 1.
 
-    These filters decorrelate pixels. Half of them are the negatives of the other half, because a ReLU follows.
+    These filters decorrelate pixels. Half of them are the negatives of the other half, because a ReLU follows. `x` has bytes.
     """
     patches = F.unfold(x.double() / 255, 3).transpose(1, 2).reshape(-1, 27)  # (n * 900, 27)
     variances, components = torch.linalg.eigh(torch.cov(patches.T))  # (27,) from small to large, (27, 27)
@@ -169,7 +172,7 @@ def whiten(first: nn.Conv2d, x: Tensor) -> None:
 
 
 class Training(loop.Recipe):
-    """A training run; `loop.train` calls its methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     unmeasured = None  # the logged loss is the metric
 
@@ -256,7 +259,7 @@ class Images(Stream):
 
 
 def local_part(batch: Batch, where: torch.device) -> tuple[Tensor, Tensor, float]:
-    """Return this rank's images (b, 3, 32, 32) as bytes, labels (b,) and share. All shares add up to the number of ranks."""
+    """Return this rank's images (b, 3, 32, 32) as bytes, labels (b,) and share. The mean share over all ranks is 1."""
     x, y = (torch.cat([data[i] for data, _ in batch.pieces]).to(where, non_blocking=True) for i in range(2))
     return x, y, sum(share for _, share in batch.pieces)
 
@@ -355,9 +358,10 @@ def short(names: Sequence[str]) -> list[str]:
 
 
 def trained(output: Path, file: str = "", name: str = "") -> tuple[nn.Sequential, str]:
-    """Return a trained network and the name of its weights. Raises OutlastError if they are missing or another model's.
+    """Return a trained network and the name of its weights. Raises OutlastError if they are missing or do not fit.
 
-    The weights are those of `file` or of the checkpoint `name` in `output`, or else of model.pt or the newest checkpoint there.
+    The weights come from `file`, or from the checkpoint `name` in `output`. If neither is given, they come from model.pt in
+    `output` or, if that does not exist, from the newest checkpoint in `output`.
     """
     if file and name:
         raise OutlastError(f"--model-file {file} and --checkpoint {name} are two models; leave one of them out")

@@ -4,9 +4,9 @@
     python -m outlast.recipes.classify cifar10.pth cat.png            # a file of weights
     python -m outlast.recipes.classify out holiday/ -o json | jq -r 'select(.classes[0].name == "dog") | .image'
 
-Prints a line with the most probable classes of each image, which is cropped to a central square and resized to 32 x 32 pixels.
-The class names are those of the run's training data if they are known, and otherwise CIFAR-10's. If an image cannot be read, its
-name is printed to stderr and the exit code is 1.
+Prints a line for each image with its most probable classes. Images are cropped to a central square and resized to 32 x 32 pixels.
+The class names are those of the run's training data if these are known, and otherwise CIFAR-10's. If an image cannot be read, a
+message is printed to stderr, and the exit code is 1.
 """
 
 # mypy: allow-untyped-calls
@@ -51,7 +51,7 @@ def listed(names: Sequence[str]) -> Iterator[Path]:
 
 
 def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, torch.Tensor]]:
-    """Yield each image's path and its bytes (3, 32, 32). Appends a message to `problems` for each unreadable image."""
+    """Yield the path and the bytes (3, 32, 32) of each readable image. Appends a message to `problems` for any other."""
     square = images.Settings(size=32)
     for path in paths:
         try:

@@ -11,7 +11,7 @@
 
 Settings have the same names as in nanoGPT. Training writes checkpoints/, metrics.jsonl and log.txt, and at the end model.pt,
 ckpt.pt for nanoGPT's sample.py, and final.json, to the job's output directory, or to --output_dir (default: out) if there is no
-job. --evaluate writes evaluation.json there.
+job. --evaluate writes evaluation.json to the same directory.
 """
 
 # mypy: allow-untyped-calls
@@ -49,7 +49,7 @@ ALIASES = {
     "backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "device": "a run finds it: GPUs where there are any",
 }
-"""The keys of nanoGPT's trainers, dense and with experts, that have another name here, or none for the reason given."""
+"""Keys of nanoGPT's trainers, dense and with experts, mapped to this recipe's names or to the reason why they are ignored."""
 
 
 @dataclass(frozen=True)
@@ -120,7 +120,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A training run; `loop.train` calls its methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -212,7 +212,7 @@ class Training(loop.Recipe):
         return bool(step % self.s.eval_interval == 0 or step == self.s.max_iters)
 
     def measure(self, step: int) -> float | None:
-        """Measure the losses on fixed blocks of train and val, also before the first step. Returns None if no save is due."""
+        """Measure the losses on fixed blocks of train and val. Returns the validation loss, or None if no save is due."""
         train, val = (self.mean(self.blocks[name]) for name in ("train", "val"))
         self.log.line(f"step {step}: train loss {train:.4f}, val loss {val:.4f}")
         self.run.log(step, val_loss=val, train_eval_loss=train)
@@ -221,13 +221,16 @@ class Training(loop.Recipe):
         self.record.best = min(val, self.record.best)
         if not (step and (better or self.s.always_save_checkpoint)):
             return None
-        if self.s.export_nanogpt:  # before the checkpoint: a run killed here measures and writes them again
+        if self.s.export_nanogpt:  # before the checkpoint, so that a run killed here measures and writes again
             self.export(step, (gpt_model.CURRENT, gpt_model.CHECKPOINT) if better else (gpt_model.CURRENT,))
         return val
 
     @torch.no_grad()
     def mean(self, blocks: Tensor) -> float:
-        """Return the mean loss over blocks (n, t + 1), divided among the ranks. FSDP needs equally many passes on every rank."""
+        """Return the mean loss over blocks (n, t + 1), which are divided among the ranks.
+
+        Every rank does the same number of passes, as FSDP requires.
+        """
         self.model.eval()
         run, parts = self.run, blocks.split(self.s.batch_size)
         total = torch.zeros((), device=run.device, dtype=torch.float64)
@@ -311,7 +314,7 @@ def dtype(s: Settings, where: torch.device, run: Session | None = None) -> torch
 
 
 def numbered(model: GPT, optimizer: torch.optim.Optimizer) -> dict[str, Any]:
-    """Return the optimizer's state as nanoGPT has it: parameters are numbered, those with weight decay first. A collective."""
+    """Return the optimizer's state in nanoGPT's format, which numbers parameters, first those with weight decay. A collective."""
     whole = StateDictOptions(full_state_dict=True, cpu_offload=True)
     state: dict[str, Any] = get_optimizer_state_dict(model, optimizer, options=whole)
     if not state:

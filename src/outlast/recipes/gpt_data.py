@@ -82,7 +82,7 @@ def _characters(ids: Mapping[str, int], file: Path) -> Callable[[str], list[int]
 
 
 def record(config: Config, digest: str = "") -> Record:
-    """Return a new run's record: sizes, tokenizer and best loss. It requires a measurement before the first step."""
+    """Return a new run's record: sizes, tokenizer and best loss. The model is measured before the first step."""
     about = {"config": dataclasses.asdict(config), "tokenizer": digest, "best": float("inf")}
     return Record({"tokenizer": "another tokenizer"}, owed=True, **about)
 

@@ -1,8 +1,8 @@
 """Defines the model of `outlast.recipes.gpt`, GPT-2 with or without a mixture of experts, and converts published weights.
 
-Module names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so nanoGPT's weights differ only by a prefix. The mixture has no loop
-over tokens or experts: assignments are sorted by expert and multiplied group by group. No token is dropped, and an expert without
-tokens has a gradient of zeros instead of None, for which DDP would wait.
+Module names are GPT-2's (`wte`, `h.0.attn.c_attn`, ...), so nanoGPT's names differ only by a prefix. The mixture needs no loop
+over tokens or experts, because assignments are sorted by expert, and one call computes the products of all experts. No token is
+dropped. The gradient of an expert without tokens is zero instead of None, because DDP would wait for a missing gradient.
 """
 
 # mypy: allow-untyped-calls
@@ -83,7 +83,7 @@ class Config:
 
 
 class Losses(NamedTuple):
-    """The model's losses for tokens with targets."""
+    """The model's losses on a batch, and how often each expert was used."""
 
     main: Tensor  # mean cross-entropy in nats, a scalar
     aux: Tensor  # imbalance of the experts (`balance`), averaged over blocks; 0 for a dense model
@@ -193,7 +193,7 @@ class MoE(nn.Module):
             one = torch.arange(scores.shape[1], device=x.device)
             counts = (chosen.flatten()[:, None] == one).sum(0)  # (e,)
             aux = balance(scores.softmax(-1), counts, self.kind)
-        order = chosen.flatten().argsort(stable=True)  # assignment (token k + choice) at each place, expert 0's first
+        order = chosen.flatten().argsort(stable=True)  # the assignments, token * k + choice, sorted by expert
         inverse = order.argsort()
         rows = tokens[:, None].expand(-1, self.k, -1).flatten(0, 1)  # (n k, c)
         made = self.experts(_Permuted.apply(rows, order, inverse), counts)
@@ -205,10 +205,11 @@ class MoE(nn.Module):
 def balance(probabilities: Tensor, counts: Tensor, kind: str) -> Tensor:
     """Return the experts' imbalance, a scalar that is 0 if all are used equally.
 
-    `probabilities`, (n, e), are the router's, and `counts`, (e,), each expert's assignments. The value is a function of u, the
-    usage with one extra assignment for each expert, so that no usage is 0. The gradient is that of the mean probability, which
-    even an expert without tokens has. Of the kinds, entropy_regularization is 1 - H(u) / log e, variance_penalty is the mean of
-    (e u - 1)^2 (the squared coefficient of variation, Shazeer et al., 2017), and diversity_regularization is KL(uniform || u).
+    `probabilities`, (n, e), are the router's, and `counts`, (e,), are the numbers of assignments to the experts. The imbalance is
+    a function of u, the experts' fractions of the assignments, where each expert gets one extra assignment so that no fraction is
+    0. Gradients flow through the mean probabilities, so even an expert without tokens gets a gradient. The kind
+    entropy_regularization is 1 - H(u) / log e, variance_penalty is the mean of (e u - 1)^2 (the squared coefficient of variation,
+    Shazeer et al., 2017), and diversity_regularization is KL(uniform || u).
     """
     e = len(counts)
     mean = probabilities.mean(0)  # (e,)
@@ -237,7 +238,7 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """A language model from tokens to the next tokens' loss or logits. The embedding and the output layer share weights."""
+    """A language model, which returns losses or the next token's logits. The embedding and the output layer share weights."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -283,8 +284,8 @@ class GPT(nn.Module):
 def cross_entropy(x: Tensor, weight: Tensor, targets: Tensor) -> Tensor:
     """Return the mean cross-entropy of the logits `x @ weight.T`, a scalar. `x`: (n, c), `weight`: (v, c), `targets`: (n,) int64.
 
-    The forward pass also computes the gradients, with a few rows of logits at a time, which stay in the cache. All logits (n, v)
-    would be by far the largest tensor of a step, and would be written and read several times.
+    The forward pass also computes the gradients, and only a few rows of logits at a time. All logits (n, v) would be by far the
+    largest tensor of a step, and would be written to memory and read again several times.
     """
     if not torch.is_grad_enabled():
         return F.cross_entropy(F.linear(x, weight), targets)
@@ -332,12 +333,12 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 _LOGITS, _LOGITS_OF_A_CACHE = 1 << 28, 1 << 19
-"""Logits per chunk, 1 GiB on a GPU and 2 MiB on a CPU: enough rows for a fast product, but few enough for memory or cache."""
+"""Number of logits per chunk: 1 GiB on a GPU, to limit memory, and 2 MiB on a CPU, to stay in the cache."""
 
 
 @torch.inference_mode()
 def generate(model: GPT, tokens: Tensor, new: int, temperature: float, top_k: int, seed: int) -> Tensor:
-    """Append `new` tokens to `tokens`, (b, t). The seed determines them; temperature 0 selects the most likely ones."""
+    """Append `new` tokens to `tokens`, (b, t). `seed` determines the new tokens; temperature 0 selects the likeliest."""
     model.eval()
     generator = torch.Generator(tokens.device).manual_seed(seed)
     for _ in range(new):
@@ -395,7 +396,8 @@ class Pretrained:
 def pretrained(named: str, block: int | None = None, dropout: float = 0.0) -> Pretrained:
     """Read the model in a `ckpt.pt` of nanoGPT or this recipe, or in a directory of Hugging Face's GPT-2. Raises OutlastError.
 
-    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded. `block` is a shorter context, in tokens.
+    A path that does not exist is looked up below $OUTLAST_MODELS; nothing is downloaded. `block` shortens the context to that
+    many tokens.
     """
     path = results.place(named)
     if path.is_dir() and (path / CHECKPOINT).exists():

@@ -11,7 +11,7 @@
 The defaults follow the recipe that trains ResNet-50 in an hour (Goyal et al., "Accurate, large minibatch SGD", 2017), but with a
 cosine schedule. For the recipe of older scripts, use --schedule step --label-smoothing 0 --no-zero-gamma --decay-norms. Training
 writes checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
-(default: out) if there is no job. --evaluate writes evaluation.json there.
+(default: out) if there is no job. --evaluate writes evaluation.json to the same directory.
 """
 
 # mypy: allow-untyped-calls
@@ -53,7 +53,7 @@ ALIASES = {
     "dist_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
     "c10d_backend": "a run finds it: nccl on GPUs, gloo on CPUs",
 }
-"""The flags of torchelastic's main.py, in both versions, that have another name here, or none for the reason given."""
+"""Flags of both versions of torchelastic's main.py, mapped to this recipe's names or to the reason why they are ignored."""
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A training run; `loop.train` calls its methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -179,7 +179,7 @@ class Training(loop.Recipe):
         where.mark_step()
 
     def report(self, step: int, batch: Batch) -> None:
-        """Log a step every `print_freq` iterations. `data_idx` is the number of the epoch's earlier images, over all ranks."""
+        """Log a step every `print_freq` iterations. `data_idx` is the number of images in the epoch's earlier steps."""
         s, log = self.s, self.log
         iteration = batch.start // s.batch_size
         log.done += batch.size
@@ -204,7 +204,7 @@ class Training(loop.Recipe):
         return batch.ends_epoch
 
     def measure(self, step: int) -> float:
-        """Measure the accuracy on all validation images, over all ranks."""
+        """Return acc@1 on all validation images, which are divided among the ranks."""
         run, record = self.run, self.record
         batches = validation(self.s, self.data).batches(run.rank, run.world_size)
         with run.alive():
@@ -219,7 +219,7 @@ class Training(loop.Recipe):
         return acc1
 
     def remember(self) -> None:
-        """Add the names of the images that any rank has skipped to the record."""
+        """Add to the record the names of the images that any rank has skipped."""
         if self.s.skip_bad:
             self.record.left_out = sorted({*self.record.left_out, *itertools.chain(*self.run.gather(self.data.bad_names()))})
 
@@ -247,7 +247,7 @@ def position(batch: Any, stream: Stream) -> int:
 
 @torch.no_grad()
 def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    """Move the running average of weights and statistics towards the current values."""
+    """Move the running averages of weights and statistics towards the current values."""
     for mean, now in zip(ema.state_dict().values(), model.state_dict().values(), strict=True):
         if mean.is_floating_point():
             mean.lerp_(now, 1 - decay)
@@ -256,7 +256,7 @@ def average(ema: nn.Module, model: nn.Module, decay: float) -> None:
 
 
 def first(s: Settings, data: Images, log: Log) -> tuple[ResNet, Record]:
-    """Return the initial model, and the record of a new run. Raises OutlastError if there are too few outputs."""
+    """Return the initial model and the record of a new run. Raises OutlastError if the model has too few outputs for the data."""
     needed = len(data.classes)
     classes = needed if s.num_classes is None else s.num_classes
     if classes < needed:
@@ -299,7 +299,7 @@ def shown(means: Mapping[str, float]) -> str:
 
 
 def validation(s: Settings, data: Images) -> Stream:
-    """Return a stream of all validation images in order, each of which one rank reads."""
+    """Return a stream of all validation images, in order. Each image is read by a single rank."""
     return Stream(data.val, batch=s.batch_size, microbatch=s.piece, shuffle=False, workers=workers(s, data.val))
 
 
@@ -332,7 +332,7 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
 
 
 def evaluate(s: Settings) -> None:
-    """Measure acc@1 and acc@5 on all validation images, and by class. Prints the worst classes and writes evaluation.json."""
+    """Measure acc@1 and acc@5 on all validation images. Prints the worst classes, and writes evaluation.json with all classes."""
     where, data = device.computing(), imagenet_data.opened(s)
     name, model, names = newest(s, data, results.output())
     if list(names) != list(data.classes):

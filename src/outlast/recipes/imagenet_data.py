@@ -22,7 +22,7 @@ from outlast.training import Session
 if TYPE_CHECKING:
     from outlast.recipes.imagenet import Settings
 
-PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by default, which takes minutes; 13 times tiny-imagenet
+PACKED_AT_ONCE = 16 * 2**30  # maximum bytes of decoded images to pack by default: 13 times tiny-imagenet, some minutes of work
 
 
 def opened(s: Settings, run: Session | None = None) -> Pictures | Synthetic:
@@ -56,7 +56,7 @@ def directory(s: Settings) -> str:
 
 
 class Pictures:
-    """Images in files or packed shards, as datasets for a `Stream`, with the augmentation of micro-batches."""
+    """Images in files or packed shards. Provides datasets of them for a `Stream`, and augments micro-batches."""
 
     def __init__(self, s: Settings, place: str) -> None:
         self._s, self.place = s, place
@@ -82,11 +82,14 @@ class Pictures:
         return (len(self.train) + len(self.val)) * 3 * side * side
 
     def bad_names(self) -> list[str]:
-        """Return the names of the images that this rank could not decode; packed images have none."""
+        """Return the names of the images that this rank could not decode, or an empty list if images are packed."""
         return [] if self.packed else [*self.train.bad, *self.val.bad]
 
     def batch(self, piece: Any, epoch: int | None, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
-        """Return a micro-batch's images (b, 3, s, s), augmented unless `epoch` is None (val), and labels (b,), on its device."""
+        """Return a micro-batch's images (b, 3, s, s) and labels (b,), on its device.
+
+        The images are augmented if `epoch` is given. Validation passes None.
+        """
         s = self._s
         x, y, index, aspect = piece  # (b, h, w, 3) bytes, (b,), (b,), (b,)
         if epoch is None:
@@ -98,7 +101,7 @@ class Pictures:
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
     def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked."""
+        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked the labels."""
         for (_, y, _, _), _ in pieces if not self.train.classes else ():
             if (label := int(y.max())) >= len(self.classes):
                 raise OutlastError(

@@ -81,7 +81,7 @@ def stage(block: type[BasicBlock] | type[Bottleneck], i: int, width: int, count:
 
 
 class ResNet(nn.Module):
-    """A network from images (b, 3, h, w) to logits (b, classes). With `zero_gamma`, blocks begin as shortcuts (Goyal et al.)."""
+    """A network from images (b, 3, h, w) to logits (b, classes). With `zero_gamma`, each block initially equals its shortcut."""
 
     def __init__(self, arch: str, classes: int, *, zero_gamma: bool = False) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Fine-tunes a Hugging Face causal language model on JSON lines, in full or with LoRA. Copy it and change it.
+"""Fine-tunes a Hugging Face causal language model, in full or with LoRA, on JSON lines. Copy it and change it.
 
     outlast run examples/llm.yaml                                    # a tiny model, nothing to download
     outlast evaluate llm                                             # loss and perplexity on the validation file
@@ -7,10 +7,11 @@
         --data data/train.jsonl --output out --lora --bf16
     torchrun --nproc-per-node 4 -m outlast.recipes.llm --config conf.yaml --data data --output out
 
-A line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}; the
-loss excludes prompts. Training writes to the job's output directory, or to --output (default: out) if there is no job:
-checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end final.json; and in Hugging Face's format epoch-1/,
-epoch-2/ and so on, model/, and with --merge merged/. --evaluate writes evaluation.json there.
+Each line of the data is {"messages": [{"role": ..., "content": ...}, ...]}, {"prompt": ..., "completion": ...} or {"text": ...}.
+The loss excludes prompts. Training writes checkpoints/, metrics.jsonl, best.json with the best epoch, and at the end
+final.json. It also writes models in Hugging Face's format: epoch-1/, epoch-2/ and so on after each epoch, model/ at the end, and
+merged/ with --merge. All are written to the job's output directory, or to --output (default: out) if there is no job. --evaluate
+writes evaluation.json to the same directory.
 """
 
 # mypy: allow-untyped-calls
@@ -50,9 +51,9 @@ if TYPE_CHECKING:
 
 log = logging.getLogger("llm")
 BEST = "best.json"
-"""Name of the file with the epoch of the lowest validation loss, and its directory."""
+"""Name of the file that records the epoch with the lowest validation loss and the directory of that epoch's model."""
 ALIASES = {"output": "output_dir"}
-"""The flags of train_framework.py that have another name here. All others have the same name."""
+"""Flags of train_framework.py, mapped to this recipe's names for them. All other flags have the same names."""
 
 
 @dataclass(frozen=True)
@@ -104,7 +105,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A training run; `loop.train` calls its methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -154,7 +155,7 @@ class Training(loop.Recipe):
             log.info(f"[CFG] all {step} steps are done; --epochs or --max-steps sets more")
 
     def batches(self) -> Iterator[Batch]:
-        """Return this rank's batches. Rank and world size are explicit, because FSDP shards over all ranks."""
+        """Return this rank's batches. Rank and world size are passed, because `iter(stream)` would fail with a sharded model."""
         return self.stream.batches(self.run.rank, self.run.world_size)
 
     def rate(self, step: int, batch: Batch | None = None) -> float:
@@ -206,7 +207,7 @@ class Training(loop.Recipe):
         return super().due(step, batch)
 
     def measure(self, step: int) -> float:
-        """Measure the weights, after writing those of a complete epoch. Returns NaN if there is no validation data."""
+        """Return the validation loss, or NaN if there is no validation data. After a complete epoch, writes the model first."""
         s, record, elapsed = self.s, self.record, self.elapsed_s
         epoch = record.epoch + 1
         directory = f"epoch-{epoch}" if self.whole and s.epoch_results else ""
@@ -220,14 +221,14 @@ class Training(loop.Recipe):
 
     @property
     def elapsed_s(self) -> float:
-        """Seconds that the run has trained, including its earlier starts."""
+        """Seconds that the run has trained, including the time before it was resumed."""
         return float(self.before_s + self.log.elapsed_s)
 
     def remember(self) -> None:
         self.record.elapsed_s = self.elapsed_s
 
     def validate(self, step: int, directory: str, epoch: int) -> float:
-        """Return the validation loss, or NaN if there is no data, and record it if it is the best. A collective."""
+        """Return the validation loss, or NaN if there is no validation data. Records the best loss so far. A collective."""
         record = self.record
         if self.parts.val is None:
             return math.nan
@@ -305,7 +306,7 @@ def collated(step: int, batch: Batch, rows: Sequence[Row]) -> None:
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
-    """Return a step's learning rate, which rises linearly during the warm-up and then falls linearly to 0 after all `steps`."""
+    """Return a step's learning rate, which rises linearly during the warm-up, and then falls linearly to 0 at step `steps`."""
     warmup = math.ceil(s.warmup * steps)
     if step < warmup:
         return s.lr * (step + 1) / warmup
@@ -327,7 +328,10 @@ class Parts:
 
     @classmethod
     def load(cls, s: Settings, where: torch.device, run: Session | None) -> Parts:
-        """Load all parts. One process per machine tokenizes, and all ranks raise its errors. A collective if `run` is given."""
+        """Load all parts. A collective if `run` is given.
+
+        One process per machine tokenizes the data, and its errors are raised on all ranks.
+        """
         started = time.monotonic()
         llm_model = _llm_model()
         directory, name = llm_model.place(s.model, s.model_local_dir, offline=s.local_files_only)
@@ -341,7 +345,7 @@ class Parts:
         model.name_or_path = name
         train, val = data(s, tokenizer, model.get_input_embeddings().num_embeddings, run)
         about = {"base": llm_model.fingerprint(model) if s.lora else "", "data": train.digest}
-        progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch` counts those whose results are written
+        progress = {"epoch": 0, "best": {}, "tokens": 0, "elapsed_s": 0.0}  # `epoch`: number of epochs whose results are written
         record = Record({"base": "another base model", "data": "other training data"}, **about, **progress)
         if s.lora:
             options = {"r": s.lora_r, "lora_alpha": s.lora_alpha, "lora_dropout": s.lora_dropout}
@@ -371,7 +375,7 @@ class Parts:
 
 
 def _llm_model() -> Any:
-    """Import the module `llm_model` late: it imports transformers, which takes seconds and would delay --help."""
+    """Import `llm_model` only when it is needed, because it imports transformers, which would delay --help by seconds."""
     from outlast.recipes import llm_model
 
     return llm_model
@@ -440,7 +444,7 @@ def evaluate(s: Settings) -> None:
     parts = Parts.load(s, where, None)
     if parts.val is None:
         raise OutlastError("there is nothing to measure on; name a validation file with --val")
-    parts.record.data = ""  # another training file does not matter
+    parts.record.data = ""  # a different training file does not matter here
     checkpoint.restore(path, {"model": parts.training(), "record": parts.record})
     parts.tuned.eval()
     total, learned = 0.0, 0
@@ -455,7 +459,7 @@ def evaluate(s: Settings) -> None:
 
 
 def logged(s: Settings, rank: int) -> None:
-    """Configure the log, which prints lines from rank 0 only."""
+    """Configure the log to print lines on rank 0 only."""
     log.handlers = [logging.StreamHandler(sys.stdout)]
     log.handlers[0].setFormatter(logging.Formatter(logging.BASIC_FORMAT))
     log.propagate = False

@@ -27,7 +27,7 @@ from outlast.data.prepare import chat, jsonl, source_files, work_units
 from outlast.training import Shards
 from outlast.worker.prepare import data_cache_eviction
 
-NONE = "none"  # as --val, turns validation off
+NONE = "none"  # value of --val that turns validation off
 Sample = tuple[Tensor, Tensor]  # tokens and labels, int32 (t,); labels of -100 are not learned
 
 
@@ -41,7 +41,8 @@ class Source(NamedTuple):
 def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
     """Return the sources for training and validation, and a message if there is none for validation. Raises OutlastError.
 
-    `data` is a .jsonl file, a directory with train.jsonl, or a prepared directory. An empty `val` means the file beside the data.
+    `data` is a .jsonl file, a directory with train.jsonl, or a prepared directory. If `val` is empty, validation uses val.jsonl
+    beside the training file, or the validation part of the prepared directory.
     """
     path = Path(data).expanduser()
     if "://" in data:
@@ -72,9 +73,10 @@ def sources(data: str, val: str) -> tuple[Source, Source | None, str]:
 
 
 def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: Callable[[str], None]) -> Path:
-    """Return the directory of a source's tokens. With `make`, one process per machine writes it if it is missing.
+    """Return the directory of a source's tokens. With `make`, it is written if it is missing, by one process per machine.
 
-    Raises OutlastError with file, line and reason for a line that is not a record; `skip_bad` reports such lines instead.
+    Raises OutlastError with file, line and reason for a line that is not a record. With `skip_bad`, such lines are left out, and
+    reported by `say`.
     """
     if source.path.is_dir():
         return source.path
@@ -99,7 +101,7 @@ def cached(source: Source, tokenizer: Path, *, skip_bad: bool, make: bool, say: 
 
 
 class Samples(Dataset[Sample]):
-    """A source's samples, truncated to `limit` tokens. Samples without a token to learn beyond the first are left out."""
+    """A source's samples, truncated to `limit` tokens. Samples without a learned token after the first one are left out."""
 
     def __init__(self, directory: Path, part: str, limit: int, vocabulary: int) -> None:
         self._shards = Shards(directory, part)
@@ -155,7 +157,8 @@ class Row(NamedTuple):
     places: Tensor  # (n,) int64: which of the b * t positions predict a learned token
     targets: Tensor  # (n,) int64: the tokens to predict there
     groups: tuple[tuple[Tensor, Tensor], ...]
-    """For attention, groups of samples of similar length: token positions (samples, longest), and which of these are real."""
+    """For attention, groups of samples of similar length. A group consists of the positions of its tokens in the row,
+    (samples, longest), and the indices of those positions that are not padding."""
     order: Tensor  # (t,) int64: each row token's index among the tokens of all groups
     real: int  # tokens, not counting padding
 
@@ -193,7 +196,7 @@ def _learns(labels: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def _groups(lengths: Sequence[int], starts: NDArray[np.int64]) -> tuple[tuple[tuple[Tensor, Tensor], ...], Tensor]:
-    """Return `Row.groups` and `Row.order`. A group's lengths are within a power of two, so that less than half is padding."""
+    """Return `Row.groups` and `Row.order`. Lengths in a group differ by less than a factor of 2, so less than half is padding."""
     if len(lengths) == 1:
         return (), torch.arange(lengths[0])
     groups, covered = [], []

@@ -48,10 +48,11 @@ _SAMPLED = 64  # values of each weight in a base model's fingerprint; arbitrary
 
 
 def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple[Path, str]:
-    """Return a model's directory, and its name for an adapter's config: a path, or a name at Hugging Face.
+    """Return a model's directory, and the path or the name at Hugging Face by which an adapter's config refers to the model.
 
-    The directory is `local`, if given. Otherwise, `name` is a directory, a model below $OUTLAST_MODELS (also by its last part),
-    or a model in Hugging Face's cache, to which it is downloaded unless `offline`. Raises OutlastError if there is none.
+    The directory is `local`, if given. Otherwise, `name` is a directory, a model below $OUTLAST_MODELS (under the whole name or
+    its last part), or a model in Hugging Face's cache, to which it is downloaded unless `offline`. Raises OutlastError if there
+    is no such model.
     """
     places = [Path(local or name).expanduser()]
     if not local and (shelf := os.environ.get(contract.Env.MODELS)):
@@ -78,7 +79,7 @@ def place(name: str, local: str, *, offline: bool, what: str = "model") -> tuple
 
 
 def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device) -> Any:
-    """Load a directory's model to the CPU, with attention for the device `where`. Raises OutlastError."""
+    """Load the model in a directory to the CPU, with an attention for the device `where`. Raises OutlastError."""
     if not (directory / "config.json").is_file():
         raise OutlastError(f"{directory} has no config.json; name a directory of Hugging Face with --model-local-dir")
     _register()
@@ -101,7 +102,7 @@ def load(directory: Path, dtype: torch.dtype, seq_len: int, where: torch.device)
 
 
 def _attention(config: Any, dtype: torch.dtype, where: torch.device) -> str | None:
-    """Return the attention to use: flash attention if available, else PACKED. With None, transformers chooses."""
+    """Return the attention to use: flash attention if available, else PACKED if possible, else None for transformers' default."""
     if where.type == "cuda" and dtype is torch.bfloat16 and is_flash_attn_2_available():
         return "flash_attention_2"
     kind = transformers.AutoModelForCausalLM._model_mapping.get(type(config), None)
@@ -184,8 +185,8 @@ def _attended(
 ) -> tuple[Tensor, None]:
     """Compute causal attention within each sample of a row, from (b, heads, t, d) to (b, t, heads, d).
 
-    Keys and values may have fewer heads. Samples of similar length are computed together, so the cost grows with the sum of the
-    squared lengths, not with the square of their sum.
+    Keys and values may have fewer heads than queries. Samples of similar length are computed together, with little padding, so
+    the cost grows with the sum of the squared lengths, not with the square of their sum.
     """
     groups, order = options.pop("packing", None) or ((), None)
     window = options.pop("sliding_window", None)
@@ -298,7 +299,7 @@ def _packing(row: Row) -> dict[str, Any]:
 
 
 def _alike(one: Tensor, other: Tensor, error: float) -> bool:
-    """Return whether logits (n, v) agree in each row within a relative error, apart from a constant."""
+    """Return whether two tensors of logits (n, v) agree within a relative error in each row, apart from an added constant."""
     a, b = (each.float() - each.float().mean(-1, keepdim=True) for each in (one, other))
     return bool(((a - b).norm(dim=-1) <= error * b.norm(dim=-1)).all())
 
@@ -307,7 +308,7 @@ def _alike(one: Tensor, other: Tensor, error: float) -> bool:
 
 
 def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
-    """Return the trainable parameters, gathered from shards to the CPU, or nothing without `keep`. A collective."""
+    """Gather the trainable parameters from all shards to the CPU. Without `keep`, returns an empty dictionary. A collective."""
     gathered = {}
     for name, parameter in model.named_parameters():
         if parameter.requires_grad:
@@ -319,7 +320,10 @@ def whole(model: nn.Module, *, keep: bool) -> dict[str, Tensor]:
 
 
 def write(model: Any, tokenizer: Any, directory: Path, tensors: Mapping[str, Tensor], dtype: torch.dtype) -> None:
-    """Write an adapter, or weights of type `dtype`, and the tokenizer in Hugging Face's format, all or nothing."""
+    """Write an adapter, or weights of type `dtype`, and the tokenizer to a directory in Hugging Face's format.
+
+    The files are written to a temporary directory, which replaces `directory` once it is complete. Raises OutlastError.
+    """
     partial = directory.with_name(f".{directory.name}.writing")
     shutil.rmtree(partial, ignore_errors=True)
     try:

@@ -2,8 +2,8 @@
 
     python -m outlast.recipes.llm_tiny data/llm
 
-DIR/model is a Llama with random weights, and a tokenizer trained on the questions, in Hugging Face's format. DIR/train.jsonl and
-DIR/val.jsonl are questions about functions of Python's standard library, answered by their docstrings.
+The subdirectory model/ contains a Llama with random weights, and a tokenizer trained on the questions, in Hugging Face's format.
+train.jsonl and val.jsonl contain questions about functions of Python's standard library, answered by the functions' docstrings.
 """
 
 # mypy: allow-untyped-calls
@@ -44,7 +44,7 @@ class Settings:
 
 
 def questions() -> Iterator[dict[str, Any]]:
-    """Yield conversations about this Python's standard library, always in the same order."""
+    """Yield conversations about the standard library of the running Python, always in the same order."""
     library = Path(sysconfig.get_paths()["stdlib"])
     for module in MODULES:
         path = library / f"{module}.py" if (library / f"{module}.py").exists() else library / module / "__init__.py"
@@ -84,7 +84,7 @@ def _library() -> Any:
 
 
 def trained_tokenizer(texts: Sequence[str], size: int) -> Any:
-    """Train a byte-level BPE on the given texts, and wrap it for transformers."""
+    """Train a byte-level BPE tokenizer on the given texts, and wrap it for transformers."""
     made = tokenizer.library().Tokenizer.from_str(tokenizer.train(texts, size))
     wrapped = _library().PreTrainedTokenizerFast(
         tokenizer_object=made, eos_token=tokenizer.SEPARATOR, pad_token=tokenizer.SEPARATOR

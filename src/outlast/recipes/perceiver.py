@@ -1,4 +1,4 @@
-"""Trains Perceiver IO, which encodes video, sound and a label as 784 latents, and decodes them. Copy it and change it.
+"""Trains Perceiver IO, which encodes video, audio and a label as 784 latents, and reconstructs them. Copy it and change it.
 
     outlast run examples/perceiver.yaml                                  # two workers on this machine, on videos made here
     outlast evaluate perceiver                                           # reconstruction losses, PSNR and accuracy
@@ -8,9 +8,9 @@
     torchrun --nproc-per-node 8 -m outlast.recipes.perceiver --dataset kinetics --dataset-dir data/kinetics --batch 64
     outlast data prepare video data/kinetics --to data/clips             # decoded once; then --data data/clips
 
-A directory of Kinetics has train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or a list of labels (--labels). Training writes
-checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output directory, or to --output_dir
-(default: out) if there is no job. --evaluate writes evaluation.json there.
+A directory of Kinetics contains train/CLASS/*.mp4 and val/CLASS/*.mp4, or CLASS/*.mp4, or any videos if --labels names a list of
+their classes. Training writes checkpoints/ and metrics.jsonl, and at the end model.pt and final.json, to the job's output
+directory, or to --output_dir (default: out) if there is no job. --evaluate writes evaluation.json to the same directory.
 """
 
 # mypy: allow-untyped-calls
@@ -52,7 +52,7 @@ ALIASES = {
     "config_file_path": "config",
     "drop_last": "a short last step counts as what it is, and nothing is dropped",
 }
-"""The flags of train_trn.py that have another name here, or none for the reason given. All others have the same name."""
+"""Flags of train_trn.py, mapped to this recipe's names or to the reason why they are ignored. All others have the same names."""
 
 
 @dataclass(frozen=True)
@@ -132,7 +132,7 @@ class Settings:
 
 
 class Training(loop.Recipe):
-    """A training run; `loop.train` calls its methods."""
+    """A training run, whose methods `loop.train` calls."""
 
     def __init__(self, s: Settings, run: Session) -> None:
         super().__init__(s, run)
@@ -224,7 +224,7 @@ class Training(loop.Recipe):
 
     @torch.inference_mode()
     def measure(self, step: int) -> float:
-        """Measure the losses on the validation clips, divided among the ranks, always at the same points."""
+        """Return the mean loss on the validation clips, which are divided among the ranks. The points are always the same."""
         s, run, val = self.s, self.run, self.data.val
         assert val is not None
         points = queried(self.model.config, s, -1)
@@ -245,7 +245,7 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Add the names of the clips that had a problem on any rank to the record."""
+        """Add to the record the names of the clips that had a problem on any rank."""
         self.remarks.add(self.run.gather(self.remarks.names))
         self.record.remarks = self.remarks.names
 
@@ -270,7 +270,10 @@ class Training(loop.Recipe):
 
 
 def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Return the clips' weights, (b,): 0 if bad, else 1. Records remarks. Without skip_bad, a bad clip raises OutlastError."""
+    """Return the weights of clips, (b,), and record remarks on them. An unreadable clip has weight 0, any other weight 1.
+
+    Without --skip-bad, an unreadable clip raises OutlastError.
+    """
     dataset = d.train if part == "train" else d.val
     weight = torch.ones(len(data["label"]))
     if isinstance(dataset, Clips):
@@ -285,7 +288,7 @@ def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indi
 
 
 class Speed:
-    """Averages clips per second over ten log lines. A process's first line is left out, because it includes compilation."""
+    """Averages the speed over the last ten log lines. A process's first line is left out, because it includes compilation."""
 
     def __init__(self) -> None:
         self._windows: collections.deque[float] = collections.deque(maxlen=10)
@@ -318,7 +321,7 @@ def rate(s: Settings, step: int, steps: int) -> float:
 
 
 def queried(config: Config, s: Settings, step: int) -> Points:
-    """Return the points to decode in a step, which depend only on (seed, step). Step -1 stands for all measurements."""
+    """Return the points to decode in a step, which depend only on (seed, step). Measurements use step -1."""
     draw = np.random.Generator(np.random.Philox(np.random.SeedSequence([abs(s.seed), step + 1])))
     image = draw.choice(config.image_points, min(s.image_points, config.image_points), replace=False)
     audio = draw.choice(config.audio_points, min(s.audio_points, config.audio_points), replace=False)
@@ -326,7 +329,7 @@ def queried(config: Config, s: Settings, step: int) -> Points:
 
 
 def hidden(s: Settings, step: int, indices: Any) -> Tensor:
-    """Return which clips hide their label from the encoder: (b,) bool, a function of (seed, step, index) only."""
+    """Return a mask, (b,) bool, of clips whose label is hidden from the encoder. It depends only on (seed, step, index)."""
     if s.label_dropout in (0, 1):
         return torch.full((len(indices),), bool(s.label_dropout))
     drawn = [np.random.SeedSequence([abs(s.seed), step, int(index), 1]).generate_state(1)[0] / 2**32 for index in indices]
@@ -351,7 +354,7 @@ def first(s: Settings, run: Session) -> tuple[Perceiver, Data]:
 
 
 def shape(s: Settings) -> tuple[Config, Mapping[str, Tensor] | None]:
-    """Return the sizes in the settings, and the pretrained weights, if any."""
+    """Return the model's sizes, and the pretrained weights if --init-from is given."""
     names = {field.name for field in dataclasses.fields(Config)} & {field.name for field in dataclasses.fields(Settings)}
     given = {name: value for name in names if (value := getattr(s, name)) is not None}
     if s.init_from:
@@ -417,7 +420,7 @@ def main(argv: Sequence[str] | None = None) -> None:
 
 
 def from_variables(s: Settings) -> Settings:
-    """Take missing settings from the variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError."""
+    """Take missing settings from the environment variables MAX_STEPS, BATCH_SIZE and NPROC_PER_NODE. Raises OutlastError."""
     variables = {}
     for name in ("MAX_STEPS", "BATCH_SIZE", "NPROC_PER_NODE"):
         if text := os.environ.get(name, ""):

@@ -1,8 +1,8 @@
 """Provides `outlast.recipes.perceiver` with clips from videos, prepared shards or synthetic videos.
 
-A directory of Kinetics has a directory per class (`train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`), or a list of
-labels (`--labels`). A training clip's start is a function of (seed, epoch, index); a validation clip is the middle of its video.
-`outlast data prepare video` writes shards, which are read at the speed of the disk.
+A directory of Kinetics contains `train/CLASS/*.mp4` and `val/CLASS/*.mp4`, or `CLASS/*.mp4`, or any videos whose labels are in a
+list (`--labels`). A training clip's start is a function of (seed, epoch, index), and a validation clip is the middle of its
+video. `outlast data prepare video` writes shards, which are read at the speed of the disk.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from outlast.recipes.perceiver_model import Config, config_of
 from outlast.recipes.shared import results
 from outlast.training import Shards
 
-MOMENTS = 10_000  # possible starts of a clip in a video; arbitrary
+MOMENTS = 10_000  # number of possible starts of a clip in a video; arbitrary
 SMALL = {TRAIN: 1000, VAL: 100}  # clips of kinetics-small
 
 
@@ -40,8 +40,8 @@ SMALL = {TRAIN: 1000, VAL: 100}  # clips of kinetics-small
 class Clips:
     """One part of the data as a map-style dataset, which decodes clips when they are read.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks. `problem` is a message if the
-    clip cannot be read; `silent` and `short` report that missing sound or frames have been filled in.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks: `problem` is a message if the
+    clip cannot be read, `silent` is True if silence replaces missing audio, and `short` is True if missing frames are filled in.
     """
 
     root: Path
@@ -81,7 +81,7 @@ class Clips:
 
 @dataclasses.dataclass(frozen=True)
 class Data:
-    """Both parts of a dataset."""
+    """The training and the validation part of a dataset."""
 
     place: str
     train: Clips | Shards
@@ -151,7 +151,7 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
 
 
 class Remarks:
-    """The names of the clips with a problem, by kind of problem."""
+    """The names of the clips with a problem, keyed by the kind of problem."""
 
     KINDS: Mapping[str, str] = {
         "bad": "cannot be read and is left out",
@@ -175,7 +175,7 @@ class Remarks:
             self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
 
     def counts(self) -> dict[str, int]:
-        """Return the number of clips of each kind."""
+        """Return the number of clips with each kind of problem."""
         return {kind: len(names) for kind, names in self.names.items()}
 
 
@@ -191,7 +191,10 @@ PER_CLASS = {TRAIN: 10, VAL: 4}
 
 
 def synthetic(above: Path) -> Path:
-    """Make the directory `synthetic` of small videos with moving squares, unless it exists. Other processes wait meanwhile."""
+    """Return a directory below `above` with small synthetic videos of moving squares, after making it if it is missing.
+
+    Other processes wait meanwhile.
+    """
     to = above / "synthetic"
     above.mkdir(parents=True, exist_ok=True)
     with file_locks.attempted(above / ".synthetic.lock", wait=True):
@@ -209,7 +212,7 @@ def synthetic(above: Path) -> Path:
 
 
 def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 20) -> tuple[NDArray[np.uint8], NDArray[np.int16]]:
-    """Return a clip of the class `name`: frames (t, size, size, 3) and 0.8 s of sound."""
+    """Return a synthetic clip of the class `name`, as frames (t, size, size, 3) and audio (samples,)."""
     x, y, pitch = CLASSES[name]
     side = size // 3
     start = draw.integers(0, size, 2)
@@ -226,7 +229,7 @@ def moving(name: str, draw: np.random.Generator, size: int = 96, frames: int = 2
 
 
 def write(path: Path, frames: NDArray[np.uint8], sound: NDArray[np.int16]) -> None:
-    """Write an mp4 file, all or nothing. `frames`: (t, h, w, 3), 25 per second; `sound`: (samples,) at 48 kHz."""
+    """Write an mp4 file atomically. `frames` are (t, h, w, 3) at 25 per second, and `sound` is (samples,) at 48 kHz."""
     av = video.pyav()
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.writing")

@@ -18,7 +18,7 @@ from outlast.recipes.perceiver_data import Clips
 from outlast.recipes.perceiver_model import Config, Decoded, Perceiver, Points
 from outlast.training import Shards, device
 
-NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # the sums over clips, in order
+NAMES = ("clips", "image_l1", "audio_l1", "label_ce", "squares", "top1", "top5")  # names of the sums over clips, in order
 _CHUNK = 8192  # points to decode at a time; arbitrary
 
 
@@ -88,7 +88,7 @@ UNITS = {"psnr": " dB", "label_ce": " nats"}
 
 
 def beside(model: Perceiver, dataset: Clips | Shards, index: int, kind: torch.dtype) -> tuple[Any, Any]:
-    """Return a clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed sound, (samples,) int16."""
+    """Return a clip and its reconstruction side by side, (t, h, 2 w, 3) uint8, and the reconstructed audio, (samples,) int16."""
     c, where = model.config, model.latents.device
     _, data = next(read(dataset, index, index + 1, 1, 0))
     if problem := data.get("problem", [""])[0]:

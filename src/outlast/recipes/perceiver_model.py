@@ -1,9 +1,10 @@
-"""Defines Perceiver IO for clips, which encodes 16 frames, 0.64 s of sound and a label as 784 latents, and decodes them.
+"""Defines Perceiver IO for clips: it encodes 16 frames, 0.64 s of audio and a label as 784 latents, and reconstructs them.
 
-Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs" (https://arxiv.org/abs/2107.14795), section
-4.3, with the sizes of deepmind/multimodal-perceiver. With that model's weights, the outputs equal those of Hugging Face's
-`PerceiverForMultimodalAutoencoding` (`imported`). The computation differs (see `Attention.folded`): position encodings are
-computed once, the keys and values of 52,097 inputs are never projected, and only queried points are decoded.
+The model is that of Jaegle et al., "Perceiver IO: A General Architecture for Structured Inputs & Outputs", section 4.3
+(https://arxiv.org/abs/2107.14795), by default with the sizes of deepmind/multimodal-perceiver. With the weights of
+deepmind/multimodal-perceiver (see `imported`), the outputs equal those of Hugging Face's `PerceiverForMultimodalAutoencoding`,
+but less is computed: position encodings are computed once, the keys and values of the 52,097 inputs are never projected (see
+`Attention.folded`), and only queried points are decoded.
 """
 
 # mypy: allow-untyped-calls
@@ -28,15 +29,15 @@ EPSILON = 1e-5  # of layer norms
 
 @dataclasses.dataclass(frozen=True)
 class Config:
-    """A model's sizes; the defaults are those of deepmind/multimodal-perceiver."""
+    """A model's sizes, by default those of deepmind/multimodal-perceiver."""
 
     frames: int = 16
     image_size: int = 224  # a frame's side in pixels
-    audio_per_frame: int = 1920  # sound samples per frame
+    audio_per_frame: int = 1920  # audio samples per frame
     classes: int = 700
     num_latents: int = 784
     d_latents: int = 512
-    num_blocks: int = 1  # times that all self-attention layers are applied, with the same weights
+    num_blocks: int = 1  # number of times that all self-attention layers are applied, with the same weights
     num_self_attends: int = 8
     num_heads: int = 8
     num_cross_heads: int = 1
@@ -51,12 +52,12 @@ class Config:
 
     @property
     def samples(self) -> int:
-        """Number of sound samples in a clip."""
+        """Number of audio samples in a clip."""
         return self.frames * self.audio_per_frame
 
     @property
     def audio_points(self) -> int:
-        """Number of sound patches in a clip."""
+        """Number of audio patches in a clip."""
         return self.samples // self.samples_per_patch
 
     @property
@@ -66,7 +67,7 @@ class Config:
 
     @property
     def channels(self) -> dict[str, int]:
-        """Number of channels in an input of each modality, before padding."""
+        """Number of channels of an input before padding, keyed by modality."""
         return {
             AUDIO: self.samples_per_patch + 1 + 2 * self.audio_bands,
             IMAGE: 3 * self.patch**2 + 3 + 6 * self.image_bands,
@@ -75,17 +76,17 @@ class Config:
 
     @property
     def queried(self) -> dict[str, int]:
-        """Number of channels in a query of each modality, before padding."""
+        """Number of channels of a query before padding, keyed by modality."""
         return {AUDIO: 1 + 2 * self.audio_bands, IMAGE: 3 + 6 * self.image_bands, LABEL: self.label_channels}
 
     @property
     def d_model(self) -> int:
-        """Width of an input: 704 with 700 classes."""
+        """Width of an input after padding, which is 704 for 700 classes."""
         return max(self.channels.values()) + 4
 
     @property
     def d_query(self) -> int:
-        """Width of a query."""
+        """Width of a query after padding."""
         return max(self.queried.values()) + 2
 
     def check(self) -> None:
@@ -102,7 +103,7 @@ class Config:
 
 
 _TINY = {"num_latents": 32, "d_latents": 64, "num_self_attends": 2, "num_heads": 4, "d_output": 64, "label_channels": 64}
-SIZES: dict[str, dict[str, int]] = {  # by the value of --size; base is the paper's
+SIZES: dict[str, dict[str, int]] = {  # keyed by the value of --size; base has the paper's sizes
     "tiny": _TINY | {"frames": 4, "image_size": 32, "samples_per_patch": 64, "image_bands": 8, "audio_bands": 32},
     "small": {"image_size": 64, "num_latents": 128, "d_latents": 256, "num_self_attends": 4, "d_output": 256},
     "base": {},
@@ -110,7 +111,7 @@ SIZES: dict[str, dict[str, int]] = {  # by the value of --size; base is the pape
 
 
 class Attention(nn.Module):
-    """Attention over `d_kv` channels, from queries of width `d_q` to inputs of width `d_kv`, or to the queries themselves."""
+    """Attention over `d_kv` channels, from queries of width `d_q` to inputs of width `d_kv` (`cross`) or to the queries."""
 
     def __init__(self, d_q: int, d_kv: int, heads: int, dropout: float, *, cross: bool) -> None:
         super().__init__()
@@ -126,11 +127,11 @@ class Attention(nn.Module):
         return self.p if self.training else 0.0
 
     def split(self, x: Tensor) -> Tensor:  # (b, n, c)
-        """Divide channels among heads: (b, h, n, c / h)."""
+        """Divide the channels among the heads. Returns (b, h, n, c / h)."""
         return cast(Tensor, x.unflatten(-1, (self.heads, -1)).transpose(-3, -2))
 
     def forward(self, x: Tensor, inputs: Tensor | None = None) -> Tensor:
-        """Return the outputs (b, n, d_q). `x` is (b, n, d_q), or (1, n, d_q) for all clips; `inputs` is (b, m, d_kv)."""
+        """Return the outputs (b, n, d_q). `x` is (b, n, d_q), or (1, n, d_q) if all clips share it; `inputs` is (b, m, d_kv)."""
         x = self.norm_q(x)
         kv = x if inputs is None or self.norm_kv is None else self.norm_kv(inputs)
         q, k, v = (self.split(each) for each in (self.query(x), self.key(kv), self.value(kv)))
@@ -139,11 +140,12 @@ class Attention(nn.Module):
         return cast(Tensor, self.out(y.transpose(1, 2).flatten(2)))
 
     def folded(self, x: Tensor, raw: Inputs) -> Tensor:
-        """Compute `forward` without materializing inputs (b, m, d_kv). `x`: (n, d_q), shared by the batch. Returns (b, n, d_q).
+        """Compute `forward` without materializing the inputs (b, m, d_kv). The batch shares `x`, (n, d_q). Returns (b, n, d_q).
 
-        The weight of input i is exp(q·k_i), and k_i = W (g * (x_i - mean_i) / std_i + b) + c. Multiplied out, W is applied to the
-        queries instead of to all inputs. The channels that are constant within a modality, mostly padding, become one channel per
-        modality: 408 channels instead of 704 with the paper's sizes. Values, too, are summed before W is applied.
+        The weight of input i is exp(q·k_i), where k_i = W (g * (x_i - mean_i) / std_i + b) + c. Because q·(W y) = (q W)·y, the
+        queries are multiplied by W instead of all inputs. The channels that are constant within a modality, most of which are
+        padding, are reduced to one channel per modality, so the paper's sizes give 408 channels instead of 704. Likewise, the
+        inputs are averaged first, and only the average is multiplied by the weights of the values.
         """
         assert self.norm_kv is not None
         gain, shift = self.norm_kv.weight, self.norm_kv.bias  # (d_kv,)
@@ -170,10 +172,10 @@ class Attention(nn.Module):
 
 
 def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> Tensor:
-    """Return the attention of q (b, h, n, c) to k and v (b, h, m, c): (b, h, n, c).
+    """Return the output (b, h, n, c) of attention with queries (b, h, n, c), and keys and values (b, h, m, c).
 
-    Training on a CPU uses plain products in the type of autocast: there, torch's own attention computes in float32 with dropout,
-    and has a slower backward pass without dropout.
+    Training on a CPU uses plain matrix products in autocast's data type, because on a CPU torch's own attention computes in
+    float32 if there is dropout, and has a slower backward pass if there is none.
     """
     if q.device.type != "cpu" or not torch.is_grad_enabled():
         return F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, scale=scale)
@@ -189,17 +191,17 @@ def attended(q: Tensor, k: Tensor, v: Tensor, dropout: float, scale: float) -> T
 
 
 class Inputs(NamedTuple):
-    """A batch's normalized inputs, without the channels that are constant within a modality."""
+    """A batch's normalized inputs, with the channels that are constant within a modality stored only once."""
 
     keys: Tensor
-    """(b, m, k): first the `varying` channels, a one-hot vector of the three modalities, and the negative mean, all divided by
-    the standard deviation of all d_model channels; then a one, and zeros up to a multiple of 8."""
+    """Each input's first `varying` channels, the one-hot vector of its modality, its negative mean, a one, and zeros that make
+    k a multiple of 8. All but the one are divided by the standard deviation of the input's d_model channels. (b, m, k)."""
     varying: int
     constant: Tensor  # (b or 1, 3, d_model - varying): the other channels of each modality
 
 
 def _joined(varying: Tensor, rest: Tensor, mean: Tensor, one: Tensor, width: int) -> Tensor:
-    """Concatenate parts of the last dimension in the order of `Inputs.keys`, and pad with zeros."""
+    """Concatenate the parts along the last dimension in the order of `Inputs.keys`, and pad them with zeros to `width`."""
     lead = torch.broadcast_shapes(*(part.shape[:-1] for part in (varying, rest, mean, one)))
     parts = [part.expand(*lead, -1) for part in (varying, rest, mean, one)]
     return F.pad(torch.cat(parts, -1), (0, width - sum(part.shape[-1] for part in parts)))
@@ -226,11 +228,11 @@ class Points(NamedTuple):
     """The points to decode in every clip of a batch."""
 
     image: Tensor  # (p,) int64: indices of pixels, frame by frame and row by row
-    audio: Tensor  # (q,) int64: indices of sound patches
+    audio: Tensor  # (q,) int64: indices of audio patches
 
 
 class Decoded(NamedTuple):
-    """A batch's reconstruction at the points."""
+    """The reconstruction of a batch at its `Points`."""
 
     image: Tensor  # (b, p, 3), from 0 to 1
     audio: Tensor  # (b, q, samples_per_patch), from -1 to 1
@@ -238,7 +240,7 @@ class Decoded(NamedTuple):
 
 
 class Perceiver(nn.Module):
-    """A model from clips to latents, and from latents to points of the same clips."""
+    """A model that encodes clips as latents, and reconstructs points of the clips from these latents."""
 
     def __init__(self, config: Config) -> None:
         super().__init__()
@@ -271,13 +273,14 @@ class Perceiver(nn.Module):
         self._tables: dict[torch.device, dict[str, Tensor]] = {}
 
     def forward(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor, points: Points) -> Decoded:
-        """Apply `encode` to the clips, and `decode` at the points."""
+        """Encode clips with `encode`, and reconstruct their points with `decode`."""
         return self.decode(self.encode(video, audio, label, hidden), points)
 
     def encode(self, video: Tensor, audio: Tensor, label: Tensor, hidden: Tensor) -> Tensor:
-        """Return the latents (b, num_latents, d_latents) of clips. `hidden`: (b,) bool, which of the labels (b,) to hide.
+        """Return the latents (b, num_latents, d_latents) of clips. `hidden`, (b,) bool, selects the labels (b,) to hide.
 
-        `video`: (b, t, h, w, 3) uint8, or floating and from 0 to 1; `audio`: (b, samples) int16, or floating and from -1 to 1.
+        `video` is (b, t, h, w, 3), either uint8 or floating-point numbers from 0 to 1. `audio` is (b, samples), either int16 or
+        floating-point numbers from -1 to 1.
         """
         inputs = self._inputs(pixels(video), sound(audio), label, hidden)
         x = self.encoder(self.latents, inputs)  # (b, n, c)
@@ -287,7 +290,7 @@ class Perceiver(nn.Module):
         return cast(Tensor, x)
 
     def decode(self, latents: Tensor, points: Points) -> Decoded:
-        """Reconstruct the points from latents (b, n, c)."""
+        """Reconstruct the values at the points from latents (b, n, c)."""
         p, q = len(points.image), len(points.audio)
         y = self.final(self.decoder(self._queries(points)[None], latents))  # (b, q + p + 1, d_output): audio, image, label
         audio, image, label = y.split((q, p, 1), 1)
@@ -338,7 +341,10 @@ class Perceiver(nn.Module):
         return torch.cat([torch.cat((x, self.query_padding[name][0].expand(len(x), -1)), -1) for name, x in queries])
 
     def _tables_on(self, where: torch.device) -> dict[str, Tensor]:
-        """Return all inputs' position encodings, (m, channels), computed once. DDP would broadcast them if they were buffers."""
+        """Return the position encodings of all inputs, (m, channels), keyed by modality.
+
+        They are computed once per device. They are not buffers, because DDP would broadcast buffers.
+        """
         if where not in self._tables:
             c = self.config
             side = c.image_size // c.patch
@@ -353,7 +359,7 @@ class Perceiver(nn.Module):
         return self._tables[where]
 
     def optimizer(self, lr: float, weight_decay: float) -> torch.optim.AdamW:
-        """Return AdamW, fused on CPUs and GPUs. On XLA its step count is a tensor, so that steps are not compiled again."""
+        """Return AdamW, fused on CPUs and GPUs. On XLA its step count is a tensor, so that XLA compiles the step only once."""
         on = next(self.parameters()).device.type
         kernel: dict[str, Any] = {"capturable": True} if on == "xla" else {"fused": on in ("cpu", "cuda")}
         return torch.optim.AdamW(self.parameters(), lr=lr, weight_decay=weight_decay, **kernel)
@@ -370,17 +376,17 @@ def sound(audio: Tensor) -> Tensor:
 
 
 def patches(video: Tensor, size: int) -> Tensor:
-    """Divide frames into patches: (b, t, h, w, 3) to (b, t h/size w/size, size size 3)."""
+    """Divide frames (b, t, h, w, 3) into patches (b, t h/size w/size, size size 3)."""
     b, t, h, w, c = video.shape
     cut = video.view(b, t, h // size, size, w // size, size, c).permute(0, 1, 2, 4, 3, 5, 6)
     return cut.reshape(b, t * (h // size) * (w // size), size * size * c)
 
 
 def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor:
-    """Return the position encodings of n places, (n, d + 2 d bands). `at`: d coordinates (n,) from -1 to 1.
+    """Return the position encodings of n places, (n, d + 2 d bands). `at` has their d coordinates, each (n,) from -1 to 1.
 
-    An encoding has the coordinates, then sin(pi f x) for all dimensions and frequencies f, then the cosines. A dimension's
-    frequencies are evenly spaced from 1 to half its resolution (section B.1 of the paper).
+    An encoding consists of the coordinates x, then sin(pi f x) for all dimensions and frequencies f, and then the cosines. A
+    dimension's frequencies are evenly spaced from 1 to half its resolution (section B.1 of the paper).
     """
     place = torch.stack(at, -1)  # (n, d)
     f = torch.stack([torch.linspace(1.0, size / 2, bands, device=place.device) for size in resolution])  # (d, bands)
@@ -392,21 +398,21 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """A micro-batch's losses: sums over its clips with weight 1, divided by the number of all its clips."""
+    """A micro-batch's losses, each summed over the clips with weight 1 and divided by the number of all clips."""
 
     image: Tensor  # mean absolute difference of pixels from 0 to 1
-    audio: Tensor  # mean absolute difference of sound samples from -1 to 1
+    audio: Tensor  # mean absolute difference of audio samples from -1 to 1
     label: Tensor  # cross-entropy in nats
 
 
 def targets(video: Tensor, audio: Tensor, points: Points, config: Config) -> tuple[Tensor, Tensor]:
-    """Return the true values at the points: (b, p, 3) and (b, q, samples_per_patch)."""
+    """Return the true pixels (b, p, 3) and audio patches (b, q, samples_per_patch) at the points."""
     image = pixels(video.flatten(1, 3)[:, points.image])
     return image, sound(audio.unflatten(1, (-1, config.samples_per_patch))[:, points.audio])
 
 
 def losses(made: Decoded, image: Tensor, audio: Tensor, label: Tensor, weight: Tensor) -> Losses:
-    """Return the losses of a batch. `weight`: (b,), 0 for clips to ignore, else 1."""
+    """Return the losses of a reconstruction. `weight`, (b,), is 0 for clips to ignore, and otherwise 1."""
     each = (
         (made.image.float() - image).abs().mean((1, 2)),  # (b,)
         (made.audio.float() - audio).abs().mean((1, 2)),

@@ -10,8 +10,8 @@
             x = pixels.normalised(x)  # (b, 3, 224, 224)
 
 Random numbers are a function of (seed, epoch, index), so an image has the same augmentation in any world, on any worker and after
-any restart. Images stay bytes up to `normalised`, with a quarter of the memory traffic of float32. Augmentations take a batch as
-(b, H, W, 3) or (b, 3, H, W), leave it unchanged, and return a new batch of the same layout.
+any restart. Images are bytes until `normalised` converts them, so they cause a quarter of the memory traffic of float32. Every
+augmentation takes a batch as (b, H, W, 3) or (b, 3, H, W), leaves it unchanged, and returns a new batch of the same layout.
 """
 
 # mypy: allow-untyped-calls
@@ -68,7 +68,7 @@ class Packed(Shards):
         self.classes: list[str] = list(self.manifest.source.get("classes", ()))
         """Class names, in the order of their labels; empty if the manifest has none."""
         self.bad: int = int(self.manifest.source.get("damaged", 0))
-        """Number of damaged images that were left out of both parts."""
+        """Number of damaged images that were left out, in both parts together."""
         if not self.remote:
             for shard in range(len(self._shards)):
                 self._labels(self._open(shard)["label"])
@@ -181,9 +181,10 @@ def folder(
 
     The directory, or a single directory inside it, has `train/CLASS/...` and `val/CLASS/...` (as ImageNet has), the layout of
     tiny-imagenet-200, or `CLASS/...`, where a hash of the names assigns the fraction `val` to val. `size` stretches images to
-    size x size, while `aspect` keeps their proportions; without `size`, all images must have the same shape. `pack` gives the
-    same images in the same order, so a run may switch to it. With `skip_bad`, the next image replaces one that cannot be decoded,
-    on every rank and in every epoch alike. Raises OutlastError if there are no images, or if train and val differ in classes.
+    size x size, and `Samples.aspect` records their original proportions; without `size`, all images must have the same shape.
+    `pack` gives the same images in the same order, so a run may switch to it. With `skip_bad`, an image that cannot be decoded is
+    replaced by the next one, which is the same on all ranks and in all epochs. Raises OutlastError if there are no images, or if
+    train and val differ in classes.
     """
     return Folder(root, part, size, val, skip_bad)
 
@@ -237,9 +238,9 @@ def boxes(
 ) -> Tensor:
     """Return random boxes for `crop_resize`: float64 (b, 4) with left, top, width and height as fractions of the image.
 
-    `u` is a result of `draws`, (b, CROP), and `aspect` each image's width / height, (b,). A box covers a fraction of the image's
-    area in the range `scale`, and its width / height in the file's pixels is in the range `ratio`. The distribution is that of
-    torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
+    `u` is a result of `draws`, (b, CROP), and `aspect` is each image's width / height, (b,). A box covers a fraction of the
+    image's area in the range `scale`, and its width / height in the file's pixels is in the range `ratio`. The distribution is
+    that of torchvision's RandomResizedCrop ("Going deeper with convolutions", Szegedy et al., 2014).
     """
     u, aspect = u.double(), aspect.double()
     area = scale[0] + (scale[1] - scale[0]) * u[:, 0 : 2 * _TRIES : 2]  # (b, tries)
@@ -271,9 +272,9 @@ def centre(aspect: Tensor, share: float = 224 / 256) -> Tensor:  # as with Resiz
 def crop_resize(x: Tensor, boxes: Tensor, size: int, mirrored: Tensor | None = None) -> Tensor:
     """Crop a box from each image and resize it to size x size, bilinear with antialiasing: uint8 (b, H, W, 3) -> (b, s, s, 3).
 
-    `boxes` is a result of `boxes` or `centre`; edges are rounded to whole pixels. The images chosen by `mirrored`, bool (b,), are
-    also flipped left to right. A CPU runs torch's kernel for bytes on each image; other devices compute two matrix products for
-    all images at once. The results differ by at most 1 of 255.
+    `boxes` is a result of `boxes` or `centre`; edges are rounded to whole pixels. The images selected by `mirrored`, bool (b,),
+    are also flipped left to right. A CPU runs torch's kernel for bytes on each image, while other devices compute two matrix
+    products for all images at once. The results differ by at most 1 of 255.
     """
     rows, columns = _plane(x)
     n = torch.tensor([x.shape[columns], x.shape[rows]] * 2, device=boxes.device, dtype=torch.float64)
@@ -302,8 +303,8 @@ def _each(do: Callable[[int], None], count: int, size: int) -> None:
     """Call `do(0)` to `do(count - 1)`, each of which computes `size` numbers, in as many threads as torch uses.
 
     Torch itself would divide each image among its threads and wait for the slowest, thousands of times a second; on a shared
-    machine, each wait lasts until that thread gets a core. Small images stay in this thread, because Python takes most of their
-    time.
+    machine, each wait lasts until that thread gets a core. Small images are computed in this thread, because Python takes most
+    of their time.
     """
     threads = torch.get_num_threads()
     with _one_thread():
@@ -342,7 +343,7 @@ def _weights(start: Tensor, extent: Tensor, size: int, count: int) -> Tensor:
 
 @torch.no_grad()
 def flip(x: Tensor, chosen: Tensor) -> Tensor:
-    """Mirror the `chosen` images, bool (b,), left to right."""
+    """Mirror the images selected by `chosen`, bool (b,), left to right."""
     columns = _plane(x)[1]
     out = x.clone()
     out[chosen] = x[chosen].flip(columns)
@@ -411,7 +412,7 @@ def normalised(
 
 
 def _plane(x: Tensor) -> tuple[int, int]:
-    """Return a batch's dimensions of rows and columns. Raises OutlastError if `x` is not a batch of colour images."""
+    """Return which dimensions of a batch are rows and columns. Raises OutlastError if `x` is not a batch of colour images."""
     if x.dim() == 4 and x.dtype == torch.uint8 and 3 in (x.shape[1], x.shape[3]):
         return (1, 2) if x.shape[3] == 3 else (2, 3)
     raise OutlastError(

@@ -4,8 +4,9 @@
     torchrun --nproc-per-node 2 -m outlast.recipes.smoke --world 2
     python -m outlast.recipes.smoke
 
-Exits with a message and code 78, because a restart would not help, if the loss falls by less than 30 %, if the ranks end with
-different weights, or if the world's size is not --world. After an interruption or a kill, it resumes from its newest checkpoint.
+If the loss falls by less than 30 %, if the ranks end with different weights, or if the world's size is not --world, the program
+exits with a message and code 78, because a restart would not help. After an interruption or a kill, it resumes from its newest
+checkpoint.
 """
 
 # mypy: allow-untyped-calls
@@ -116,7 +117,7 @@ def problems(first: float, last: float, hashes: Sequence[str]) -> list[str]:
 
 @torch.no_grad()
 def mean_loss(model: nn.Module, x: Tensor, y: Tensor) -> float:
-    """Return the mean loss over all samples, which every rank computes."""
+    """Return the mean loss over all samples. It is computed on every rank."""
     return F.cross_entropy(model(x), y).item()
 
 

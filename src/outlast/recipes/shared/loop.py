@@ -97,7 +97,7 @@ class Recipe:
     """Metric of checkpoints saved without a measurement. NaN is never the best; None stands for the logged metric."""
 
     problem = ""
-    """An error message, with which the run fails after writing its results; empty if there is none."""
+    """Error message with which the run fails after writing its results, or "" if it succeeds."""
 
     def __init__(self, s: Any, run: Session) -> None:
         self.s, self.run, self.log = s, run, Log(run)
@@ -147,8 +147,8 @@ class Recipe:
 class Record(types.SimpleNamespace):
     """A run's state besides its weights, in plain values that are equal on every rank.
 
-    The keys of `fixed` name the values that must not change between starts, and its values are phrases for the error message,
-    such as "other clips". A value is compared only if it is known at both starts.
+    The keys of `fixed` name the values that must not change when a run is resumed, and the values of `fixed` are phrases for the
+    error message, such as "other clips". A value is compared only if it is known both then and now.
     """
 
     def __init__(self, fixed: Mapping[str, str] | None = None, **values: Any) -> None:
@@ -272,7 +272,7 @@ def plain(norm: Any) -> Tensor:
 
 @contextlib.contextmanager
 def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Keep the optimizer's hyper-parameters while a checkpoint with other ones is loaded in the context."""
+    """Restore the optimizer's hyper-parameters at the end of the context, in which a checkpoint may load other ones."""
     own = [{name: value for name, value in group.items() if name != "params"} for group in optimizer.param_groups]
     yield
     for group, values in zip(optimizer.param_groups, own, strict=True):
@@ -280,7 +280,7 @@ def hyperparameters(optimizer: torch.optim.Optimizer) -> Iterator[None]:
 
 
 def retain_freed_memory() -> None:
-    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of a small model's step."""
+    """Make glibc keep large freed blocks, because clearing new pages would take a tenth of the time of a small model's step."""
     if mallopt := getattr(ctypes.CDLL(None), "mallopt", None):
         for parameter in (-1, -3):  # M_TRIM_THRESHOLD, M_MMAP_THRESHOLD (mallopt(3))
             mallopt(parameter, 1 << 30)

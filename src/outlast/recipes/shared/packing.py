@@ -31,11 +31,11 @@ def pack(
     """Decode a directory of images once, and return the place to pass to `packed`. A prepared place is returned unchanged.
 
     The result equals that of `outlast data prepare images SOURCE --to TO --size SIZE --stretch`, for the layouts of `folder`.
-    `to` is a directory that machines may share; by default it is in this machine's cache ($OUTLAST_CACHE), and a new one whenever
-    the files change. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the work and
-    the others wait; if it is killed, the next call continues. By default, `processes` is one per core if memory allows. Raises
-    OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and names the first
-    few.
+    `to` is a directory that machines may share. By default, it is in this machine's cache ($OUTLAST_CACHE), under a name that
+    changes with the files. Packing takes minutes, so call this on every rank within `with run.alive():`. One process does the
+    work while the others wait; if it is killed, the next call resumes its work. By default, `processes` is one per core if memory
+    allows. Raises OutlastError as `folder` does, and for an image that cannot be decoded; `skip_bad` leaves out such images and
+    names the first few.
     """
     if "://" in os.fspath(source) or (Path(source) / shard_format.MANIFEST).exists():
         return os.fspath(source)
@@ -88,13 +88,19 @@ def mistake(error: source_files.BadSource) -> OutlastError:
 
 
 def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the directory with the layout, each part's images, and the class names. Raises OutlastError as `laid_out` does."""
+    """Return the directory that image paths are relative to, each part's images, and the class names.
+
+    Raises OutlastError as `laid_out` does.
+    """
     inner = images.inside(root)
     return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
-    """Return each part's images, and the class names. Raises OutlastError if val is empty or a class is in only one part."""
+    """Return each part's images, and the class names. Raises OutlastError if the directories of the parts do not match.
+
+    They match if val has images, and both have images of the same classes. Without two such directories, nothing is checked.
+    """
     items, names = images.layout(root, files, val)
     divided = {part: path for path in root.iterdir() if path.is_dir() and (part := source_files.named_part(path.name))}
     if not {source_files.TRAIN, source_files.VAL} <= divided.keys():

@@ -1,4 +1,4 @@
-"""Runs a recipe's `main`, writes its results all or nothing, and reads pretrained weights."""
+"""Runs a recipe's `main`, writes its results atomically, and reads pretrained weights."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def output() -> Path:
 
 @contextlib.contextmanager
 def by_rank_0(run: Session) -> Iterator[bool]:
-    """Yield True on rank 0, which then writes files, and raise rank 0's OutlastError on all ranks. A collective."""
+    """Yield whether this is rank 0, which then writes files. If rank 0 raises OutlastError, all ranks raise it. A collective."""
     problem = ""
     try:
         with run.alive():
@@ -88,7 +88,7 @@ def sha256(model: nn.Module | Mapping[str, Tensor]) -> str:
 
 
 def write_json(path: Path, document: dict[str, Any]) -> None:
-    """Write a document as indented JSON, all or nothing."""
+    """Write a document as indented JSON, atomically."""
     path.parent.mkdir(parents=True, exist_ok=True)
     files.replace(path, json.dumps(document, indent=2) + "\n", durable=True)
 
@@ -100,7 +100,7 @@ def final(run: Session, weights: nn.Module | Mapping[str, Tensor], **values: Any
 
 
 def writable(file: str, name: str) -> None:
-    """Raise OutlastError if the file given by the flag `name` cannot be written. Called before training, to fail early."""
+    """Raise OutlastError if the file given by the flag `name` cannot be written. Call this before training, to fail early."""
     path = Path(file).absolute()
     parent = next(each for each in path.parents if each.exists())
     if file and (path.is_dir() or not parent.is_dir() or not os.access(parent, os.W_OK)):
@@ -118,7 +118,10 @@ def place(named: str) -> Path:
 
 
 def read(path: Path) -> Any:
-    """Read weights to the CPU from a file of torch.save or safetensors, or a directory of Hugging Face. Runs no code from it."""
+    """Read weights to the CPU from a file of torch.save or safetensors, or from a directory of Hugging Face.
+
+    Code in a file is never run. Raises OutlastError.
+    """
     if path.is_dir():
         names = [name for name in ("model.safetensors", "pytorch_model.bin") if (path / name).exists()]
         if not names:
@@ -141,7 +144,7 @@ def read(path: Path) -> Any:
 
 
 def state_dict(path: Path) -> dict[str, Tensor]:
-    """Return a file's weights by name, without DDP's prefix; they may be below the key `state_dict`. Raises OutlastError."""
+    """Return the weights in a file, or below its key `state_dict`, keyed by name without DDP's prefix. Raises OutlastError."""
     content = read(path)
     weights = content.get("state_dict", content) if isinstance(content, dict) else {}
     return {name.removeprefix("module."): tensor for name, tensor in weights.items()}

@@ -7,7 +7,7 @@
         dtype: Literal["float32", "bfloat16"] = flag("bfloat16", "type of the activations")
         compile: bool = flag(True, "compile the model")                                       # --no-compile, --compile=false
 
-    ALIASES = {"num_epochs": "epochs", "backend": "a run finds it"}    # other scripts' flags: the name here, or why there is none
+    ALIASES = {"num_epochs": "epochs", "backend": "a run finds it"}    # other scripts' flags: the name here, or why it has none
 
     s = settings.parse(Settings, argv, __doc__, ALIASES)               # --config base.yaml large.yaml --epochs 8
 
@@ -37,7 +37,7 @@ _NO = {"true": "", "yes": "", "on": "", "1": "", "false": "no-", "no": "no-", "o
 
 
 def flag(default: Any, reason: str, *, least: float = -1e99, most: float = 1e99, group: str = "", first: bool = False) -> Any:
-    """Return a dataclass field with its default, its help (unit and reason), and its smallest and largest valid values.
+    """Return a dataclass field with a default, a help text (`reason`), and the smallest and largest valid values.
 
     `group` is the heading of the help section that begins here. An argument without a flag sets the field that is `first`.
     """
@@ -54,7 +54,8 @@ def parse(
 ) -> T:
     """Parse the command line and the files that its --config names. Raises OutlastError for invalid settings.
 
-    `aliases` maps other scripts' flags as in the module's docstring. `presets` maps each value of `setting` to its defaults.
+    `aliases` maps other scripts' flags as in the module's docstring. `presets` maps each value of the field `setting` to defaults
+    of other fields.
     """
     parser = _Parser(kind, about, aliases)
     flags = parser.given(sys.argv[1:] if argv is None else argv)
@@ -90,7 +91,7 @@ class _Parser(argparse.ArgumentParser):
                 self.add_argument(each, nargs="?", help=argparse.SUPPRESS)
 
     def given(self, argv: Sequence[str], *, file: bool = False) -> dict[str, Any]:
-        """Return the values in the arguments, which come from a line of a file if `file` is True. Raises OutlastError."""
+        """Return the values that `argv` sets, keyed by field. With `file`, `argv` is a line of a file. Raises OutlastError."""
         plain = []
         for argument in argv:
             name, equals, value = argument.partition("=")
