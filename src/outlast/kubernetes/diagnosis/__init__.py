@@ -5,8 +5,9 @@
     cluster.checks(gather_evidence.namespace(cluster))     whether jobs would train there
     machine.checks(), check_pods.checks(...)               the same for this machine, and from inside temporary pods
 
-`RULES` are pure functions from a `Snapshot` to findings. Causes that ended the job come first, then causes that keep pods from
-being created, scheduled or started, then causes that stop training. messages.yaml explains Kubernetes' messages.
+`RULES` are pure functions from a `Snapshot` to findings. Rules about what ended the job come first, then rules about what keeps
+pods from being created, scheduled or started, and then rules about what stops training. messages.yaml explains Kubernetes'
+messages.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ RULES: tuple[Rule, ...] = (
     job.waiting_for_workers,
 )
 _CONSEQUENCES = ("failed", "gang", "others")
-"""Findings that only follow from other findings. They are listed last."""
+"""Names of findings that only follow from other findings. They are listed last."""
 _WIDTH = 110
 
 

@@ -14,7 +14,7 @@ from outlast.kubernetes.diagnosis.finding import Finding
 
 @functools.cache
 def tables() -> dict[str, Any]:
-    """Return the meanings of messages, by component."""
+    """Return the tables of messages and their meanings, keyed by component."""
     text = resources.files("outlast.kubernetes.diagnosis").joinpath("messages.yaml").read_text()
     return dict(yaml.safe_load(text))
 

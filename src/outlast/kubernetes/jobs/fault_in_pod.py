@@ -16,7 +16,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return an Outlast worker's training processes as pids by rank."""
+    """Return the pids of an Outlast worker's training processes, keyed by rank."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -30,7 +30,8 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Return plain torchrun's processes as pids by rank. Data loaders have a rank, too, but so has their parent process."""
+    """Return the pids of plain torchrun's training processes, keyed by rank. Data loaders, which inherit a rank, are left out,
+    because their parent process has a rank, too."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

@@ -1,4 +1,4 @@
-"""The objects besides the workload: ConfigMaps, the headless Service, claims, the workers' Secret and their rights."""
+"""A job's objects besides its workload: ConfigMaps, the headless Service, claims, and the workers' Secret and access rights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def config(request: Request) -> Document:
 
 
 def code(request: Request) -> list[Document]:
-    """Return the ConfigMap with the code archive, named after its checksum, if there is one."""
+    """Return a list with the ConfigMap that holds the code archive; empty if there is no archive. The ConfigMap is named after
+    the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -92,9 +93,9 @@ def worker_account(job: str) -> str:
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights of one job's workers to write their own Leases and to read their job. They can create only these Leases,
-    because server-side apply, unlike a POST, is authorized with the object's name. `bound_account` defaults to the account
-    created here."""
+    """Return the ServiceAccount, Role and RoleBinding with which a job's workers may write their own Leases and read their job.
+    The workers can create no other Leases, because server-side apply, unlike a POST, is authorized with the object's name.
+    `bound_account` is the account that gets the rights; it defaults to the returned one."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
 

@@ -48,9 +48,9 @@ class Names:
 
     @property
     def service(self) -> str:
-        """The headless Service's name, the same for all runs because it selects pods by job."""
+        """The headless Service's name. It is the same for all runs, because the Service selects pods by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the pods' owner, which leaves room for `suffix` in host names."""
+        """Return the name of the workload, which is short enough for host names that append `suffix` to it."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

@@ -36,7 +36,7 @@ class Share:
 
 
 def accelerator(requested: spec.Resources) -> str:
-    """Return the accelerators' resource name; empty if there are none."""
+    """Return the resource name of the requested accelerators; empty if none are requested."""
     return accelerators.resource(requested.accelerator) if requested.gpu else ""
 
 

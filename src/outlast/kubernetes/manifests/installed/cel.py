@@ -61,7 +61,7 @@ IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
 
 @functools.cache
 def rules() -> dict[str, list[Rule]]:
-    """Return the rules by model name, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
+    """Return the rules, keyed by model name, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
     text = resources.files(__package__).joinpath("cel.yaml").read_text()
     shared = str(list(accelerators.SHARED))
     between: dict[str, list[Rule]] = yaml.safe_load(text.replace("<own>", f"^({spec.OWN})$").replace("<shared>", shared))

@@ -22,14 +22,15 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups that show which scheduler a cluster has; the first one wins."""
+"""API groups, keyed by the scheduler to which they belong. A cluster that serves a group has that scheduler; if it serves both,
+the first one is chosen."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """A gang's scheduler, and what the pods and the cluster need for it."""
+    """A gang's scheduler, and the labels, annotations and objects that the scheduler needs."""
 
     scheduler: str = ""
     """Name of the scheduler; empty for the cluster's default."""

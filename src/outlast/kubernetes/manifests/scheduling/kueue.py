@@ -19,7 +19,7 @@ GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label on a Workload with its job's UID, which Kueue's own tools use."""
+"""Label on a Workload that contains the UID of its job. Kueue's own tools use the label."""
 WORKLOAD = "kueue.x-k8s.io/workload"
 """Annotation with the name of the Workload whose quota a pod uses."""
 PODS = "main"
@@ -33,7 +33,7 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """A Workload's priority. Kueue does not look up the class's value."""
+    """A Workload's priority and the class that it comes from. The value is written, too, because Kueue does not look it up."""
 
     value: int
     name: str = ""
@@ -90,7 +90,7 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """Return a Workload's name, which is unique to the job's UID."""
+    """Return the name of a job's Workload. It contains the beginning of the job's UID, so that it is unique."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 

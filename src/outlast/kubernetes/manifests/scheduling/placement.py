@@ -1,4 +1,4 @@
-"""Constraints on a worker pod's nodes: spot machines, instance types, accelerators, spreading over nodes."""
+"""Constraints on the nodes of a worker's pod: spot machines, instance types, accelerators, and spreading over nodes."""
 
 from __future__ import annotations
 
@@ -92,7 +92,8 @@ def avoid_spot(affinity: Document) -> Document:
 
 
 def reject_on_demand(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 must avoid spot machines, which is impossible if all pods are alike."""
+    """Raise InvalidJob if worker 0 must avoid spot machines. A workload of this `kind` cannot ensure this, because all its pods
+    are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise invalid_job(
@@ -115,7 +116,7 @@ def _tolerations(fields: spec.Spec) -> list[Document]:
 
 
 def tolerations(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Return the tolerations of taints on nodes with these accelerators and on spot nodes."""
+    """Return tolerations for the taints of nodes with these accelerators and, if `spot` is true, for the taints of spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))
