@@ -51,7 +51,8 @@ _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """Return what keeps a cluster's job from training, most important cause first. If nothing does, one finding says so."""
+    """Return findings about what keeps a job on a cluster from training, the most important first. If nothing does, return one
+    finding that says so."""
     if finished_ := job.finished(snapshot):
         return [finished_]
     findings = [each for rule in RULES for each in rule(snapshot, now)]

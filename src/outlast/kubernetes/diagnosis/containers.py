@@ -93,8 +93,8 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
-    """Return the end of a worker whose pod keeps running, as in a StatefulSet, in the form of a container's termination. Return
-    None if the log does not end with the line of such a worker."""
+    """Return a termination with the exit code of a worker whose pod keeps running, as in a StatefulSet. Return None if the last
+    line of the log does not say that the worker has ended."""
     lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -139,7 +139,7 @@ _REMEDIES = {
     137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
     **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
 }
-"""Remedies for exit codes that scripts do not set themselves."""
+"""Remedies, keyed by exit code, for codes that scripts do not set themselves."""
 
 
 def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
@@ -202,8 +202,8 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
     """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe, otherwise an empty string. The
-    kubelet's event mentions the probe only for a container that is restarted. If it does not mention the probe, and the pod was
-    deleted or evicted, that counts as the cause."""
+    kubelet's event mentions the probe only if the container is restarted. If the event does not mention it, a deletion or
+    eviction of the pod counts as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

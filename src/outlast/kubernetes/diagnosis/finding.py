@@ -26,7 +26,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Verbatim messages or log lines."""
     outcome: Outcome = "fail"
-    """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
+    """`fail` if the fact keeps jobs from training, `warn` if it may do so or has a cost, and `pass` if all is well."""
 
     @property
     def failed(self) -> bool:
@@ -47,8 +47,8 @@ def warned(name: str, what: str, remedy: str) -> Finding:
 
 
 def repeated_failures(steps: Sequence[int | None], failures: int, cause: str) -> str:
-    """Return a sentence about failures without progress. `steps` has the step of each of the last failures at one and the same
-    step."""
+    """Return a sentence about failures without progress. `steps` contains the steps at which the last failures happened, which
+    are all equal."""
     verb = "hung" if cause == FailureCause.HANG else "failed"
     if len(steps) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -71,7 +71,7 @@ def workers(pods: Iterable[Document], verb: str = "") -> str:
 
 
 def joined(words: Iterable[str], last: str = "and") -> str:
-    """Join words as in `a, b and c`. A list of more than six is shortened."""
+    """Join words as in `a, b and c`. A list of more than six words is shortened."""
     items = list(words)
     if len(items) > 6:
         items = [*items[:5], f"{len(items) - 5} more"]

@@ -282,7 +282,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return the condition which says that the workload has failed, or None. The workload's pods may still be terminating."""
+    """Return the condition that says that the workload has failed, or None. The workload's pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

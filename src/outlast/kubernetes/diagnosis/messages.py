@@ -20,12 +20,13 @@ def tables() -> dict[str, Any]:
 
 
 def has_meaning(component: str, message: str) -> bool:
-    """Return whether a message has a specific meaning."""
+    """Return whether messages.yaml has a specific explanation of a message."""
     return any(re.search(entry["pattern"], message) for entry in tables()[component]["meanings"] if "pattern" in entry)
 
 
 def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """Return the finding for a message. Raises KeyError if its sentence needs a word that `words` lacks."""
+    """Return the finding that messages.yaml defines for a message. Raises KeyError if the finding's text needs a value that
+    `words` lacks."""
     table = tables()[component]
     entry, match = next(
         (entry, match) for entry in table["meanings"] if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))

@@ -207,7 +207,7 @@ def _restore_remedy(pods: list[Document]) -> str:
 
 
 def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that were evicted, preempted or drained and not replaced."""
+    """Find pods that were evicted, preempted or drained and have not been replaced."""
     removed: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         if any(pod_status.created_at(other) > pod_status.created_at(pod) for other in snapshot.pods_of_worker(pod)):

@@ -123,9 +123,9 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Return a function that reads an output file in rank 0's pod. The function takes the file's path and the offset of the
-        first byte, and returns nothing for a missing file. The image must have a shell and `tail`, and the user must have the
-        right to run commands in pods. Raises NotFound if the pod does not run."""
+        """Return a function that reads a file of the output in rank 0's pod. The function takes the file's path and the offset of
+        the first byte to read, and returns no bytes if the file is missing. The image must have a shell and `tail`, and the user
+        must have the right to run commands in pods. Raises NotFound if the pod does not run."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -304,7 +304,7 @@ class KubernetesBackend:
 
 
 class _JobPoll:
-    """Polls whether a job is over, with few requests."""
+    """Polls whether a job is over, with few requests to the cluster."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name

@@ -1,8 +1,9 @@
-"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this source to the Python in the pod.
+"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this source to Python in the pod.
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-It needs only the standard library of Python 3.9. It prints the process's rank and pid, or exits with 3 if there is none.
+The program needs only the standard library of Python 3.9. It prints the rank and the pid of the process, or exits with code 3 if
+there is no training process.
 """
 
 import glob

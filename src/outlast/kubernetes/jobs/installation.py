@@ -85,7 +85,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create. It does not exist yet, so the server cannot dry-run creating objects in it."""
+    """The namespace that a dry run would create. It does not exist yet, so the server cannot check objects in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Outcome("created", document)
@@ -199,8 +199,8 @@ def jobs(cluster: Cluster) -> list[str]:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
-    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only with `crds`.
-    Raises OutlastError, before any change, if the operator is in another namespace."""
+    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only if `crds` is
+    true. Raises OutlastError, before any change, if the operator is in another namespace."""
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
@@ -239,7 +239,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete the namespace and wait until it is gone, because nothing can be installed in it before that."""
+    """Delete the namespace and wait until it is gone, because nothing can be installed in it until then."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -277,8 +277,8 @@ def _goes_with_namespace(kind: Kind, document: Document) -> bool:
 
 
 def check_namespace(name: str) -> str:
-    """Return a namespace's name if the operator may be installed in it. Raises OutlastError for a namespace of the cluster's
-    own."""
+    """Return a namespace's name if the operator may be installed in it. Raises OutlastError for the namespaces of Kubernetes
+    itself."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

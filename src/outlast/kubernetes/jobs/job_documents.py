@@ -136,7 +136,7 @@ class Workloads:
         return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
-        """Return the URL of a job's output; empty if it is in no store."""
+        """Return the URL of a job's output; empty if the output is not in a store."""
         stored = self.recorded(name).store
         return stored.url if stored else ""
 
@@ -249,7 +249,7 @@ def workload_in(documents: Sequence[Document]) -> Document:
 
 
 def has_claim(workload: Document) -> bool:
-    """Return whether a workload's pods have a claim, which may hold the output."""
+    """Return whether a workload's pods mount a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
     volumes = workload_template.template(workload)["spec"].get("volumes") or ()

@@ -189,7 +189,7 @@ class Follower:
         self._job_is_over.set()
 
     def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
-        """Start reading a pod's log once it has started; until then, report why it is waiting."""
+        """Start reading a pod's log once the pod has started; until then, report why the pod is waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):

@@ -42,7 +42,7 @@ class Outcome:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self) -> dict[str, str]:
-        """Return every output as text; empty if its value is unknown."""
+        """Return the text of every output, keyed by name. The text is empty if the value is unknown."""
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
@@ -112,7 +112,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """Return the outputs from a job's store, or why the store cannot be read."""
+    """Return the outputs that are known from a job's store, or why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"

@@ -53,7 +53,7 @@ class Parcel:
     """The archive's path, valid within `pack`'s `with` block."""
 
     def upload(self) -> bool:
-        """Upload the archive if a store lacks it, and return whether it was uploaded. Raises StoreError."""
+        """Upload the archive if it goes to a store that lacks it, and return whether it was uploaded. Raises StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
@@ -69,7 +69,7 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """Yield a job's code, packed if pods cannot see it.
+    """Yield the parcel for a job's code. The code is packed only if pods cannot see it.
 
     `excluded` contains paths that are not code. The job file should be among them, so that suspending a job does not change its
     code. `limit` is an archive's maximum size in a ConfigMap, in bytes. Raises OutlastError.

@@ -54,7 +54,7 @@ class Submission:
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. With `take_over`, take the run
-        in the store from the job elsewhere that trains it. Raises AlreadyRunning if this namespace already has a job of this name
+        in the store from the job that trains it elsewhere. Raises AlreadyRunning if this namespace already has a job of this name
         that must not be replaced."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
@@ -141,8 +141,8 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, if it is missing. Return a list with the Secret if the
-        job should own it, otherwise an empty list, and a sentence for the user."""
+        """Create the Secret with which workers authenticate each other, if it is missing. Return a list, which contains the
+        Secret if the job should own it, and a sentence for the user."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:

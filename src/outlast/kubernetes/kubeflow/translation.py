@@ -140,7 +140,7 @@ def _templates(spec: Document) -> list[Document]:
 
 
 def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
-    """Yield the field that contains a patch of pods, the name of the Job that owns these pods, and the patch."""
+    """For each patch of pods, yield the field that contains it, the name of the Job that owns the pods, and the patch itself."""
     for n, each in enumerate(spec.get("podTemplateOverrides", ())):
         patch = {name: each[name] for name in ("metadata", "spec") if name in each}
         yield from ((f"podTemplateOverrides[{n}]", target.get("name", ""), patch) for target in each.get("targetJobs", ()))

@@ -37,7 +37,7 @@ def service(request: Request) -> Document:
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """Return a headless Service for pods' rendezvous on the port `target`, including pods that are not ready."""
+    """Return a headless Service for the rendezvous of pods on the port `target`. It includes pods that are not ready."""
     port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
     fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
     return kinds.SERVICE.document(meta, spec=fields)
@@ -62,7 +62,7 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """Return the claims to create, for volumes with a size. `mode` is the default access mode."""
+    """Return the claims to create, which are those of volumes with a size. `mode` is the default access mode."""
     claims = volumes.claims(request.spec, mode)
     return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
@@ -86,7 +86,7 @@ def _storage(claim: Document) -> dict[str, str]:
 
 
 def worker_account(job: str) -> str:
-    """Return the name of the workers' account and of its Role."""
+    """Return the name of the workers' ServiceAccount, which is also the name of their Role."""
     return f"{job}-worker"
 
 
@@ -95,7 +95,7 @@ def worker_access(
 ) -> list[Document]:
     """Return the ServiceAccount, Role and RoleBinding with which a job's workers may write their own Leases and read their job.
     The workers can create no other Leases, because server-side apply, unlike a POST, is authorized with the object's name.
-    `bound_account` is the account that gets the rights; it defaults to the returned one."""
+    `bound_account` is the account that gets the rights; it defaults to the returned ServiceAccount."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
 

@@ -1,5 +1,5 @@
-"""A one-pod Job that downloads a dataset to a claim or a store. The Job's labels make `outlast list`, `status`, `logs`, `why` and
-`cancel` work on it."""
+"""A one-pod Job that downloads a dataset to a claim or a store. The Job's labels let `outlast list`, `status`, `logs`, `why` and
+`cancel` find it."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ class Download:
 
 
 def parse_claim(option: str) -> tuple[str, str]:
-    """Return the name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if it is malformed."""
+    """Return the name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option is malformed."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")

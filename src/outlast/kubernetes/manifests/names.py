@@ -18,7 +18,7 @@ _DIGITS = 8
 
 
 def digest(value: Any, digits: int = _DIGITS) -> str:
-    """Return a digest of a JSON value that does not depend on the order of keys."""
+    """Return a digest of a JSON value. The order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 

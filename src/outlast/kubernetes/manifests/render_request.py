@@ -27,7 +27,7 @@ class Request:
     files: Mapping[str, str] = field(default_factory=dict)
     """Contents of local files that pods need, keyed by path."""
     code: bytes = b""
-    """The archive for the ConfigMap; empty if there is none or it already exists."""
+    """The code archive for the ConfigMap; empty if there is no archive or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
@@ -51,7 +51,7 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def with_zero_as_suspended(self) -> Request:
-        """Return the request. If the job has 0 workers, it is changed to a suspended job with the smallest allowed number of
+        """Return the request, with a job of 0 workers turned into a suspended job that has the smallest allowed number of
         workers."""
         workers = self.spec.workers
         if workers.replicas:
@@ -59,7 +59,8 @@ class Request:
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request with this number of workers, which is also the maximum, so that no worker waits for more."""
+        """Return the request with `workers` as both the desired and the maximum number of workers, so that no worker waits for
+        more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

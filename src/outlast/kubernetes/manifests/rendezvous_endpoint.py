@@ -41,6 +41,6 @@ def single_worker_endpoint(request: Request) -> str:
 
 
 def fqdn(pod: str, service: str) -> str:
-    """Return a pod's full DNS name behind a headless Service, in the pod's namespace
+    """Return the full DNS name that a pod has through a headless Service in its namespace
     (https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/)."""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

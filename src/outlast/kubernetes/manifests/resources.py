@@ -1,7 +1,7 @@
 """Requests, limits, processes and threads of a worker's container.
 
-Memory and accelerators are requested and limited. Cores are only requested, unless the job limits them: a limit would throttle
-data loaders while other cores are idle.
+Memory and accelerators are requested and limited. Cores are only requested, unless the job limits them, because a limit would
+throttle data loaders while other cores are idle.
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotations that allow Kueue to admit as few as `min` workers
+    """Return the annotations that allow Kueue to admit as few as `workers.min` workers
     (https://kueue.sigs.k8s.io/docs/tasks/run/jobs/)."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}

@@ -20,7 +20,7 @@ def field_source(path: str) -> Source:
 
 
 def has_peers(request: Request, rendezvous: str) -> bool:
-    """Return whether there may be several workers."""
+    """Return whether the job may have several workers."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1

@@ -77,7 +77,7 @@ def output_is_lost(job: spec.Job) -> bool:
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """Return a job's S3 URLs if its pods have no credentials for S3; empty if they have."""
+    """Return a job's S3 URLs if its pods have no credentials for S3, otherwise an empty list."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env

@@ -30,7 +30,7 @@ class Worker:
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """The headless Service for the pod's DNS name."""
+    """Name of the headless Service that gives the pod its DNS name."""
     has_peers: bool = True
     stay: bool = False
     """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
@@ -68,7 +68,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return one worker's pod for the operator, with its job file in an annotation."""
+    """Return one worker's pod for the operator, with the job file in an annotation."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))

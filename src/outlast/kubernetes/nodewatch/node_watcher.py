@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
 """Interval between attempts to mark or to drain the node, in seconds."""
 EVICT_S = 5.0
-"""Timeout of an eviction, in seconds."""
+"""Timeout for an eviction, in seconds."""
 
 
 class Watcher:

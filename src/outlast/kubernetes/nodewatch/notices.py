@@ -19,11 +19,11 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 from outlast.kubernetes.api import pod_status
 
 SPOT_S = 120.0
-"""Assumed time from an interruption notice that cannot be parsed to the end of the machine, in seconds."""
+"""Assumed time between an interruption notice and the machine's end if the notice cannot be parsed, in seconds."""
 MAINTENANCE_LEAD_S = 900.0
 """How long before maintenance the watcher acts, in seconds. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""A machine that still runs this many seconds after the deadline has survived."""
+"""How long after the deadline a machine must still run to count as having survived, in seconds."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -78,7 +78,8 @@ def effective(current: Sequence[Notice], recorded: Notice | None, now: float) ->
 
 
 def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """Return the patch that records this notice on a node, or removes the recorded one. Other taints and cordons stay."""
+    """Return the patch that records this notice on a node, or removes the recorded notice if `notice` is None. Other taints and
+    cordons stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     spec_patch: dict[str, Any] = {"taints": taints or None}
@@ -109,7 +110,8 @@ def read(node: Mapping[str, Any]) -> Notice | None:
 
 
 def timestamp(text: object) -> float | None:
-    """Parse `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT` to seconds since the epoch; None for any other text."""
+    """Parse a time such as `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT` into seconds since the epoch; None for any other
+    text."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             parsed = parse(str(text).strip())

@@ -193,8 +193,8 @@ def _status(job: Document, operator_status: Document, snapshot: observed_job.Job
 def _conditions(
     old_conditions: Sequence[Document], operator_status: Document, snapshot: observed_job.JobSnapshot
 ) -> list[Document]:
-    """Return the operator's conditions, preceded by `Limited` if the job has unsupported features. `Limited` comes first, because
-    clients read the last true condition."""
+    """Return the operator's conditions, preceded by `Limited` if the operator cannot do all that the job asks for. `Limited`
+    comes first, because clients read the last true condition."""
     conditions = [each for each in operator_status["conditions"] if each["status"] == "True" or each["type"] == "Running"]
     messages = [*unsupported(dict(snapshot.document)), snapshot.refusal] if snapshot.plain else []
     if message := "; ".join(filter(None, messages)):

@@ -64,7 +64,7 @@ def annotation(job: Document, name: str) -> str | None:
 
 
 def count(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an integer field, or `default` if the field is absent or null. Raises OutlastError for any other value."""
+    """Return the integer field `name`, or `default` if the field is absent or null. Raises OutlastError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, int):
         raise OutlastError(f"its {name} ({value!r}) is not a whole number; correct it")
@@ -91,8 +91,8 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """Return the pods' restartPolicy. It is `Never` if the operator handles failures, because the kubelet must not handle them,
-    too."""
+    """Return the pods' restartPolicy. It is `Never` if the operator handles failures, so that the kubelet restarts no
+    containers."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
@@ -102,7 +102,7 @@ def selector(name: str) -> dict[str, str]:
 
 
 def etcd(job: Document) -> str:
-    """Return a job's etcd endpoint, such as `etcd://host:port`; empty if it does not use etcd."""
+    """Return a job's etcd endpoint, such as `etcd://host:port`; empty if the job does not use etcd."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""

@@ -1,4 +1,4 @@
-"""CEL rules for a job's fields, which the API server checks. Rules about several fields are in `cel.yaml`.
+"""CEL rules by which the API server checks a job's fields. Rules about several fields are in `cel.yaml`.
 
 The API server rejects rules that it estimates to be expensive, so lists are bounded (`BOUNDS`). Fields that define the training
 are immutable, because otherwise pods of the old and the new specification would train together.
@@ -56,7 +56,7 @@ _MUTABLE = {
 }
 IMMUTABLE = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Immutable fields of `scheduling`. A changed priority affects pods that are created later."""
+"""Immutable fields of `scheduling`. The priority may change, and then only affects pods that are created later."""
 
 
 @functools.cache

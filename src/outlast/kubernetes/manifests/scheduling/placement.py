@@ -35,8 +35,8 @@ ON_DEMAND = "on-demand"
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """Return the scheduling part of a PodSpec. `has_peers` spreads the job's pods over nodes; `on_demand` avoids spot
-    machines."""
+    """Return the scheduling part of a PodSpec. With `has_peers`, the job's pods are spread over nodes. With `on_demand`, the pod
+    avoids spot machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
@@ -92,8 +92,8 @@ def avoid_spot(affinity: Document) -> Document:
 
 
 def reject_on_demand(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 must avoid spot machines. A workload of this `kind` cannot ensure this, because all its pods
-    are alike."""
+    """Raise InvalidJob if worker 0 must avoid spot machines. A workload of this kind cannot keep a single pod off them, because
+    all its pods are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise invalid_job(
