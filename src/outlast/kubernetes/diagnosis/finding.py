@@ -43,7 +43,7 @@ def warned(name: str, what: str, remedy: str) -> Finding:
     return Finding(name, what, remedy, outcome="warn")
 
 
-# Words
+# Formatting
 
 
 def repeated_failures(steps: Sequence[int | None], failures: int, cause: str) -> str:

@@ -163,7 +163,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
     return Finding("unschedulable-taint", what, remedy, evidence)
 
 
-# Nodes that are lost, or take their pods away
+# Lost nodes and removed pods
 
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:

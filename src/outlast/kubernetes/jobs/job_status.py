@@ -115,7 +115,7 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     fields = {**observed.model_dump(), **{key: value for key, value in written.items() if value is not None}}
     if observed.told == "log":  # an operator does not read logs
         fields |= {"step": observed.step, "steps": observed.steps}
-    if observed.workers:  # pods show where workers run as well as the operator does
+    if observed.workers:  # the operator's status may be older than the pods
         fields["workers"] = [each.model_dump() for each in observed.workers]
     fields |= {name: getattr(observed, name) for name in ("name", "replicas", "min", "max", "submitted")}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *observed.warnings])]

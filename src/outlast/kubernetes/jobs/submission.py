@@ -1,4 +1,4 @@
-"""Submits a job: applies its documents once earlier jobs with the same name have ended or have been removed."""
+"""Submits a job by applying its documents, after removing earlier workloads that are in the way."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation that identifies the job file. Its value is the `run` label of a workload that is applied from the same file without
-`submit`."""
+"""Annotation that identifies the job file. Its value is the `run` label that the workload would have if the file were applied
+without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
@@ -64,7 +64,7 @@ class Submission:
                 if ended is not State.FAILED and self._is_same(existing, from_file, ended):
                     yield self._resume_existing(existing, from_file, ended)
                     return
-        # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
+        # Each submission owns the run under a new id, because an earlier submission of the file may have ended or be stopped.
         documents = self.documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh)
         workload = workload_in(documents)
         if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
@@ -162,7 +162,8 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return a workload's final state, or None. Agents are queried about a StatefulSet, because only they know its end."""
+        """Return a workload's final state, or None if it has not ended. Agents are queried about a StatefulSet, because only they
+        know its end."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None

@@ -105,7 +105,7 @@ def document(download: Download) -> Document:
         "containers": [container],
         "volumes": volumes_,
     }
-    # A user's mistake fails at once: the sentence is the log's last line. Disruptions do not count.
+    # A user's mistake ends the Job at once, and the log's last line explains it. Disruptions do not count as failures.
     mistake = {"action": "FailJob", "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]}}
     disruption = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     fields = {
