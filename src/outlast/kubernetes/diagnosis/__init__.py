@@ -5,8 +5,9 @@
     cluster.checks(gather_evidence.namespace(cluster))     whether jobs would train there
     machine.checks(), check_pods.checks(...)               the same for this machine, and from inside temporary pods
 
-`RULES` are pure functions from a `Snapshot` to findings. Causes that ended the job come first, then causes that keep pods from
-being created, scheduled or started, then causes that stop training. messages.yaml explains Kubernetes' messages.
+`RULES` are pure functions from a `Snapshot` to findings. Rules about what ended the job come first, then rules about what keeps
+pods from being created, scheduled or started, and then rules about what stops training. messages.yaml explains Kubernetes'
+messages.
 """
 
 from __future__ import annotations
@@ -45,12 +46,13 @@ RULES: tuple[Rule, ...] = (
     job.waiting_for_workers,
 )
 _CONSEQUENCES = ("failed", "gang", "others")
-"""Findings that only follow from other findings. They are listed last."""
+"""Names of findings that only follow from other findings. They are listed last."""
 _WIDTH = 110
 
 
 def causes(snapshot: Snapshot, now: float) -> list[Finding]:
-    """Return what keeps a cluster's job from training, most important cause first. If nothing does, one finding says so."""
+    """Return findings about what keeps a job on a cluster from training, the most important first. If nothing does, return one
+    finding that says so."""
     if finished_ := job.finished(snapshot):
         return [finished_]
     findings = [each for rule in RULES for each in rule(snapshot, now)]

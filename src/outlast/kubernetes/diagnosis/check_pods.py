@@ -1,6 +1,7 @@
-"""Checks from inside pods: the image, DNS, the network between pods, and a store.
+"""Checks the image, DNS, the network between pods, and a store from inside pods.
 
-One or two small pods run `diagnosis.image_checks`. They are always deleted, and have a time limit in case this process is killed.
+One or two small pods run `diagnosis.image_checks`. The pods are always deleted, and have a time limit in case this process is
+killed.
 """
 
 from __future__ import annotations
@@ -53,7 +54,7 @@ class Options:
     image: str
     store: str = ""
     secrets: Sequence[str] = ()
-    """Names of Secrets that become the pods' environment variables."""
+    """Names of Secrets whose entries become the pods' environment variables."""
     network: bool = True
     timeout_s: float = 300.0
 
@@ -105,8 +106,8 @@ def pod(
     accelerator: Accelerator | None = None,
     address: str = "$(OUTLAST_ADDRESS)",
 ) -> Document:
-    """Return a worker's pod that runs the checks instead of the agent. With `peer`, it also tests the connection to the other
-    pod; pod 0 listens on `address`."""
+    """Return a worker's pod that runs the checks instead of the agent. With `peer`, the pod also tests the connection to the
+    other pod; pod 1 connects to pod 0 at `address`."""
     pod_ = sample_pod.worker(options.image, options.secrets)
     pod_["metadata"] = {"name": f"{name}-{index}", "labels": {**_LABELS, "app.kubernetes.io/component": "doctor", LABEL: name}}
     spec, container = pod_["spec"], pod_["spec"]["containers"][0]
@@ -142,8 +143,8 @@ def calls(
 
 
 def source() -> str:
-    """Return the source of the pods' program, so that they can check images without Outlast or with another version. It contains
-    no `$(...)`, which Kubernetes would expand."""
+    """Return the source of the program that the pods run, so that it also runs in images without Outlast or with another version
+    of it. The source contains no `$(...)`, which Kubernetes would expand."""
     return resources.files("outlast.kubernetes.diagnosis").joinpath("image_checks.py").read_text()
 
 

@@ -75,7 +75,8 @@ _KIND_NAMES = {"secret": "Secret", "configmap": "ConfigMap"}
 
 
 def missing(message: str) -> tuple[str, str, str] | None:
-    """Return the kind, name and key (or an empty string) of the Secret or ConfigMap that a kubelet reports missing, or None."""
+    """Return the kind, name and key of what a kubelet's message reports missing, or None for any other message. The key is empty
+    if a whole Secret or ConfigMap is missing."""
     if (match := _MISSING.search(message)) is None:
         return None
     return (match["kind"] or match["of"]).lower(), match["name"] or match["its"], match["key"] or ""

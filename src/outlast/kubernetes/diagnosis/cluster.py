@@ -19,12 +19,14 @@ from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
 MIN_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first version that accepts the CRD's rules. In 1.34, all features that Outlast renders are stable."""
+"""Kubernetes 1.29 is the first version that accepts the CRD's rules. In 1.34, all features that Outlast's objects use are
+stable."""
 _WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 
 
 def minor(version: str) -> int:
-    """Return the minor version, such as 36 for `v1.36.2`. Raises ClusterError if `version` is not a version."""
+    """Return the minor version of Kubernetes, such as 36 for `v1.36.2`. Raises ClusterError if `version` does not have this
+    form."""
     match = re.match(r"v?1\.(\d+)", version)
     if not match:
         raise ClusterError(f"the API server says that its version is {version!r}; expected v1.N")
@@ -44,8 +46,8 @@ def server(snapshot: Snapshot) -> Iterator[Finding]:
 
 
 def namespace(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that the namespace exists, and report its Pod Security level,
-    https://kubernetes.io/docs/concepts/security/pod-security-admission/."""
+    """Check that the namespace exists, and report its Pod Security level
+    (https://kubernetes.io/docs/concepts/security/pod-security-admission/)."""
     name, meta = snapshot.namespace, (snapshot.namespace_document or {}).get("metadata", {})
     level = (meta.get("labels") or {}).get("pod-security.kubernetes.io/enforce")
     if "namespaces" in snapshot.forbidden:
@@ -116,7 +118,7 @@ def stop(controllers: Sequence[str]) -> str:
 
 
 def nodes(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that a node accepts pods, and name the nodes that do not."""
+    """Check that at least one node accepts pods, and list the nodes that do not."""
     ready = [node for node in snapshot.nodes if usable(node)]
     unusable = joined(sorted(pod_status.name(node) for node in snapshot.nodes if not usable(node)))
     if "nodes" in snapshot.forbidden:

@@ -68,7 +68,7 @@ def start_failures(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 # Ends
 
 _RAISED = re.compile(r"(?:^|[\]:|] )((?:[A-Za-z_]\w*\.)*[A-Z]\w*(?:Error|Exception|Interrupt|Exit|Warning)\b(?:: .*)?)$")
-"""Pattern for `ValueError: no labels`, with or without torchrun's prefix."""
+"""Pattern for a line that names an exception, such as `ValueError: no labels`, with or without torchrun's prefix."""
 _LAST_LINES = 12
 _SIGNALS = {each.value: each.name for each in signal.Signals}
 
@@ -93,7 +93,8 @@ def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
-    """Return how a worker ended whose pod keeps running, as in a StatefulSet; None if the log's last line does not say so."""
+    """Return a termination with the exit code of a worker whose pod keeps running, as in a StatefulSet. Return None if the last
+    line of the log does not say that the worker has ended."""
     lines = [line for line in snapshot.logs.get(pod_status.name(pod), ()) if line.strip()]
     if not lines or not lines[-1].endswith(contract.STAYS):
         return None
@@ -138,7 +139,7 @@ _REMEDIES = {
     137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
     **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
 }
-"""Remedies for exit codes that the script does not set."""
+"""Remedies, keyed by exit code, for codes that scripts do not set themselves."""
 
 
 def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
@@ -160,7 +161,7 @@ def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:
 
 
 def _exception(snapshot: Snapshot, pods: Sequence[Document]) -> str:
-    """Return the last line of the first traceback. Later failures are usually secondary."""
+    """Return the line that names the exception of the first traceback. Later failures are usually consequences of the first."""
     for pod in pods:
         in_traceback = False
         for line in snapshot.logs.get(pod_status.name(pod), ()):
@@ -200,8 +201,9 @@ def _failing(snapshot: Snapshot, pod: Document) -> list[Document]:
 
 
 def _killed_by_probe(snapshot: Snapshot, pod: Document) -> str:
-    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe, otherwise an empty string. Only a
-    restarted container's event names the probe; without one, a deletion or eviction counts as the cause."""
+    """Return `Startup` or `Liveness` if the kubelet killed the container because of that probe, otherwise an empty string. The
+    kubelet's event mentions the probe only if the container is restarted. If the event does not mention it, a deletion or
+    eviction of the pod counts as the cause."""
     killing, failing = snapshot.events_about(pod, "Killing"), _failing(snapshot, pod)
     if not killing or not failing or (pod_status.termination(pod) or {}).get("reason") == "OOMKilled":
         return ""

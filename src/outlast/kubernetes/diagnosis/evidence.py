@@ -32,14 +32,14 @@ class Right:
 
 @dataclass(frozen=True)
 class Snapshot:
-    """The documents of one job or namespace, in no particular order."""
+    """The Kubernetes objects of one job or namespace, in no particular order."""
 
     name: str = ""
     namespace: str = "default"
     nodes: tuple[Document, ...] = ()
     storage_classes: tuple[Document, ...] = ()
     forbidden: Mapping[str, str] = field(default_factory=dict)
-    """Why kinds, such as `jobs.batch`, could not be read. Their documents are missing."""
+    """The reasons why kinds could not be read, keyed by kind, such as `jobs.batch`. Objects of these kinds are missing."""
 
     # For a job
 
@@ -55,7 +55,7 @@ class Snapshot:
     secrets: frozenset[str] = frozenset()
     config_maps: frozenset[str] = frozenset()
     logs: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    """The last lines, by pod name."""
+    """The last lines of each pod's log, keyed by pod name."""
 
     # For a namespace
 
@@ -76,7 +76,7 @@ class Snapshot:
         return str(self.workload.get("kind", ""))
 
     def events_about(self, document: Document, *reasons: str) -> list[Document]:
-        """Return the events about a document, newest last; with `reasons`, only those with one of these reasons."""
+        """Return the events about an object, newest last. With `reasons`, return only events that have one of these reasons."""
         meta = document.get("metadata", {})
         events = [
             event
@@ -105,8 +105,8 @@ Rule = Callable[[Snapshot, float], Iterator[Finding]]
 
 
 def per_pod(rule: Callable[[Snapshot, Document], Iterator[Finding]]) -> Rule:
-    """Make a rule about all pods from a rule about one pod, whose sentences begin with a verb. Pods with the same finding share
-    it."""
+    """Turn a rule about one pod into a rule about all pods. The sentences of `rule` begin with a verb, and the names of the pods'
+    workers are put before the verb. Pods with equal findings share one finding."""
 
     @functools.wraps(rule)
     def for_all_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:

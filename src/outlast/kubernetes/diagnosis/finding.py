@@ -26,7 +26,7 @@ class Finding:
     evidence: tuple[str, ...] = ()
     """Verbatim messages or log lines."""
     outcome: Outcome = "fail"
-    """`fail` if this keeps jobs from training; `warn` if it may do so or has a cost; `pass` if all is well."""
+    """`fail` if the fact keeps jobs from training, `warn` if it may do so or has a cost, and `pass` if all is well."""
 
     @property
     def failed(self) -> bool:
@@ -34,20 +34,21 @@ class Finding:
 
 
 def passed(name: str, what: str, remedy: str = "", evidence: tuple[str, ...] = ()) -> Finding:
-    """Return a finding that is not a problem."""
+    """Return a finding with the outcome `pass`."""
     return Finding(name, what, remedy, evidence, "pass")
 
 
 def warned(name: str, what: str, remedy: str) -> Finding:
-    """Return a finding that does not keep jobs from training."""
+    """Return a finding with the outcome `warn`."""
     return Finding(name, what, remedy, outcome="warn")
 
 
-# Words
+# Formatting
 
 
 def repeated_failures(steps: Sequence[int | None], failures: int, cause: str) -> str:
-    """Return a sentence about failures without progress. `steps` are the steps of the last failures, which are all equal."""
+    """Return a sentence about failures without progress. `steps` contains the steps at which the last failures happened, which
+    are all equal."""
     verb = "hung" if cause == FailureCause.HANG else "failed"
     if len(steps) < 2:
         return f"it has failed {failures} times without a new checkpoint"
@@ -59,7 +60,8 @@ _PLURAL = {"is": "are", "was": "were"}
 
 
 def workers(pods: Iterable[Document], verb: str = "") -> str:
-    """Format workers with a verb, given in the singular: `workers 0 and 2 wait`. Pods without an index are listed by name."""
+    """Format the workers of pods with a verb, such as `workers 0 and 2 wait`. `verb` is in the singular. If no pod has an index,
+    the pods are listed by name."""
     documents = list(pods)
     numbers = sorted({number for pod in documents if (number := pod_status.labelled_index(pod)) is not None})
     names = list(map(str, numbers)) or sorted(map(pod_status.name, documents))
@@ -69,7 +71,7 @@ def workers(pods: Iterable[Document], verb: str = "") -> str:
 
 
 def joined(words: Iterable[str], last: str = "and") -> str:
-    """Join words as in `a, b and c`. A list of more than six is shortened."""
+    """Join words as in `a, b and c`. A list of more than six words is shortened."""
     items = list(words)
     if len(items) > 6:
         items = [*items[:5], f"{len(items) - 5} more"]
@@ -85,5 +87,5 @@ def grouped(pairs: Iterable[tuple[str, Document]]) -> dict[str, list[Document]]:
 
 
 def amount_text(resource: str, amount: float) -> str:
-    """Format an amount of a resource, such as `16 GiB` for memory or `4` for others."""
+    """Format an amount of a resource, such as `16 GiB` of memory or `4` of any other resource."""
     return units.human_bytes(amount) if resource.endswith(("memory", "storage")) else f"{amount:.3g}"

@@ -1,4 +1,4 @@
-"""Reads the documents of a `Snapshot` from a cluster. Kinds that are forbidden or not installed have no documents."""
+"""Reads the objects of a `Snapshot` from a cluster. Objects of kinds that are forbidden or not installed are left out."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
-"""Maximum number of logs to read, those of failed pods first."""
+"""Maximum number of logs to read. The logs of failed pods are read first."""
 
 RIGHTS = (
     *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
@@ -36,7 +36,7 @@ _OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLC
 
 
 class _Reader:
-    """Lists a namespace's objects by kind, and records forbidden kinds."""
+    """Reads a namespace's objects, and records the kinds that the user may not read."""
 
     def __init__(self, cluster: api.Cluster, namespace: str) -> None:
         self.cluster, self.namespace = cluster, namespace
@@ -54,7 +54,7 @@ class _Reader:
             return ()
 
     def one(self, kind: Kind, name: str, namespace: str | None = None) -> Document | None:
-        """Return one document, or None if it is absent or forbidden."""
+        """Return one object, or None if it is absent, forbidden or not served."""
         try:
             return self.cluster.find(kind, name, namespace=namespace)
         except NotServed:
@@ -177,13 +177,14 @@ def namespace(cluster: api.Cluster) -> Snapshot:
 
 
 def operator_namespace(binding: Document) -> str:
-    """Return the operator's namespace according to a binding; empty if the binding names none."""
+    """Return the operator's namespace from its ClusterRoleBinding; empty if the binding does not name the operator."""
     operators = [each for each in binding.get("subjects") or () if each.get("name") == OPERATOR]
     return str(operators[0].get("namespace", "")) if operators else ""
 
 
 def _operator(read: _Reader) -> Document | None:
-    """Return the operator's Deployment from its binding's namespace, or else from any readable namespace."""
+    """Return the operator's Deployment from the namespace in its ClusterRoleBinding, or else from any namespace that can be
+    read."""
     namespace_ = operator_namespace(read.one(kinds.CLUSTER_ROLE_BINDING, OPERATOR) or {})
     deployments = [each for each in _deployments(read.cluster) if pod_status.name(each) == OPERATOR] if not namespace_ else []
     return deployments[0] if deployments else read.one(kinds.DEPLOYMENT, OPERATOR, namespace_ or OPERATOR_NAMESPACE)
@@ -205,7 +206,7 @@ def _deployments(cluster: api.Cluster) -> list[Document]:
 
 
 def _dry_run_error(cluster: api.Cluster) -> ClusterError | None:
-    """Return the API server's refusal of a small worker in a dry run, or None."""
+    """Return the error with which the API server refuses a small worker in a dry run, or None if it would admit one."""
     try:
         cluster.apply(sample_pod.worker(namespace=cluster.namespace), dry_run=True)
     except (Absent, Forbidden, Refused) as error:

@@ -2,8 +2,9 @@
 
     python -c SOURCE '[["image", {"expected": "0.1"}], ["dns", {"names": ["kubernetes.default"]}]]'
 
-Each check prints MARK and a line of JSON: name, outcome (pass, warn, fail), what, remedy. A pod receives this file's source, so
-the top of the file imports only the standard library, and must work with an older Python.
+Each check prints a line with MARK and a JSON list of its name, outcome (pass, warn or fail), description and remedy. A pod
+receives this file's source, so the top of the file imports only the standard library, and the file must work with an older
+Python.
 """
 
 from __future__ import annotations
@@ -30,20 +31,21 @@ MARK = "outlast-doctor "
 MIN_PYTHON = (3, 11)
 SEND_S = 2.0
 ELEMENTS = 4 * 2**20
-"""Size of the all-reduce tensor (16 MiB)."""
+"""Number of elements of the all-reduce tensor, which takes 16 MiB."""
 ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
-    """Name, outcome, what, remedy."""
+    """A check's name, outcome, description and remedy."""
 
 
 def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcome: str = "fail") -> Check:
-    """Return a check that passes, or has the outcome `failure_outcome`."""
+    """Return a check with the outcome `pass` if `passed` is true, otherwise with `failure_outcome`."""
     return (name, "pass", what, "") if passed else (name, failure_outcome, what, remedy)
 
 
 def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
-    """Yield the text of `check` as a passed check, or `failure_outcome` if it raises. Yield nothing for an empty text."""
+    """Call `check`, and yield a passed check with the text that it returns, or one with `failure_outcome` if it raises. Yield
+    nothing for an empty text."""
     try:
         if what := check():
             yield name, "pass", what, ""
@@ -55,7 +57,7 @@ def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: s
 
 
 def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check Python, Outlast (which should have the version `expected`), torch and the command."""
+    """Check that an image has what workers need, such as Python, torch, and Outlast in the version `expected`."""
     yield python()
     if injected := shutil.which("outlast") is None and importlib.util.find_spec("outlast") is None:
         yield "outlast", "pass", "not in the image; an init container brings it to each pod (inject in the job file)", ""
@@ -96,8 +98,9 @@ def outlast(expected: str) -> Iterator[Check]:
 
 
 def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
-    """Check torch and its GPUs. Each accelerator, such as `cuda::nvidia[0-9]*`, consists of torch's device type, the package that
-    adds it to torch, and the pattern of its files in /dev. The last two may be empty."""
+    """Check torch and the GPUs that it can use. Each of the `accelerators`, such as `cuda::nvidia[0-9]*`, consists of torch's
+    device type, the package that adds this type to torch, and a pattern of device files in /dev, separated by colons. The last
+    two may be empty."""
     checks = list(package("torch", "pip install 'outlast[train]'"))
     yield from checks
     if checks[0][1] != "pass":
@@ -132,15 +135,16 @@ def torch(accelerators: Sequence[str] = ()) -> Iterator[Check]:
 
 
 def runs_on(capability: tuple[int, int], built: Sequence[str]) -> bool:
-    """Return whether a torch build (`torch.cuda.get_arch_list()`) has kernels for a GPU of this compute capability. `sm_80` runs
-    on 8.0 and later 8.x; `compute_90`, which the driver compiles, on 9.0 and newer."""
+    """Return whether a torch build has kernels for a GPU of this compute capability. `built` is what `torch.cuda.get_arch_list()`
+    returns. Kernels for `sm_80` run on 8.0 and later 8.x. Kernels for `compute_90` run on 9.0 and newer, because the driver
+    compiles them."""
     matches = re.findall(r"\b(sm|compute)_(\d+)(\d)[af]?\b", " ".join(built))
     pairs = [(kind, (int(major), int(minor))) for kind, major, minor in matches]
     return not pairs or any(at <= capability and (kind == "compute" or at[0] == capability[0]) for kind, at in pairs)
 
 
 def bytecode() -> Iterator[Check]:
-    """Check that torch and Outlast have bytecode, which importing them writes if possible."""
+    """Check that torch and Outlast have compiled bytecode. Without it, every start of a worker compiles them again."""
     try:
         from outlast.worker.launch import bytecode
     except ImportError:  # the check `outlast` reports it
@@ -163,7 +167,8 @@ def command() -> Check:
 
 
 def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
-    """Warn if running out of memory kills all processes of this cgroup (v2), the kubelet's default since Kubernetes 1.28."""
+    """Warn if all processes of this cgroup are killed when its memory runs out. This is the kubelet's default for cgroup v2 since
+    Kubernetes 1.28."""
     with contextlib.suppress(OSError), open(path) as file:
         if file.read().strip() == "1":
             what = "when this container's memory runs out, all its processes are killed: "
@@ -191,7 +196,7 @@ def dns(names: Sequence[str]) -> Iterator[Check]:
 
 
 def peer(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str = "cpu") -> Iterator[Check]:
-    """Check the bandwidth between two pods, and an all-reduce. Rank 0 listens on `address`."""
+    """Measure the bandwidth between two pods, and test an all-reduce. Rank 1 connects to rank 0 at `address`."""
     remedy = f"let pods reach each other on all ports (network policies, security groups, the network plugin); {port} was tried"
     yield from attempt("network", remedy, lambda: _send(address, port, timeout_s) if rank else _receive(port, timeout_s))
     remedy = f"see the network above; {backend} needs all ports between pods, and the same interface on both"
@@ -238,7 +243,7 @@ def _send(address: str, port: int, timeout_s: float) -> str:
 
 
 def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: float, device: str) -> str:
-    """Run all-reduces between the two pods. Rank 0 returns the bandwidth, rank 1 an empty string."""
+    """Run all-reduces between the two pods. Rank 0 returns a report of the bandwidth, and rank 1 returns an empty string."""
     from datetime import timedelta
 
     import torch
@@ -267,7 +272,7 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
 
 
 def store(url: str) -> Iterator[Check]:
-    """Check a store's operations with a small object."""
+    """Check that a store supports the operations that Outlast needs, by trying them on a small object."""
     name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
     done: list[str] = []
     place: Any = None

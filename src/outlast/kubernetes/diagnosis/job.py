@@ -71,7 +71,7 @@ def excluded_workers(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find out why pods could not be created, while some are missing."""
+    """Find the reasons why pods could not be created, as long as some are missing."""
     existing = [pod for pod in snapshot.pods if pod_status.phase(pod) in ("Pending", "Running", "Succeeded")]
     missing, wanted = snapshot.replicas() - len(existing), snapshot.replicas()
     if missing <= 0:
@@ -87,7 +87,7 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
-    """Return whether a pod of the workload, or of its ReplicaSets, could not be created."""
+    """Return whether an event says that a pod of the workload, or of one of its ReplicaSets, could not be created."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
     matches = involved.get("name") == name or (
         involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")
@@ -161,7 +161,7 @@ def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 @per_pod
 def gates(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
-    """Find pods that no scheduler handles, because theirs does not run or because of scheduling gates."""
+    """Find pods that are not scheduled, either because their scheduler does not run or because of scheduling gates."""
     if pod_status.phase(pod) != "Pending":
         return
     scheduler = pod["spec"].get("schedulerName", "default-scheduler")
@@ -282,7 +282,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
-    """Return a failed workload's condition, or None. Its pods may still be terminating."""
+    """Return the condition that says that the workload has failed, or None. The workload's pods may still be terminating."""
     if snapshot.kind not in ("Job", "ElasticJob"):
         return None
     return pod_status.condition(snapshot.workload, "Failed") or pod_status.condition(snapshot.workload, "FailureTarget")

@@ -19,7 +19,7 @@ _KINDS = ("launcher", "submitted", "resumed", "hang", "failure", "committed")
 
 
 def causes(status: JobStatus, events: Iterable[Event], now: float) -> list[Finding]:
-    """Return what keeps the job from training, most important cause first. If nothing does, a finding says so."""
+    """Return findings about what keeps the job from training, the most important first. If nothing does, one finding says so."""
     relevant = [event for event in events if event["kind"] in _KINDS]
     findings = [each for rule in (_state, _store, _warnings) for each in rule(status, relevant, now)]
     return sorted(findings, key=lambda each: not each.failed)
@@ -132,7 +132,7 @@ def _store(status: JobStatus, _: Sequence[Event], now: float) -> Iterator[Findin
 
 
 def suspicious_ranks(status: JobStatus) -> Iterator[Finding]:
-    """Find ranks that are slower than others, or whose weights differ."""
+    """Find ranks that are slower than the other ranks, or whose weights differ."""
     for worker in status.workers:
         machine = worker.node or "this machine"
         if worker.slow:

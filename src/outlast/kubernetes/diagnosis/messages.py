@@ -14,18 +14,19 @@ from outlast.kubernetes.diagnosis.finding import Finding
 
 @functools.cache
 def tables() -> dict[str, Any]:
-    """Return the meanings of messages, by component."""
+    """Return the tables of messages and their meanings, keyed by component."""
     text = resources.files("outlast.kubernetes.diagnosis").joinpath("messages.yaml").read_text()
     return dict(yaml.safe_load(text))
 
 
 def has_meaning(component: str, message: str) -> bool:
-    """Return whether a message has a specific meaning."""
+    """Return whether messages.yaml has a specific explanation of a message."""
     return any(re.search(entry["pattern"], message) for entry in tables()[component]["meanings"] if "pattern" in entry)
 
 
 def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **words: Any) -> Finding:
-    """Return the finding for a message. Raises KeyError if its sentence needs a word that `words` lacks."""
+    """Return the finding that messages.yaml defines for a message. Raises KeyError if the finding's text needs a value that
+    `words` lacks."""
     table = tables()[component]
     entry, match = next(
         (entry, match) for entry in table["meanings"] if (match := re.search(entry.get("pattern", ""), message, re.DOTALL))

@@ -1,8 +1,8 @@
 """Rules about nodes: which nodes accept workers, why pods find no node, and which workers have lost their node.
 
-The scheduler's message is `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}. preemption:
-...` (kubernetes/pkg/scheduler/framework/types.go, FitError). Its parts about resources, labels and taints are compared with the
-nodes; `messages` explains the others.
+The scheduler's message has the form `0/3 nodes are available: 1 Insufficient cpu, 2 node(s) had untolerated taint {key: value}.
+preemption: ...` (kubernetes/pkg/scheduler/framework/types.go, FitError). The parts about resources, labels and taints are
+compared with the nodes, and `messages` explains the other parts.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from outlast.kubernetes.manifests.render_request import Document
 from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
-"""Workers' default tolerations for nodes with accelerators and spot nodes."""
+"""Workers' default tolerations for spot nodes and for nodes with accelerators."""
 _LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
@@ -50,8 +50,9 @@ _OF_OTHERS = re.compile(r"[Pp]ersistent[Vv]olume|storage|pod group|PodGroup|[Gg]
 
 
 def parts(message: str) -> list[tuple[int, str]]:
-    """Return a message's parts, each with its number of nodes, or 0 if the part is about the pod. `0/3 nodes are available: 1
-    Insufficient cpu, 2 Too many pods.` gives (1, Insufficient cpu), (2, Too many pods)."""
+    """Return the parts of a scheduler's message, each with the number of nodes that it is about, or 0 if it is about the pod. For
+    example, `0/3 nodes are available: 1 Insufficient cpu, 2 Too many pods.` gives (1, Insufficient cpu) and (2, Too many
+    pods)."""
     head = _HEAD.match(message)
     if not head:
         return [(0, message.strip())]
@@ -79,7 +80,7 @@ def unschedulable(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
 
 
 def _part_meaning(snapshot: Snapshot, pod: Document, count: int, text: str) -> Finding | None:
-    """Return None if another rule reports this part of the message."""
+    """Return the finding for one part of a scheduler's message, or None if another rule reports that part."""
     if match := re.search(r"Insufficient (\S+)", text):
         return _resource(snapshot, pod, match[1])
     if re.search(r"didn't match Pod's node affinity/selector|didn't match node selector", text):
@@ -162,7 +163,7 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
     return Finding("unschedulable-taint", what, remedy, evidence)
 
 
-# Nodes that are lost, or take their pods away
+# Lost nodes and removed pods
 
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
@@ -196,7 +197,8 @@ def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
 
 
 def _restore_remedy(pods: list[Document]) -> str:
-    """Return the remedy for pods on lost nodes. Controllers do not replace a pod that may still run."""
+    """Return the remedy for pods on lost nodes. The user must act, because controllers do not replace a pod that may still
+    run."""
     nodes = " ".join(sorted({str(pod["spec"].get("nodeName", "")) for pod in pods}))
     return (
         f"bring the node back, or, when it is gone for good, kubectl delete node {nodes}, or kubectl delete pod --force "
@@ -205,7 +207,7 @@ def _restore_remedy(pods: list[Document]) -> str:
 
 
 def removed_pods(snapshot: Snapshot, _: float) -> Iterator[Finding]:
-    """Find pods that were evicted, preempted or drained and not replaced."""
+    """Find pods that were evicted, preempted or drained and have not been replaced."""
     removed: list[tuple[str, Document]] = []
     for pod in snapshot.pods:
         if any(pod_status.created_at(other) > pod_status.created_at(pod) for other in snapshot.pods_of_worker(pod)):

@@ -15,7 +15,8 @@ LITTLE = f"{CORES} cores and {MEMORY}"
 
 
 def worker(image: str = "ghcr.io/outlast/outlast:0.1", secrets: Sequence[str] = (), **metadata: str) -> Document:
-    """Return the pod as the operator would create it, with the entries of `secrets` as variables. Raises InvalidJob."""
+    """Return the pod as the operator would create it, with the entries of these Secrets as environment variables. Raises
+    InvalidJob."""
     fields = {"image": image, "inject": False, "module": "train", "resources": {"cpu": CORES, "memory": MEMORY}}
     spec_fields = {**fields, "secrets": [{"name": each} for each in secrets]}
     pod_metadata = {"name": NAME, **metadata}

@@ -1,5 +1,8 @@
-"""The backend for a cluster. `job_documents` finds and deletes a job's documents, `submission` applies them, `logs` reads pods,
-and `job_status`, which is pure, computes a job's status."""
+"""The backend that runs jobs on a cluster.
+
+`job_documents` finds and deletes a job's objects, `submission` applies them, `logs` reads the logs of pods, and `job_status`
+computes a job's status.
+"""
 
 from __future__ import annotations
 
@@ -35,7 +38,8 @@ _AGENT_POLL_S = 5.0
 
 
 class KubernetesBackend:
-    """A namespace's jobs. `list` returns those that `selector` matches, in all namespaces if `everywhere`."""
+    """The backend for the jobs in one namespace. `list` returns only jobs that `selector` matches, and searches all namespaces if
+    `everywhere` is true."""
 
     poll_s = 2.0
 
@@ -56,7 +60,7 @@ class KubernetesBackend:
     # Reading jobs
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the jobs, oldest first. Their steps are those that the operator last wrote."""
+        """Return the jobs, oldest first. Agents are not queried, so a job's step is the one that the operator last recorded."""
         by_name: dict[tuple[str, str], list[Document]] = {}
         for workload in self.workloads.list_(everywhere=self.everywhere, selector=self.selector):
             by_name.setdefault((workload["metadata"].get("namespace", ""), job_name(workload)), []).append(workload)
@@ -78,7 +82,8 @@ class KubernetesBackend:
         return self.workloads.recorded(name).output
 
     def events(self, name: str) -> Events:
-        """Return the ledger in the store, and events that only the cluster has recorded. Raises NotFound if there is no store."""
+        """Return the events of the ledger in the job's store, and events that only the cluster has recorded. Raises NotFound if
+        the job has no store."""
         workloads = self.workloads.existing(name)
         status = job_status.status(self.workloads.snapshot(name, workloads, (), query_agents=False))
         if not status.store:
@@ -106,7 +111,7 @@ class KubernetesBackend:
         return sorted(self.workloads.pods(name), key=lambda pod: (pod_status.index(pod), pod_status.created_at(pod)))
 
     def pod(self, name: str, worker: int) -> Document:
-        """Return a worker's running pod. Raises NotFound."""
+        """Return a worker's running pod. Raises NotFound if there is none."""
         candidates = [pod for pod in self.pods(name) if pod_status.index(pod) == worker]
         running = [pod for pod in candidates if pod_status.running(pod)]
         if running:
@@ -118,8 +123,9 @@ class KubernetesBackend:
         raise self._unknown_worker(name, worker, self.pods(name))
 
     def reader(self, name: str) -> Callable[[str, int], bytes]:
-        """Return a function (path, first byte) that reads an output file in rank 0's pod; empty if it is missing. It needs a
-        shell and `tail` in the image, and the right to run commands in pods. Raises NotFound."""
+        """Return a function that reads a file of the output in rank 0's pod. The function takes the file's path and the offset of
+        the first byte to read, and returns no bytes if the file is missing. The image must have a shell and `tail`, and the user
+        must have the right to run commands in pods. Raises NotFound if the pod does not run."""
         world = self.status(name).world
         pod = self.pod(name, world[0] if world else 0)
         meta, script = pod["metadata"], 'f="$OUTLAST_OUTPUT/$1"; if [ -f "$f" ]; then exec tail -c "+$2" "$f"; fi'
@@ -145,7 +151,8 @@ class KubernetesBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield the workers' log lines by time, from the store if no pod has a log. Raises NotFound if there are none."""
+        """Yield the log lines of the workers' pods, or those in the store if no pod has a log. Raises NotFound if there are no
+        logs."""
 
         def selected(pod: Document) -> bool:
             return worker is None or pod_status.index(pod) == worker
@@ -204,8 +211,8 @@ class KubernetesBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Apply a job's documents, and return the run's id. `fresh` ends the existing job first. Raises AlreadyRunning if the job
-        already runs from another file."""
+        """Apply a job's documents, and return the run's id. With `fresh`, an existing job is ended first. Raises AlreadyRunning
+        if a job of this name is already running from another file."""
         if chaos is not None:
             raise OutlastError(f"`outlast submit` carries out no schedule of faults; submit, then: outlast chaos NAME {chaos}")
         for sentence in self.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
@@ -239,11 +246,11 @@ class KubernetesBackend:
             raise OutlastError(f"{name} is one pod (topology job) and cannot be scaled; submit it as indexed-job or elasticjob")
 
     def steer(self, name: str, verb: str) -> None:
-        """Call the method of this name, or `suspend` for `interrupt`."""
+        """Call the method that `verb` names, except that `interrupt` calls `suspend`."""
         getattr(self, "suspend" if verb == "interrupt" else verb)(name)
 
     def suspend(self, name: str) -> None:
-        """Let the workers save their state, and release their pods until `resume`."""
+        """Suspend a job until `resume`. The workers save their state before their pods are deleted."""
         self.workloads.set_suspended(self.workloads.active(name)[0], True)
 
     def resume(self, name: str) -> None:
@@ -274,7 +281,7 @@ class KubernetesBackend:
         self.cancel(name)
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject a fault into a worker's pod; see `fault_injection`."""
+        """Inject a fault into the pod of this worker, or of a random worker if `worker` is None; see `fault_injection`."""
         faults.check(action)
         if worker is not None:
             return fault_injection.inject(self.cluster, self.pod(name, worker), action, rng)
@@ -286,7 +293,7 @@ class KubernetesBackend:
     def evaluate(
         self, name: str, args: Sequence[str], *, show: Callable[[LogLine], None] = lambda line: print(line.text, flush=True)
     ) -> int:
-        """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
+        """Run the job's module with `--evaluate` in a separate pod, show the pod's log, and return its exit code."""
         return evaluation.evaluate(self.workloads, name, args, show=show)
 
     # Internal
@@ -297,7 +304,7 @@ class KubernetesBackend:
 
 
 class _JobPoll:
-    """Polls whether a job is over, with few requests."""
+    """Polls whether a job is over, with few requests to the cluster."""
 
     def __init__(self, workloads: Workloads, name: str) -> None:
         self._workloads, self._name = workloads, name
@@ -305,10 +312,10 @@ class _JobPoll:
         self._queried_at = -_AGENT_POLL_S
         self._workload: Document = {}
         self.finished_pods: set[str] = set()
-        """Names of pods whose workers have ended. A StatefulSet's pods stay up."""
+        """Names of a StatefulSet's pods whose workers have ended. Such pods keep running."""
 
     def is_over(self) -> bool:
-        """Return whether the log is complete, unless the job is resumed or submitted again."""
+        """Return whether the job's log is complete. It may still grow if the job is resumed or submitted again."""
         workloads = self._workloads.of(self._name, self._kinds) or self._workloads.of(self._name)
         if not workloads or job_status.final_state(workloads[0]) is not None:
             return True

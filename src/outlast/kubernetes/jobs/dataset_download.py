@@ -12,7 +12,8 @@ from outlast.kubernetes.manifests import dataset_job
 
 
 def get(workloads: Workloads, request: dataset_job.Download) -> str:
-    """Create the Job that downloads a dataset, replacing an ended one, and return a sentence. Raises OutlastError."""
+    """Create the Job that downloads a dataset, and return a sentence about it. An earlier Job that has ended is replaced. Raises
+    OutlastError."""
     cluster, document = workloads.cluster, dataset_job.document(request)
     if not cluster.has_namespace():
         raise workloads.no_namespace()

@@ -21,7 +21,7 @@ Document = api.Document
 
 
 def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Callable[[LogLine], None]) -> int:
-    """Run the job's module with `--evaluate` in one pod, show its log, and return its exit code."""
+    """Run the job's module with `--evaluate` in a separate pod, show the pod's log, and return its exit code."""
     cluster, workload = workloads.cluster, workloads.existing(name)[0]
     if dropins.has(workload):
         raise OutlastError(f"{name} is of {workload['apiVersion']} and has a script of its own; evaluate with that")
@@ -52,7 +52,7 @@ def evaluate(workloads: Workloads, name: str, args: Sequence[str], *, show: Call
 
 
 def _template(workloads: Workloads, workload: Document) -> Document:
-    """Return the workers' pod template. Raises OutlastError if the job file is of another version."""
+    """Return the workers' pod template. Raises OutlastError if the job file comes from another version of Outlast."""
     if workload["kind"] != "ElasticJob":
         return workload_template.template(workload)
     if (job := workloads.job(workload)) is None:

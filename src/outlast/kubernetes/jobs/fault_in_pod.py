@@ -1,8 +1,9 @@
-"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this source to the Python in the pod.
+"""Injects a fault into one training process of this pod. `jobs.fault_injection` sends this source to Python in the pod.
 
     python3 - ACTION PICK TURNS STOPPED_S RUNNING_S      PICK in [0, 1) chooses the process
 
-It needs only the standard library of Python 3.9. It prints the process's rank and pid, or exits with 3 if there is none.
+The program needs only the standard library of Python 3.9. It prints the rank and the pid of the process, or exits with code 3 if
+there is no training process.
 """
 
 import glob
@@ -16,7 +17,7 @@ SIGNALS = {"kill-process": signal.SIGKILL, "stop": signal.SIGSTOP, "slow": signa
 
 
 def agent_pids(state: str) -> dict[int, int]:
-    """Return an Outlast worker's training processes as pids by rank."""
+    """Return the pids of an Outlast worker's training processes, keyed by rank."""
     pids = {}
     for path in glob.glob(os.path.join(state, "progress-*.json")):
         try:
@@ -30,7 +31,8 @@ def agent_pids(state: str) -> dict[int, int]:
 
 
 def torchrun_pids(proc: str = "/proc") -> dict[int, int]:
-    """Return plain torchrun's processes as pids by rank. Data loaders have a rank, too, but so has their parent process."""
+    """Return the pids of plain torchrun's training processes, keyed by rank. Data loaders, which inherit a rank, are left out,
+    because their parent process has a rank, too."""
     ranks, parents = {}, {}
     for entry in filter(str.isdecimal, os.listdir(proc)):
         try:

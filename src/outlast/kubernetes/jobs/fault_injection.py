@@ -1,7 +1,7 @@
 """Fault injection for `outlast chaos`.
 
-Pods are deleted or evicted. Faults in training processes are injected by `fault_in_pod`, which needs Python in the container.
-Cluster errors are passed on: `Forbidden` names the missing right.
+A fault in a worker deletes or evicts its pod. A fault in a training process is injected by `fault_in_pod`, which needs Python in
+the container. Errors from the cluster are passed on; `Forbidden` names the missing right.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Installs, upgrades and removes Outlast's objects in a cluster, for `outlast install` and `uninstall`.
 
-Documents are applied server-side, so an upgrade changes only what differs, and an interrupted installation can be repeated.
-ElasticJob's definition is applied before the documents that need it, and deleted only on demand, because all jobs are deleted
-with it. An existing namespace is left as it is. A cluster has only one operator, because its roles are cluster-wide.
+Documents are applied server-side, so an upgrade changes only what differs, and an interrupted installation can be repeated. The
+definition of ElasticJob is applied before the objects that need it. It is deleted only on demand, because all jobs are deleted
+with it. An existing namespace is left as it is. A cluster has only one operator, because the operator's roles are cluster-wide.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ if TYPE_CHECKING:
 
 _ESTABLISHED_S = 60.0
 _DELETION_S = 120.0
-"""Timeout of a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
+"""Timeout for a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
 _POLL_S = 0.5
 _PROTECTED_KINDS = (
     kinds.DEPLOYMENT,
@@ -45,13 +45,13 @@ _PROTECTED_KINDS = (
     kinds.SECRET,
     kinds.CLAIM,
 )
-"""Kinds of objects that protect a namespace from deletion, unless they are Outlast's."""
+"""Kinds of objects that keep a namespace from being deleted, unless Outlast owns the objects."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     action: str
-    """created | changed | unchanged | deleting | deleted | kept | absent"""
+    """One of created, changed, unchanged, deleting, deleted, kept and absent."""
     document: Document
     reason: str = ""
 
@@ -64,8 +64,8 @@ class Outcome:
 def documents(
     *, namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, watch: bool = False, on_demand: bool = False
 ) -> list[Document]:
-    """Return all documents to install, in creation order. `watch` adds the node watcher; `on_demand` is as for
-    `operator_deployment.files`."""
+    """Return all documents to install, in order of creation. `watch` adds the node watcher, and `on_demand` keeps the operator
+    off spot machines."""
     files = operator_deployment.files(operator_namespace=namespace, image=image, on_demand=on_demand)
     names = ["namespace.yaml", "crd.yaml", "rbac.yaml", "operator.yaml", *(["node-watch/node-watch.yaml"] if watch else [])]
     return [document for name in names for document in files[name]]
@@ -75,8 +75,8 @@ def documents(
 
 
 def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = False) -> Iterator[Outcome]:
-    """Apply the documents in order, and yield each outcome. Raises ClusterError, or OutlastError before any change if the cluster
-    has another operator or a controller that the operator replaces."""
+    """Apply the documents in order, and yield each outcome. Raises OutlastError, before any change, if the cluster has another
+    operator or a controller that the operator replaces, and ClusterError if a document cannot be applied."""
     _check_other_controllers(cluster)
     shared = [kind.resource for kind in dropins.KINDS]  # another controller may have created the definition
     for document in desired:
@@ -85,7 +85,7 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
     own = [each for each in desired if each["kind"] != kinds.NAMESPACE.kind and each["metadata"]["name"] not in shared]
     apply_documents.check(cluster, own, instead="have it renamed or removed, or install into another --namespace")
     created_namespace = ""
-    """The namespace that a dry run would create. It does not exist yet, so the server cannot dry-run creating objects in it."""
+    """The namespace that a dry run would create. It does not exist yet, so the server cannot check objects in it."""
     for document in desired:
         if dry_run and created_namespace and document["metadata"].get("namespace") == created_namespace:
             yield Outcome("created", document)
@@ -161,7 +161,8 @@ def wait_for(
 
 
 def wait(cluster: Cluster, workload: Document, *, timeout_s: float) -> list[Finding]:
-    """Wait until the operator or the node watcher runs. On timeout, return findings about why it does not."""
+    """Wait until the workload of the operator or the node watcher runs, and return no findings. On timeout, return findings that
+    explain why it does not run."""
     kind, meta = kind_of(workload), workload["metadata"]
     name, namespace = meta["name"], meta["namespace"]
 
@@ -198,8 +199,8 @@ def jobs(cluster: Cluster) -> list[str]:
 
 
 def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool = False) -> Iterator[Outcome]:
-    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only with `crds`.
-    Raises OutlastError, before any change, if the operator is in another namespace."""
+    """Delete what `ensure` created, in reverse order. The definitions, and with them all jobs, are deleted only if `crds` is
+    true. Raises OutlastError, before any change, if the operator is in another namespace."""
     _check_single_operator(cluster, namespace)
     installed = documents(namespace=namespace, watch=True)
     desired = [each for each in installed if each["kind"] != kinds.CRD.kind]
@@ -238,7 +239,7 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
 
 
 def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete the namespace and wait until it is gone, because nothing can be installed in it before that."""
+    """Delete the namespace and wait until it is gone, because nothing can be installed in it until then."""
     if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
         if reason := _reason_to_keep(cluster, namespace):
             yield Outcome("kept", namespace, reason)
@@ -266,7 +267,8 @@ def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
 
 
 def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` or the cluster created an object. Jobs' objects, which Outlast also owns, have a job's label."""
+    """Return whether `ensure` or the cluster itself created an object. Outlast also owns the objects of jobs, but these have a
+    job's label."""
     if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
         return True
     if kind == kinds.CONFIG_MAP:
@@ -275,7 +277,8 @@ def _goes_with_namespace(kind: Kind, document: Document) -> bool:
 
 
 def check_namespace(name: str) -> str:
-    """Return a namespace's name if the operator may be installed in it. Raises OutlastError."""
+    """Return a namespace's name if the operator may be installed in it. Raises OutlastError for the namespaces of Kubernetes
+    itself."""
     if name in ("default", "kube-system", "kube-public", "kube-node-lease"):
         raise OutlastError(f"--namespace {name}: that one is the cluster's own; choose another")
     return name

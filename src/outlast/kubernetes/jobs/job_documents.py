@@ -1,7 +1,6 @@
-"""Jobs' documents in a cluster: workloads, pods, job files, and the objects created along with a workload.
+"""Reads, changes and deletes jobs' objects in a cluster: workloads, pods, job files, and objects created along with a workload.
 
-A job is the newest workload (ElasticJob, Job, StatefulSet) with its name, which is the name in the job file. No state is kept
-here.
+A job is represented by the newest workload (ElasticJob, Job or StatefulSet) with the name in the job file.
 """
 
 from __future__ import annotations
@@ -31,13 +30,14 @@ COMPANIONS = (kinds.CONFIG_MAP, kinds.SERVICE, kinds.POD_GROUP, kinds.VOLCANO_GR
 """Kinds of objects that are created and deleted with a workload. Claims are kept, because they hold data."""
 _WORKER = "app.kubernetes.io/component=worker"
 WORKERS = f"app.kubernetes.io/component!={evaluation_job.COMPONENT}"
-"""Selects workers by excluding evaluations, because a drop-in's pods have only their template's labels."""
+"""Label selector for workers. It excludes evaluations instead of requiring a worker's labels, because the pods of a drop-in have
+only the labels of their template."""
 _AGENT_TIMEOUT_S = 3.0
 _MAX_CONCURRENT = 16
 
 
 class Workloads:
-    """The documents of the jobs in one namespace."""
+    """The workloads, pods and other objects of the jobs in one namespace."""
 
     def __init__(self, cluster: api.Cluster) -> None:
         self.cluster = cluster
@@ -136,14 +136,15 @@ class Workloads:
         return job_status.status(self.snapshot(name, self.existing(name), (), query_agents=False))
 
     def store_url(self, name: str) -> str:
-        """Return the URL of a job's output; empty if it is in no store."""
+        """Return the URL of a job's output; empty if the output is not in a store."""
         stored = self.recorded(name).store
         return stored.url if stored else ""
 
     def snapshot(
         self, name: str, workloads: Sequence[Document], documents: Sequence[Document], *, query_agents: bool
     ) -> job_status.Snapshot:
-        """Return a snapshot of a job's newest workload and its pods."""
+        """Return a snapshot of a job's newest workload and that workload's pods. With `query_agents`, the snapshot contains the
+        agents' metrics."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
         older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.final_state(each) is None]
         own = [
@@ -159,7 +160,7 @@ class Workloads:
         return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
-        """Return the agents' metrics by pod name, and an error if access was denied."""
+        """Return the agents' metrics, keyed by pod name, and an error message if access was denied."""
         names = [pod["metadata"]["name"] for pod in documents if pod_status.running(pod)]
 
         def query(name: str) -> job_status.Metrics | ClusterError:
@@ -189,13 +190,13 @@ class Workloads:
             self.set_replicas(kind, title, str(now), 0)
 
     def set_replicas(self, kind: kinds.Kind, title: str, former: str | None, replicas: int) -> None:
-        """Set the number of pods of a workload that cannot be suspended, and record `former` in an annotation."""
+        """Set the number of pods of a workload whose kind has no field for suspension, and record `former` in an annotation."""
         drop_in = dropins.of({"apiVersion": kind.api_version, "kind": kind.kind})
         spec = drop_in.scale_patch(replicas) if drop_in else {"replicas": replicas}
         self.cluster.patch(kind, title, {"metadata": {"annotations": {job_status.REPLICAS: former}}, "spec": spec})
 
     def adopt(self, document: Document, workload: Document) -> None:
-        """Make a workload an owner of an object, which is deleted with its last owner."""
+        """Make a workload an owner of an object, so that the object is deleted with its last owner."""
         meta, uid = document["metadata"], workload["metadata"]["uid"]
         owners = meta.get("ownerReferences") or []
         if uid not in [owner["uid"] for owner in owners]:
@@ -212,7 +213,7 @@ class Workloads:
                 self.cluster.delete(kind, document["metadata"]["name"], uid=document["metadata"]["uid"])
 
     def companions(self, name: str) -> Iterator[tuple[kinds.Kind, Document]]:
-        """Yield the objects that were created along with a job's workloads, and may outlive them."""
+        """Yield the kind and the document of each object that was created along with a job's workloads and may outlive them."""
         component = f"app.kubernetes.io/component={evaluation_job.COMPONENT}"
         for kind, labels in [*((kind, "") for kind in COMPANIONS), (kinds.JOB, f",{component}")]:
             with contextlib.suppress(NotServed, Forbidden):
@@ -229,7 +230,7 @@ class Workloads:
                     self.cluster.delete(kinds.POD, pod["metadata"]["name"], grace_s=grace_s)
 
     def wait_until_gone(self, kind: kinds.Kind, workload: Document) -> None:
-        """Wait until a workload and its pods are gone. Raises Unanswered a minute after the grace period."""
+        """Wait until a workload and its pods are gone. Raises Unanswered if they still exist a minute after the grace period."""
         meta = workload["metadata"]
         graces = (pod["spec"].get("terminationGracePeriodSeconds", 30) for pod in self.own_pods(workload))
         deadline = time.monotonic() + 60 + max(graces, default=0)
@@ -248,7 +249,7 @@ def workload_in(documents: Sequence[Document]) -> Document:
 
 
 def has_claim(workload: Document) -> bool:
-    """Return whether a workload's pods have a claim, which may hold the output."""
+    """Return whether a workload's pods mount a claim, which may hold the output."""
     if workload["kind"] == "ElasticJob":
         return bool(workload["spec"].get("volumes"))
     volumes = workload_template.template(workload)["spec"].get("volumes") or ()

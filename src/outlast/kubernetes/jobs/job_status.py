@@ -1,5 +1,8 @@
-"""A job's status on a cluster, computed from its workload, its pods and its agents' metrics. Pure: `KubernetesBackend` reads
-these. The operator writes an ElasticJob's status; the pods add only where the workers run."""
+"""Computes a job's status on a cluster from its workload, its pods and its agents' metrics. Pure.
+
+`KubernetesBackend` reads these objects and metrics. An ElasticJob's status is mostly the one that its operator has written; a few
+fields, such as `workers`, come from the pods.
+"""
 
 from __future__ import annotations
 
@@ -23,30 +26,32 @@ REPLICAS = "outlast.dev/replicas"
 """Annotation with a suspended workload's former number of workers."""
 
 RECONCILED_WITHIN_S = 15.0
-"""Maximum time until an operator reconciles a new job, in seconds. It takes this long if the leader has just failed."""
+"""Maximum time until an operator reconciles a new job, in seconds. Reconciling takes this long if the operator's leader has just
+failed."""
 
 
 @dataclass(frozen=True)
 class Snapshot:
-    """A job's documents and metrics at one moment."""
+    """A job's Kubernetes objects and its agents' metrics at one moment."""
 
     name: str
     workload: Document
     pods: Sequence[Document] = ()
     metrics: Mapping[str, Metrics] = field(default_factory=dict)
-    """The agents' metrics, by pod name."""
+    """The agents' metrics, keyed by pod name."""
     allowed_sizes: tuple[int, int] | None = None
-    """`workers.min` and `max`, or None if the job file could not be read."""
+    """`workers.min` and `workers.max`, or None if the job file was not read."""
     processes: int = 1
     older_workloads: Sequence[str] = ()
-    """Unfinished workloads from earlier versions of the job file."""
+    """Names of unfinished workloads from earlier versions of the job file."""
     query_error: str = ""
     now: float = float("inf")
     """The current time, in seconds since the epoch."""
 
 
 def metrics(exposition: str) -> dict[str, float]:
-    """Parse an agent's metrics. Names lack the prefix `outlast_`; per-rank metrics are called `name/rank`."""
+    """Parse an agent's metrics into a dictionary keyed by metric name, without the prefix `outlast_`. The key of a per-rank
+    metric has the form `name/rank`."""
     samples = re.findall(r'^outlast_(\w+)(?:\{(?:[^}]*\brank="(\d+)")?[^}]*\})? (\S+)', exposition, re.MULTILINE)
     return {f"{name}/{rank}" if rank else name: float(value) for name, rank, value in samples}
 
@@ -59,7 +64,7 @@ def status(snapshot: Snapshot) -> JobStatus:
     low, high = snapshot.allowed_sizes or (desired, desired)
     reported = snapshot.metrics.values()
     ends = [end for pod in snapshot.pods if (end := pods.end(pod)) is not None and end.code != 0]
-    # Each pod's last restart follows the end that `ends` has.
+    # `ends` already has the end before each pod's last restart.
     earlier_restarts = sum(max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1) for pod in snapshot.pods)
     state, reason = _state(snapshot, newest, desired)
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
@@ -110,7 +115,7 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
     fields = {**observed.model_dump(), **{key: value for key, value in written.items() if value is not None}}
     if observed.told == "log":  # an operator does not read logs
         fields |= {"step": observed.step, "steps": observed.steps}
-    if observed.workers:  # pods show where workers run as well as the operator does
+    if observed.workers:  # the operator's status may be older than the pods
         fields["workers"] = [each.model_dump() for each in observed.workers]
     fields |= {name: getattr(observed, name) for name in ("name", "replicas", "min", "max", "submitted")}
     fields["warnings"] = [*dict.fromkeys([*(written.get("warnings") or []), *observed.warnings])]
@@ -118,8 +123,8 @@ def _with_operator_status(observed: JobStatus, workload: Document) -> JobStatus:
 
 
 def cluster_events(workload: Document, status: JobStatus) -> list[Event]:
-    """Return events that only the cluster has recorded: the operator's ledger entries, and the submission and the end if these
-    lack them."""
+    """Return the events that only the cluster has recorded. These are the operator's ledger entries, plus the submission and the
+    end if the entries lack them."""
     events = [dict(each) for each in (workload.get("status") or {}).get("ledger") or ()]
     kinds = {each.get("kind") for each in events}
     if "submitted" not in kinds and status.submitted:
@@ -136,13 +141,13 @@ def _newest_pods(documents: Sequence[Document]) -> dict[int, Document]:
 
 
 def _desired_workers(workload: Document) -> int:
-    """Return the number of workers, or the number before the suspension."""
+    """Return the desired number of workers; for a suspended workload, the number before the suspension."""
     annotation = (workload["metadata"].get("annotations") or {}).get(REPLICAS)
     return workload_template.replicas(workload) or int(annotation or 0)
 
 
 def is_suspended(workload: Document) -> bool:
-    """Return whether a workload should have no pods."""
+    """Return whether a workload is suspended or scaled to zero, and should therefore have no pods."""
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
@@ -218,7 +223,8 @@ def _no_pods_reason(snapshot: Snapshot) -> str:
 
 
 def _statefulset_state(snapshot: Snapshot, newest: Mapping[int, Document], desired: int) -> State | None:
-    """Return a StatefulSet's final state, or None. Its pods outlive their workers."""
+    """Return a StatefulSet's final state; None if it has not ended, or for any other kind. The pods keep running after the end,
+    so only the agents' metrics show it."""
     if snapshot.workload.get("kind") != "StatefulSet" or len(newest) < desired or not newest:
         return None
     reported = [snapshot.metrics.get(pod["metadata"]["name"], {}) for pod in newest.values()]
@@ -288,7 +294,7 @@ def _worker(pod: Document, reported: Metrics | None, documents: Sequence[Documen
 
 
 def _largest(told: Metrics, name: str) -> tuple[float, int]:
-    """Return a per-rank metric's largest value and its rank, or (0, 0)."""
+    """Return the largest value of a per-rank metric and the rank that it belongs to; (0, 0) if no rank has the metric."""
     values = ((value, key.rpartition("/")) for key, value in told.items())
     return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
 

@@ -1,6 +1,7 @@
-"""Logs of a job's pods: merged, or followed across restarts and new pods.
+"""Reads the logs of a job's pods, either merged or followed across restarts and new pods.
 
-The node's timestamps let a reader continue after a lost connection. No line is repeated, and none is lost while the node has it.
+The node's timestamps let a reader continue after a lost connection. No line is repeated, and no line is lost as long as the node
+keeps it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ _QUEUE = 10_000
 _POLL_S = 1.0
 _TIMESTAMP = re.compile(r"\d{4}-\d\d-\d\dT\d\d:\d\d:\d\d(\.\d+)?(Z|[+-]\d\d:\d\d)")
 _QUIET_S = 30.0
-"""Once the job has ended, a worker that writes nothing for this many seconds is no longer followed. Until then it may upload its
-output. Its pod's phase may never show its end, for example on a lost node."""
+"""How long a worker's log may be quiet after the job's end before it is no longer followed, in seconds. The worker may still
+upload its output. Its pod's phase is not a reliable sign, because it may never change, for example on a lost node."""
 _MAX_FOLLOW_S = 300.0
 """How long to follow a worker after the job's end, in seconds."""
 _PAUSE_S = 0.5
@@ -39,8 +40,8 @@ def merge(
     since_s: float | None = None,
     say: Callable[[str], None] = lambda _: None,
 ) -> Iterator[LogLine]:
-    """Yield the pods' lines by time; with `tail`, the last lines of each worker's newest pod. `say` reports nodes that do not
-    answer. Raises Unanswered if none does."""
+    """Yield the pods' log lines in order of time. With `tail`, yield only the last lines of each worker's newest pod. `say` is
+    called for pods whose node does not answer. Raises Unanswered if no node answers."""
     begun = sorted((pod for pod in documents if pod_status.has_started(pod)), key=pod_status.created_at)
     if tail is not None:
         begun = list({pod_status.index(pod): pod for pod in begun}.values())
@@ -62,7 +63,8 @@ def merge(
 def _existing_lines(
     cluster: api.Cluster, pod: api.Document, *, tail: int | None, since_s: float | None
 ) -> Iterator[tuple[tuple[str, str], LogLine]]:
-    """Yield a pod's lines with their times, including those before its container's last restart."""
+    """Yield a pod's log lines with their times. Without `tail`, they include the lines from before the last restart of the pod's
+    container."""
     meta, index = pod["metadata"], pod_status.index(pod)
     restarted = tail is None and int(pod_status.container_status(pod).get("restartCount", 0)) > 0
     for previous in (True, False) if restarted else (False,):
@@ -82,10 +84,10 @@ class Follower:
     cluster: api.Cluster
     labels: str
     is_over: Callable[[], bool]
-    """Called every second in a separate thread."""
+    """Returns whether the job is over. It is called every second in a separate thread."""
     selected: Callable[[api.Document], bool] = lambda _: True
     is_finished: Callable[[str], bool] = lambda _: False
-    """Returns whether a pod will write nothing more, although it stays up."""
+    """Returns whether the pod with this name will write nothing more, although it keeps running."""
     no_pods_reason: Callable[[], str] = lambda: "they are not made yet"
     tail: int | None = None
     since_s: float | None = None
@@ -100,7 +102,8 @@ class Follower:
         self._reported: dict[str, str] = {}
 
     def lines(self) -> Iterator[LogLine]:
-        """Yield the lines of all present and future pods, until the job is over and its logs are read or quiet for `_QUIET_S`."""
+        """Yield the lines of all present and future pods, until the job is over and each log has been read to its end or has been
+        quiet for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that are still open; 0 while the job is not over
         try:
             for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
@@ -131,8 +134,8 @@ class Follower:
                 reader.finish()
 
     def _all_read(self) -> bool:
-        """Return whether nothing is left to read. Threads are checked first, because a thread queues its last line before it
-        ends."""
+        """Return whether nothing is left to read. Threads are checked before the queue, because a thread queues its last line
+        before it ends."""
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
@@ -168,7 +171,8 @@ class Follower:
         waiting = ""
 
         def remaining() -> Sequence[api.Document] | None:
-            """Return all pods once the job is over. The watch may not have reported them all."""
+            """Return all pods once the job is over, because the watch may not have reported all of them. Return None until
+            then."""
             nonlocal waiting
             if self._stop.is_set():
                 return ()
@@ -185,7 +189,7 @@ class Follower:
         self._job_is_over.set()
 
     def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
-        """Start reading a pod's log once it has started; until then, report why it is waiting."""
+        """Start reading a pod's log once the pod has started; until then, report why the pod is waiting."""
         self._pods_exist.set()
         uid = pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):
@@ -221,7 +225,8 @@ class _Reader:
         """Number of container restarts when this reader last read the pod."""
         self._last_line_at = time.monotonic()
         self._last, self._lines_at_last = "", 0
-        """The newest line's time, and the number of lines with that time. A restart keeps them, so that no line is repeated."""
+        """The time of the newest line, and the number of lines read with that time. Both are kept across container restarts, so
+        that no line is repeated."""
 
     def read(self) -> None:
         if self._restarts and self._tail is None:
@@ -296,6 +301,6 @@ def _split(line: str) -> tuple[tuple[str, str], str] | None:
 
 
 def _sort_key(stamp: str) -> tuple[str, str]:
-    """Return a timestamp in a form that can be compared. Go omits trailing zeros in fractions."""
+    """Return a timestamp in a form that can be compared. Go omits trailing zeros in fractions, so they are added."""
     fraction = re.search(r"\.(\d+)", stamp)
     return stamp[:19], (fraction[1] if fraction else "").ljust(9, "0")

@@ -26,9 +26,9 @@ OUTPUTS = (
 )
 """Names of the outputs; docs/guide/pipelines.md explains each."""
 FILE = "outputs.json"
-"""The file with all outputs. Each also has a file of its own."""
+"""The file with all outputs. Each output also has a file of its own."""
 _LINES = 500
-"""Number of last lines of the metrics to read. Not every line contains a loss."""
+"""Number of lines to read from the end of the metrics. Not every line contains a loss."""
 _EVALUATIONS = ("evaluation.json", "final.json")
 """Metrics files that the recipes write, in order of precedence."""
 _ACCURACY = ("accuracy", "val_accuracy", "acc@1", "val_acc@1")
@@ -42,7 +42,7 @@ class Outcome:
     missing: Mapping[str, str] = field(default_factory=dict)
 
     def texts(self) -> dict[str, str]:
-        """Return every output as text; empty if its value is unknown."""
+        """Return the text of every output, keyed by name. The text is empty if the value is unknown."""
         return {name: str(self.values.get(name, "")) for name in OUTPUTS}
 
     def json(self) -> str:
@@ -91,14 +91,15 @@ def outcome(status: JobStatus, namespace: str, stored: Mapping[str, Any] | str, 
 
 
 def metric_outputs(evaluations: Sequence[Mapping[str, Any]], logged: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """Return metric outputs from `evaluations`, in order of precedence, or else from the newest lines of `logged`."""
+    """Return the outputs `loss`, `accuracy` and `metrics`. The loss and the accuracy come from `evaluations`, which are in order
+    of precedence, or else from the newest lines of `logged`."""
     newest = [*evaluations, *reversed(logged)]
     values = {"loss": _first_number(newest, ("loss", "val_loss")), "accuracy": _first_number(newest, _ACCURACY)}
     return {**values, "metrics": json.dumps(_finite(logged[-1])) if logged else None}
 
 
 def _finite(document: Mapping[str, Any]) -> dict[str, Any]:
-    """Replace infinite numbers and NaN, which JSON lacks, by null."""
+    """Replace infinite numbers and NaN, which JSON lacks, with null."""
     return {name: None if isinstance(each, float) and not math.isfinite(each) else each for name, each in document.items()}
 
 
@@ -111,7 +112,7 @@ def _first_number(documents: Sequence[Mapping[str, Any]], names: Sequence[str]) 
 
 
 def read(status: JobStatus) -> dict[str, Any] | str:
-    """Return the outputs from a job's store, or why the store cannot be read."""
+    """Return the outputs that are known from a job's store, or why the store cannot be read."""
     if status.store is None:
         where = status.output or "wherever its script writes"
         return f"the output is in no store ({where}), and this step does not see it"

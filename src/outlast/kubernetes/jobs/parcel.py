@@ -33,7 +33,7 @@ CONFIG_MAP_BYTES = 700 << 10
 CLIENT_APPLY_BYTES = 190 << 10
 """Maximum archive size for kubectl's client-side apply, which copies the ConfigMap to an annotation of at most 256 KiB."""
 CODE_DIRECTORY = "code"
-"""Directory in the store for archives, which all jobs share."""
+"""Directory in the store that holds the archives of all jobs."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -41,18 +41,19 @@ class Parcel:
     """Code to be shipped to pods. `pack` creates it."""
 
     job: spec.Job
-    """The job, with the code's location in pods."""
+    """The job, whose `code` says where pods find the code."""
     code: bytes = b""
     """The archive for the ConfigMap; empty if no ConfigMap is used."""
     sentence: str = ""
-    """For example `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is shipped."""
+    """A sentence for the user, such as `code: 41 files, 120 KiB -> ConfigMap train-code-1a2b3c4d`; empty if nothing is
+    shipped."""
     url: str = ""
-    """Where to upload the archive before pods start; empty if no store is used."""
+    """URL to which the archive must be uploaded before pods start; empty if no store is used."""
     archive: Path = Path()
     """The archive's path, valid within `pack`'s `with` block."""
 
     def upload(self) -> bool:
-        """Upload the archive if a store lacks it, and return whether it was uploaded. Raises StoreError."""
+        """Upload the archive if it goes to a store that lacks it, and return whether it was uploaded. Raises StoreError."""
         if not self.url:
             return False
         from outlast.storage import store
@@ -68,10 +69,10 @@ class Parcel:
 
 @contextlib.contextmanager
 def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_MAP_BYTES) -> Iterator[Parcel]:
-    """Yield a job's code, packed if pods cannot see it.
+    """Yield the parcel for a job's code. The code is packed only if pods cannot see it.
 
-    `excluded` are paths that are not code, above all the job file, so that suspending a job does not change its code. `limit` is
-    an archive's maximum size in a ConfigMap. Raises OutlastError.
+    `excluded` contains paths that are not code. The job file should be among them, so that suspending a job does not change its
+    code. `limit` is an archive's maximum size in a ConfigMap, in bytes. Raises OutlastError.
     """
     local_code = volumes.code_to_ship(job.spec)
     if local_code is None:
@@ -138,7 +139,7 @@ def _too_large(root: Path, entries: Sequence[code_files.Entry], limit: int) -> O
 
 
 def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parcel | None:
-    """Return None if neither a ConfigMap nor a store can hold the archive."""
+    """Return the parcel for an archive, or None if neither a ConfigMap nor a store can hold the archive."""
     suffix = next(each for each in spec.ARCHIVES if archive.name.lower().endswith(each))
     checksum, size = archives.checksum(archive), archive.stat().st_size
     url, data, parent = "", b"", volumes.store_parent(job.spec)
@@ -155,7 +156,7 @@ def _make_parcel(job: spec.Job, archive: Path, content: str, limit: int) -> Parc
 
 
 def _shipped_files(environment: spec.Environment, root: Path, names: Collection[str]) -> Iterator[tuple[str, str]]:
-    """Yield (field, file name) for the environment's files that are shipped with the code."""
+    """Yield the field and the file name of each environment file that is shipped with the code."""
     for field, file in environment:
         if file and Path(file).is_absolute() and root in Path(file).parents:
             name = Path(file).relative_to(root).as_posix()

@@ -16,7 +16,7 @@ from outlast.kubernetes.manifests import volumes
 
 
 def backend(cluster: api.Cluster, topology: str, say: Callable[[str], None]) -> KubernetesBackend:
-    """Return a backend that submits jobs with this topology. `say` is told where shipped code goes."""
+    """Return a backend that submits jobs with this topology. `say` is called with a sentence about where code is shipped."""
 
     def documents(job: Job, source: Path, run: str | None, fresh: bool) -> list[api.Document]:
         with rendered(job, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (found, parcel):
@@ -40,8 +40,9 @@ def rendered(
     fresh: bool = False,
     room: int | None = None,
 ) -> Iterator[tuple[list[dict[str, Any]], Parcel]]:
-    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded first. `run` and `fresh` are as
-    for `manifests.render`; `room` limits code in a ConfigMap. Raises InvalidJob with the job file's name."""
+    """Yield a job's documents, in the order to apply them, and its code, which must be uploaded first. `run` and `fresh` are
+    passed to `manifests.render`, and `room` is the maximum size of code in a ConfigMap, in bytes. Raises InvalidJob with the job
+    file's name."""
     with pack(job, excluded=[source], limit=room or CONFIG_MAP_BYTES) as parcel:
         files = _texts(volumes.files(parcel.job.spec))
         try:

@@ -1,4 +1,4 @@
-"""Submits a job: applies its documents once earlier jobs with the same name have ended or have been removed."""
+"""Submits a job by applying its documents, after removing earlier workloads that are in the way."""
 
 from __future__ import annotations
 
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
 Document = api.Document
 
 FILE_ANNOTATION = "outlast.dev/file"
-"""Annotation with the `run` label that the file has when it is applied without `submit`."""
+"""Annotation that identifies the job file. Its value is the `run` label that the workload would have if the file were applied
+without `submit`."""
 
 
 def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
@@ -52,8 +53,9 @@ class Submission:
         self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
-        """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. `take_over` takes the run in
-        the store from the job that trains it elsewhere. Raises AlreadyRunning if that may be this job."""
+        """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. With `take_over`, take the run
+        in the store from the job that trains it elsewhere. Raises AlreadyRunning if this namespace already has a job of this name
+        that must not be replaced."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
         from_file = workload_in(self.documents(job, source, None, False))
         if not (fresh or take_over):
@@ -62,7 +64,7 @@ class Submission:
                 if ended is not State.FAILED and self._is_same(existing, from_file, ended):
                     yield self._resume_existing(existing, from_file, ended)
                     return
-        # Each submission owns the run under a new id: an earlier one of the same file may have ended or be stopped.
+        # Each submission owns the run under a new id, because an earlier submission of the file may have ended or be stopped.
         documents = self.documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh)
         workload = workload_in(documents)
         if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
@@ -124,7 +126,8 @@ class Submission:
             yield f"{name} has succeeded; as it asks for more now, its run goes on from step {newest.step}; --fresh starts anew"
 
     def _store_to_take_over(self, job: Job, fresh: bool) -> str:
-        """Return the store of the run to take over. Raises AlreadyRunning if this namespace has the job."""
+        """Return the URL of the store with the run to take over. Raises AlreadyRunning if this namespace already has a job of
+        this name."""
         from outlast.kubernetes.manifests import volumes as places
 
         if not (url := places.store_url(job)):
@@ -138,8 +141,8 @@ class Submission:
         return url
 
     def _create_key(self, secret: Document, alive: AbstractSet[str]) -> tuple[list[Document], str]:
-        """Create the Secret with which workers authenticate each other, if missing. Return it if the job is to adopt it, and a
-        sentence."""
+        """Create the Secret with which workers authenticate each other, if it is missing. Return a list, which contains the
+        Secret if the job should own it, and a sentence for the user."""
         title = f"Secret {secret['metadata']['name']}"
         readable = True
         try:
@@ -159,14 +162,16 @@ class Submission:
             return [], f"you may not create {title}: anyone who knows the job file can connect to its workers; {remedy}"
 
     def _ended(self, workload: Document) -> State | None:
-        """Return a workload's final state, or None. Only the agents know a StatefulSet's end."""
+        """Return a workload's final state, or None if it has not ended. Agents are queried about a StatefulSet, because only they
+        know its end."""
         if kinds.kind_of(workload) is kinds.STATEFUL_SET and not job_status.is_suspended(workload):
             state = self.workloads.status(job_name(workload)).state
             return state if state.final else None
         return job_status.final_state(workload)
 
     def _is_same(self, existing: Document, desired: Document, ended: State | None) -> bool:
-        """Return whether two workloads are from the same file. An unfinished ElasticJob counts as different."""
+        """Return whether two workloads are from the same file. An unfinished ElasticJob counts as different, so that the file is
+        applied again."""
         if existing["kind"] != "ElasticJob":
             return _same_file(existing, desired)
         if ended is None or desired["kind"] != "ElasticJob" or "deletionTimestamp" in existing["metadata"]:
@@ -189,8 +194,8 @@ class Submission:
         return f"{existing['kind']} {title} runs this very file already"
 
     def _existing(self, document: Document, alive: AbstractSet[str]) -> Document | None:
-        """Return the existing object, or None. An object whose owners are gone is deleted first: garbage collection might
-        otherwise delete it while the new workload uses it."""
+        """Return the existing object, or None. An object whose owners are gone is deleted and not returned, because garbage
+        collection might otherwise delete it while the new workload uses it."""
         if (existing := apply_documents.existing(self.cluster, document)) is None:
             return None
         kind, meta, owners = kinds.kind_of(document), document["metadata"], owner_references.owners(existing)
@@ -205,7 +210,8 @@ class Submission:
         return None
 
     def make_room(self, name: str, documents: Sequence[Document], *, fresh: bool, dry_run: bool = False) -> list[str]:
-        """Delete workloads that block a new job, and return messages for the user. Raises AlreadyRunning if one must stay."""
+        """Delete workloads that block a new job, and return messages for the user. Raises AlreadyRunning if such a workload must
+        stay."""
         desired = {(kinds.kind_of(document), document["metadata"]["name"]) for document in documents}
         sentences: list[str] = []
         for number, old in enumerate(self.workloads.of(name)):

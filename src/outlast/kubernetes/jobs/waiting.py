@@ -34,16 +34,16 @@ PROGRESS_S = 60.0
 """Interval between reports, in seconds. A change of state is reported at once."""
 _SUBMIT_S = 600.0
 _UNSERVED_S = 300.0
-"""How long the job's kind may be unserved, in seconds, for example by an API server that has just started."""
+"""How long the API server may fail to serve the job's kind, in seconds. A server that has just started may not serve it yet."""
 _CANCEL_S = 15.0
-"""How long to retry the cancellation, in seconds. A pod has 30 s after SIGTERM."""
+"""How long to retry the cancellation, in seconds. A pod is killed 30 s after SIGTERM."""
 
 ReadStep = Callable[[], tuple[api.Document | None, api.Document | None]]
-"""Reads the step's pod and the Workflow that owns it, for `reason_to_continue`."""
+"""A function that returns the pipeline step's pod and the Workflow that owns the pod, for `reason_to_continue`."""
 
 
 class Code(enum.IntEnum):
-    """Exit codes of a wait. A refused request exits with 1, and a wrong command line with 2."""
+    """Exit codes of a wait. In addition, the code is 1 for a refused request and 2 for a wrong command line."""
 
     SUCCEEDED = 0
     FAILED = 3
@@ -71,13 +71,13 @@ class Waiter:
     may_cancel: bool = False
     """Whether the job may be cancelled, because it was submitted here or nobody else uses its name."""
     defer_sigterm: Callable[[], contextlib.AbstractContextManager[object]] = contextlib.nullcontext
-    """Defers SIGTERM until a submitted job is recorded in `may_cancel`."""
+    """Returns a context manager that defers SIGTERM, so that `may_cancel` is set for every submitted job."""
     _kind: kinds.Kind = kinds.ELASTIC_JOB
     _title: str = ""
     _uid: str = ""
 
     def submit(self, apply: Callable[[], Iterator[str]]) -> None:
-        """Submit the job, or attach to it, and report each step. Raises OutlastError."""
+        """Submit the job, or attach to it if it has already been submitted, and report each step. Raises OutlastError."""
 
         def attempt() -> None:
             with self.defer_sigterm():
@@ -119,7 +119,8 @@ class Waiter:
         return WaitResult(Code.TERMINATED, f"SIGTERM: {self.name} {outcome}", JobStatus(name=self.name, run=""))
 
     def _cancel(self, read_step: ReadStep) -> str:
-        """Cancel the job, unless it has ended or should continue, and return a phrase. Raises ClusterError."""
+        """Cancel the job, unless it has ended or should continue, and return a phrase that says what was done. Raises
+        ClusterError."""
         if reason := reason_to_continue(*read_step()):
             return f"is not cancelled: {reason}"
         if self._uid:
@@ -176,7 +177,8 @@ class Waiter:
         return next((cause.what for cause in causes if cause.failed), status.reason)
 
     def _ended_elsewhere(self, last: JobStatus | None) -> WaitResult:
-        """Return the result for a job that is gone. Its store may show that it ended before."""
+        """Return the result for a job that is gone from the cluster. The run's record in the store may show that the job had
+        ended before."""
         status = last or JobStatus(name=self.name, run="")
         if (recorded := _status_from_store(status)) is not None:
             return self._result(recorded)
@@ -216,8 +218,8 @@ def progress(status: JobStatus) -> str:
 
 
 def reason_to_continue(pod: api.Document | None, owner: api.Document | None) -> str:
-    """Return why a job should continue although its step received SIGTERM; empty if the pipeline is being terminated. `pod` is
-    the step's pod, or None if it cannot be read; `owner` is its Workflow, or None if that is gone."""
+    """Return why a job should continue although its step received SIGTERM; empty if the job should be cancelled. `pod` is the
+    step's pod, or None if it cannot be read. `owner` is the Workflow that owns the pod, or None if the Workflow is gone."""
     spec = (owner or {}).get("spec") or {}
     deleting = owner is not None and "deletionTimestamp" in owner["metadata"]
     terminated = spec.get("shutdown") or spec.get("activeDeadlineSeconds") == 0  # Kubeflow Pipelines sets 0
@@ -234,7 +236,8 @@ def own_pod(
     cluster: api.Cluster, environ: Mapping[str, str] = os.environ, *, last: api.Document | None = None
 ) -> tuple[api.Document | None, api.Document | None]:
     """Return this process's pod and the Workflow that owns it, if they can be read. After a forced deletion, the pod may be gone
-    before its processes; then `last` is returned, marked as being deleted. Raises Unanswered."""
+    before its processes end; then `last`, the pod as it was read before, is returned and marked as being deleted. Raises
+    Unanswered."""
     name = next((environ[key] for key in (Env.POD, "KFP_POD_NAME", "HOSTNAME") if environ.get(key)), "")
     if not name or not kubeconfig.in_pod(environ):
         return None, None

@@ -1,7 +1,7 @@
-"""A training container's command: the script, module or code that torchrun or python runs, and its options. Pure.
+"""Parses a training container's command into the program that torchrun or python runs, and its options. Pure.
 
-It understands torchrun and `python -m torch.distributed.run`, python with a script, `-m` or `-c`, a shell's `-c` that ends with
-one of these, and a function as Kubeflow's SDK sends it.
+It understands `torchrun` and `python -m torch.distributed.run`, python with a script, `-m` or `-c`, a shell's `-c` with a script
+that ends with one of these commands, and a function as Kubeflow's SDK sends it.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _FUNCTION = re.compile(
     r"""printf "%s" "\$SCRIPT" > (?P<file>"[^"\n]+")\n(?P<start>[^\n]+) (?P=file)\s*""",
     re.DOTALL,
 )
-"""A training function's source in a heredoc, as Kubeflow's SDK sends it."""
+"""Pattern for a training function's source in a heredoc, as Kubeflow's SDK sends it."""
 
 
 class Unknown(ValueError):
@@ -39,7 +39,7 @@ class Program:
     code: str = ""
     args: tuple[str, ...] = ()
     options: dict[str, str] | None = None
-    """torchrun's options by name; None without torchrun."""
+    """torchrun's options, keyed by name; None if the command does not use torchrun."""
     directory: str = ""
     env: dict[str, str] = dataclasses.field(default_factory=dict)
 
@@ -103,7 +103,8 @@ def _shell(text: str) -> Program:
 
 
 def _commands(text: str) -> Iterator[list[str]]:
-    """Yield each command's words, with `$NAME` written as `$(NAME)`, which the worker replaces."""
+    """Yield the words of each command in a shell script. `$NAME` is changed to `$(NAME)`, which the worker replaces with the
+    variable's value."""
     lines = re.sub(r"^\s*#.*$", "", text.replace("\\\n", " "), flags=re.MULTILINE)
     lexer = shlex.shlex(lines, posix=True, punctuation_chars=";&|<>()\n")
     lexer.whitespace, lexer.whitespace_split, lexer.commenters = " \t\r", True, ""

@@ -1,4 +1,4 @@
-"""A draft of the job file for a Kubeflow document, with what the user must be told about it."""
+"""A draft of the job file for a Kubeflow document, with sentences that tell the user what was assumed or dropped."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ class Draft:
     said: list[str] = dataclasses.field(default_factory=list)
     env: dict[str, str] = dataclasses.field(default_factory=dict)
     launcher: dict[str, str] = dataclasses.field(default_factory=dict)
-    """torchrun's options by name, with the key `python` if training starts without torchrun."""
+    """torchrun's options, keyed by name. The key `python` means that training starts without torchrun."""
 
     def say(self, field: str, sentence: str) -> None:
         self.said.append(f"{field} {sentence}")
@@ -47,7 +47,8 @@ class Draft:
         return InvalidJob([(None, f"{field} {sentence}")], source=self.source)
 
     def take_pod(self, pod: Document, field: str) -> None:
-        """Translate a pod template with the container `trainer`. The rest is put into `template`. Raises InvalidJob."""
+        """Translate a pod template that has the container `trainer`. Fields without a counterpart in a job file are put into
+        `template`. Raises InvalidJob."""
         fields = dict(pod.get("spec", {}))
         containers = fields.pop("containers", [])
         trainer = next((dict(each) for each in containers if each.get("name") == contract.Pod.TRAINER), None)
@@ -131,8 +132,8 @@ class Draft:
         self.launcher |= {"python": ""} if program.options is None else program.options
 
     def take_sizes(self, replicas: int, field: str, *, elastic: bool) -> None:
-        """Set the numbers of workers from torchrun's `--nnodes` if it is a range, or else from `replicas`, with a minimum of 1 if
-        `elastic`."""
+        """Set the numbers of workers from torchrun's `--nnodes` if that is a range, otherwise from `replicas`. In the latter
+        case, `elastic` sets the minimum to 1."""
         least, colon, most = self.launcher.get("nnodes", "").partition(":")
         if colon and least.isdecimal() and most.isdecimal():
             inside = min(max(replicas, int(least)), int(most))

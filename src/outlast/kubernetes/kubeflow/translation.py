@@ -1,5 +1,5 @@
-"""Translates a `TrainJob` or a `PyTorchJob` to a job file, by the table `fields.yaml` and by rules for fields without a single
-counterpart."""
+"""Translates a `TrainJob` or a `PyTorchJob` to a job file, with the table `fields.yaml` and with rules for fields that have no
+single counterpart."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from outlast.kubernetes.manifests import overlay
 IMAGE = "pytorch/pytorch:2.13.0-cuda13.0-cudnn9-runtime"
 """Image of Kubeflow Trainer 2.3's torch-distributed runtime."""
 _OTHERS = {"deepspeed": "MPI", "mlx": "MPI", "mpi": "MPI", "jax": "JAX", "xgboost": "XGBoost", "torchtune": "torchtune"}
-"""Frameworks of Kubeflow's other runtimes, by the first word of a runtime's name."""
+"""Frameworks of Kubeflow's other runtimes, keyed by the first word of a runtime's name."""
 _KINDS = {"TrainJob": "trainer.kubeflow.org/v1alpha1", "PyTorchJob": "kubeflow.org/v1"}
 _TYPES = {str: "text", int: "a whole number", list: "a list", dict: "a mapping of names to values"}
 _QUEUE, _MULTIKUEUE = "kueue.x-k8s.io/queue-name", "kueue.x-k8s.io/multikueue"
@@ -28,8 +28,9 @@ _APPLIED = "kubectl.kubernetes.io/last-applied-configuration"
 
 
 def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Sequence[str]]:
-    """Translate a Kubeflow document to an ElasticJob and sentences about fields that are assumed or dropped; both are empty for
-    other documents. `directory` may contain the script; `source` names the document in errors. Raises InvalidJob."""
+    """Translate a Kubeflow document to an ElasticJob, and return it with sentences about fields that are assumed or dropped. Both
+    are empty if the document is not one of Kubeflow's. `directory` may contain the script, and `source` names the document in
+    errors. Raises InvalidJob."""
     document = yaml_document.read(text, source=source, verbatim=_verbatim)
     fields: Document = _without_nulls(document.data) if isinstance(document.data, dict) else {}
     version, kind = str(fields.get("apiVersion")), str(fields.get("kind"))
@@ -61,7 +62,8 @@ def convert(text: str, *, source: str, directory: Path) -> tuple[Document, Seque
 
 
 def _take(value: Any, rule: Any, place: Place, draft: Draft) -> Iterator[tuple[Place, str]]:
-    """Copy or drop fields according to the table. Yields the place of each unknown or mistyped field, with a sentence."""
+    """Copy or drop a value and its fields according to a rule of the table. Yield the place of each field that is unknown or has
+    the wrong type, with a sentence about it."""
     name, target = validation.name(place), rule if isinstance(rule, str) else ""
     kind: Any = {"text": str, "whole": int, "any": object}.get(target, type(rule))
     if target.startswith("-> "):
@@ -94,7 +96,7 @@ def _verbatim(place: Place) -> bool:
 
 
 def train_job(document: Document, draft: Draft) -> None:
-    """Translate a TrainJob, adding its spec's labels and annotations to its metadata. Raises InvalidJob."""
+    """Translate a TrainJob, and add the labels and annotations in its spec to its metadata. Raises InvalidJob."""
     spec, metadata = document["spec"], document["metadata"]
     trainer = spec.get("trainer", {})
     runtime = spec.get("runtimeRef", {}).get("name", "")
@@ -138,7 +140,7 @@ def _templates(spec: Document) -> list[Document]:
 
 
 def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
-    """Yield each pod patch with its field and the name of the Job whose pods it changes."""
+    """For each patch of pods, yield the field that contains it, the name of the Job that owns the pods, and the patch itself."""
     for n, each in enumerate(spec.get("podTemplateOverrides", ())):
         patch = {name: each[name] for name in ("metadata", "spec") if name in each}
         yield from ((f"podTemplateOverrides[{n}]", target.get("name", ""), patch) for target in each.get("targetJobs", ()))

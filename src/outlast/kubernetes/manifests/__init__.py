@@ -1,6 +1,6 @@
-"""A job as Kubernetes objects: `render(job, "indexed-job")`. Pure.
+"""Renders a job as Kubernetes objects, for example with `render(job, "indexed-job")`. Pure.
 
-`outlast render` and the operator use it. See docs/decisions/0009-the-workers-pod.md.
+`outlast render` and the operator use this package. See docs/decisions/0009-the-workers-pod.md.
 """
 
 from __future__ import annotations

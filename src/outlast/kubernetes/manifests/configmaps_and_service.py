@@ -1,4 +1,4 @@
-"""The objects besides the workload: ConfigMaps, the headless Service, claims, the workers' Secret and their rights."""
+"""A job's objects besides its workload: ConfigMaps, the headless Service, claims, and the workers' Secret and access rights."""
 
 from __future__ import annotations
 
@@ -21,7 +21,8 @@ def config(request: Request) -> Document:
 
 
 def code(request: Request) -> list[Document]:
-    """Return the ConfigMap with the code archive, named after its checksum, if there is one."""
+    """Return a list with the ConfigMap that holds the code archive; empty if there is no archive. The ConfigMap is named after
+    the archive's checksum."""
     checksum = volumes.checksum(request.spec.code)
     if not (request.code and checksum):
         return []
@@ -36,7 +37,7 @@ def service(request: Request) -> Document:
 
 
 def headless(meta: Document, selector: dict[str, str], target: str | int) -> Document:
-    """Return a headless Service for pods' rendezvous on the port `target`, including pods that are not ready."""
+    """Return a headless Service for the rendezvous of pods on the port `target`. It includes pods that are not ready."""
     port = {"name": "rendezvous", "port": Pod.RENDEZVOUS_PORT, "targetPort": target}
     fields = {"clusterIP": "None", "publishNotReadyAddresses": True, "selector": selector, "ports": [port]}
     return kinds.SERVICE.document(meta, spec=fields)
@@ -61,7 +62,7 @@ def _secret_name(job: spec.Job, workload: Document) -> str:
 
 
 def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
-    """Return the claims to create, for volumes with a size. `mode` is the default access mode."""
+    """Return the claims to create, which are those of volumes with a size. `mode` is the default access mode."""
     claims = volumes.claims(request.spec, mode)
     return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
@@ -85,16 +86,16 @@ def _storage(claim: Document) -> dict[str, str]:
 
 
 def worker_account(job: str) -> str:
-    """Return the name of the workers' account and of its Role."""
+    """Return the name of the workers' ServiceAccount, which is also the name of their Role."""
     return f"{job}-worker"
 
 
 def worker_access(
     job: str, namespace: str, max_workers: int, common: dict[str, str], owner: Document, *, bound_account: str = ""
 ) -> list[Document]:
-    """Return the rights of one job's workers to write their own Leases and to read their job. They can create only these Leases,
-    because server-side apply, unlike a POST, is authorized with the object's name. `bound_account` defaults to the account
-    created here."""
+    """Return the ServiceAccount, Role and RoleBinding with which a job's workers may write their own Leases and read their job.
+    The workers can create no other Leases, because server-side apply, unlike a POST, is authorized with the object's name.
+    `bound_account` is the account that gets the rights; it defaults to the returned ServiceAccount."""
     name = worker_account(job)
     meta = {"name": name, "namespace": namespace, "labels": dict(common), "ownerReferences": [owner]}
 

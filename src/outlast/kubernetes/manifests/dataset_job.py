@@ -1,5 +1,5 @@
-"""A one-pod Job that downloads a dataset to a claim or a store. With its labels, `outlast list`, `status`, `logs`, `why` and
-`cancel` work on it."""
+"""A one-pod Job that downloads a dataset to a claim or a store. The Job's labels let `outlast list`, `status`, `logs`, `why` and
+`cancel` find it."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from outlast.kubernetes.manifests.render_request import OPERATOR_IMAGE, Document
 
 _TTL_S = 86_400
 _RETRIES = 3
-"""Maximum number of retries. Each continues from the files on the claim."""
+"""Maximum number of retries. Each retry continues with the files that are already on the claim."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,15 +34,15 @@ class Download:
     image: str = OPERATOR_IMAGE
     """An image with Outlast. The default has no torch."""
     secrets: Sequence[str] = ()
-    """Names of Secrets that become environment variables."""
+    """Names of Secrets whose entries become environment variables."""
 
     @property
     def name(self) -> str:
         return names.fit(f"data-{re.sub(r'[^a-z0-9]+', '-', self.directory.lower()).strip('-')}", names.MAX_LENGTH - 6)
 
     def target(self) -> tuple[str, str, str]:
-        """Return the destination, and the claim's name and mount path or empty strings. Raises OutlastError if the destination is
-        invalid."""
+        """Return the destination, the claim's name and its mount path. The last two are empty without a claim. Raises
+        OutlastError if the destination is invalid."""
         if not self.claim:
             if "://" not in self.to or self.to.startswith("file://"):
                 raise OutlastError(
@@ -59,7 +59,7 @@ class Download:
 
 
 def parse_claim(option: str) -> tuple[str, str]:
-    """Return the name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if it is malformed."""
+    """Return the name and the mount path in `--claim NAME:/PATH`. Raises OutlastError if the option is malformed."""
     claim, colon, path = option.partition(":")
     if not colon or not re.fullmatch(r"(/[^/:.][^/:]*)+", path) or not re.fullmatch(r"[a-z0-9]([-a-z0-9.]*[a-z0-9])?", claim):
         raise OutlastError(f"--claim {option} is no claim with a path; write --claim NAME:/PATH, e.g. efs-pvc:/data")
@@ -105,7 +105,7 @@ def document(download: Download) -> Document:
         "containers": [container],
         "volumes": volumes_,
     }
-    # A user's mistake fails at once: the sentence is the log's last line. Disruptions do not count.
+    # A user's mistake ends the Job at once, and the log's last line explains it. Disruptions do not count as failures.
     mistake = {"action": "FailJob", "onExitCodes": {"containerName": Pod.CONTAINER, "operator": "In", "values": [2]}}
     disruption = {"action": "Ignore", "onPodConditions": [{"type": "DisruptionTarget", "status": "True"}]}
     fields = {

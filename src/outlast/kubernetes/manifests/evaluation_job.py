@@ -21,7 +21,8 @@ def _identifies_workload(label: str) -> bool:
 
 
 def document(job: str, template: Document, args: Sequence[str], *, unique: str) -> Document:
-    """Return the Job that evaluates a model in a worker's pod. `unique` makes its name unique."""
+    """Return the Job that evaluates a model. `template` is the pod template of the workers, and `unique` makes the Job's name
+    unique."""
     name = names.fit(f"{job}-evaluation-{unique}", names.MAX_LENGTH - 6)
     pod: dict[str, Any] = copy.deepcopy(template)
     labels = {**pod["metadata"]["labels"], "app.kubernetes.io/component": COMPONENT}

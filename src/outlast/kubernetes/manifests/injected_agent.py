@@ -9,11 +9,11 @@ from outlast.worker.launch import relocatable
 
 NAME = "outlast-agent"
 _SHARED = ("cpu", "memory")
-"""Resources that the init container shares with the worker, which exclude devices."""
+"""Resources that the init container requests in the same amount as the worker. Devices are not among them."""
 
 
 def program(request: Request) -> list[str]:
-    """Return the words that start `outlast` in a worker's container."""
+    """Return the words of the command that starts `outlast` in a worker's container."""
     return [*relocatable.command(Pod.INJECTED), "-m", "outlast"] if request.spec.injected() else ["outlast"]
 
 

@@ -1,4 +1,4 @@
-"""Labels of a job's objects: their origin, the job, the run, and the training settings."""
+"""Labels of a job's objects. They name the origin, the job, the run and the training settings."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 
 NO_SIDECAR = {"sidecar.istio.io/inject": "false"}
-"""Keeps Istio from adding a proxy to pods. The proxy would outlive the training and reject other workers' connections.
+"""Label that keeps Istio from adding a proxy to pods. The proxy would outlive the training and reject other workers' connections.
 https://istio.io/latest/docs/setup/additional-setup/sidecar-injection/"""
 _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
@@ -20,7 +20,7 @@ _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
 _RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
 _RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
-"""Prefixes of labels that Kubernetes' controllers set. The API server rejects (422) a Job with other values.
+"""Prefixes of labels that Kubernetes' controllers set. The API server rejects a Job that sets them to other values.
 https://kubernetes.io/docs/reference/labels-annotations-taints/"""
 
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
@@ -28,7 +28,7 @@ _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 
 
 def selector(job: str) -> dict[str, str]:
-    """Return the selector for a job's workers in all runs, which is immutable."""
+    """Return the selector for a job's workers. It is the same in all runs, because a workload's selector is immutable."""
     return {"app.kubernetes.io/instance": job, "app.kubernetes.io/component": "worker", Label.JOB: job}
 
 
@@ -68,7 +68,7 @@ def metadata(request: Request, name: str) -> Document:
 
 
 def workload(request: Request, name: str, *, annotations: Mapping[str, str] | None = None) -> Document:
-    """Return the metadata of the pods' owner, with the user's annotations and Kueue's queue."""
+    """Return the metadata of a job's workload, with the user's annotations and Kueue's queue."""
     meta = metadata(request, name)
     meta["labels"] |= {"app.kubernetes.io/component": "worker", Label.RUN: names.fit(request.run), **queue_label(request.spec)}
     if more := {**request.job.metadata.annotations, **(annotations or {})}:
@@ -78,7 +78,7 @@ def workload(request: Request, name: str, *, annotations: Mapping[str, str] | No
 
 def queue_label(fields: spec.Spec) -> dict[str, str]:
     """Return the label that names Kueue's queue (https://kueue.sigs.k8s.io/docs/reference/labels-and-annotations/); empty if
-    there is no queue or it is Volcano's."""
+    there is no queue or the queue is Volcano's."""
     if not fields.scheduling.queue or fields.scheduling.gang == "volcano":
         return {}
     return {"kueue.x-k8s.io/queue-name": fields.scheduling.queue}

@@ -18,7 +18,7 @@ _DIGITS = 8
 
 
 def digest(value: Any, digits: int = _DIGITS) -> str:
-    """Return a digest of a JSON value that does not depend on the order of keys."""
+    """Return a digest of a JSON value. The order of keys does not matter."""
     text = json.dumps(value, sort_keys=True, separators=(",", ":"))
     return hashlib.sha256(text.encode()).hexdigest()[:digits]
 
@@ -48,9 +48,9 @@ class Names:
 
     @property
     def service(self) -> str:
-        """The headless Service's name, the same for all runs because it selects pods by job."""
+        """The headless Service's name. It is the same for all runs, because the Service selects pods by job."""
         return fit(f"{self.job}-rdzv")
 
     def workload(self, suffix: str = "") -> str:
-        """Return the name of the pods' owner, which leaves room for `suffix` in host names."""
+        """Return the name of the workload, which is short enough for host names that append `suffix` to it."""
         return fit(f"{self.job}-{self.digest}", MAX_LENGTH - len(suffix))

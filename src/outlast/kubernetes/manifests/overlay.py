@@ -25,7 +25,7 @@ KEYS = {
     "hostAliases": "ip",
     "topologySpreadConstraints": "topologyKey",
 }
-"""Merge keys (`patchMergeKey` in the Kubernetes API), by list name."""
+"""Merge keys (`patchMergeKey` in the Kubernetes API), keyed by the name of the list."""
 _UNIONS = ("volumes", "env")
 """Lists whose items are unions (`retainKeys`): a claim replaces an emptyDir, for example."""
 _DIRECTIVES = ("merge", "replace", "delete")

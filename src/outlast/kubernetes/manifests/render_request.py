@@ -25,9 +25,9 @@ class Request:
     run: str
     """Id of this submission; see `contract.Env.RUN`."""
     files: Mapping[str, str] = field(default_factory=dict)
-    """Contents of local files that pods need, by path."""
+    """Contents of local files that pods need, keyed by path."""
     code: bytes = b""
-    """The archive for the ConfigMap; empty if there is none or it already exists."""
+    """The code archive for the ConfigMap; empty if there is no archive or the ConfigMap already exists."""
     fresh: bool = False
     """Whether to ignore checkpoints; see `contract.Env.FRESH`."""
     agent_image: str = OPERATOR_IMAGE
@@ -51,14 +51,16 @@ class Request:
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 
     def with_zero_as_suspended(self) -> Request:
-        """Turn a job of 0 workers into a suspended job with the smallest allowed number."""
+        """Return the request, with a job of 0 workers turned into a suspended job that has the smallest allowed number of
+        workers."""
         workers = self.spec.workers
         if workers.replicas:
             return self
         return self.with_spec(suspend=True, workers=workers.model_copy(update={"replicas": workers.allowed()[0]}))
 
     def limited_to(self, workers: int) -> Request:
-        """Return the request with at most this many workers, so that no worker waits for more."""
+        """Return the request with `workers` as both the desired and the maximum number of workers, so that no worker waits for
+        more."""
         return self.with_spec(workers=self.spec.workers.model_copy(update={"replicas": workers, "max": workers}))
 
 

@@ -1,7 +1,7 @@
-"""Rendezvous endpoints without an operator: etcd, or worker 0.
+"""Endpoints where workers meet without an operator: either etcd or worker 0.
 
-Worker 0 is addressed by its full name. The name of the headless Service resolves to every pod, so each pod would take itself for
-the store's host and wait forever.
+Worker 0 is addressed by its full DNS name. The name of the headless Service would not do, because it resolves to every pod, so
+each pod would consider itself the store's host and wait forever.
 """
 
 from __future__ import annotations
@@ -12,8 +12,8 @@ from outlast.kubernetes.manifests.render_request import Request, invalid_job
 
 
 def endpoint(request: Request, pod0: str, service: str) -> str:
-    """Return the endpoint in OUTLAST_RENDEZVOUS, such as `c10d://host:port`; see `rendezvous.etcd.gateway.address`. Raises
-    InvalidJob."""
+    """Return the endpoint for OUTLAST_RENDEZVOUS, such as `c10d://host:port`; see `rendezvous.etcd.gateway.address`. Raises
+    InvalidJob if the job's endpoint cannot be used."""
     rendezvous = request.spec.rendezvous
     if rendezvous.endpoint is None:
         return f"c10d://{fqdn(pod0, service)}:{Pod.RENDEZVOUS_PORT}"
@@ -41,6 +41,6 @@ def single_worker_endpoint(request: Request) -> str:
 
 
 def fqdn(pod: str, service: str) -> str:
-    """Return a pod's full DNS name behind a headless Service, in the pod's namespace
+    """Return the full DNS name that a pod has through a headless Service in its namespace
     (https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/)."""
     return f"{pod}.{service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"

@@ -1,7 +1,7 @@
 """Requests, limits, processes and threads of a worker's container.
 
-Memory and accelerators are requested and limited. Cores are only requested, unless the job limits them: a limit would throttle
-data loaders while other cores are idle.
+Memory and accelerators are requested and limited. Cores are only requested, unless the job limits them, because a limit would
+throttle data loaders while other cores are idle.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class Share:
 
 
 def accelerator(requested: spec.Resources) -> str:
-    """Return the accelerators' resource name; empty if there are none."""
+    """Return the resource name of the requested accelerators; empty if none are requested."""
     return accelerators.resource(requested.accelerator) if requested.gpu else ""
 
 

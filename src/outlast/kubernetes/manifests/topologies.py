@@ -1,11 +1,11 @@
-"""A job's topologies on Kubernetes, each a function from a request to documents.
+"""The topologies of a job on Kubernetes. Each is a function that renders a request to documents.
 
     elasticjob     the ElasticJob itself, for the operator
-    job            one pod with all the GPUs, a `batch/v1` Job, no rendezvous
-    indexed-job    one pod per worker, an Indexed Job
-    statefulset    one pod per worker, a StatefulSet: for clusters whose users may not create Jobs
+    job            a `batch/v1` Job with one pod, which has all GPUs and needs no rendezvous
+    indexed-job    an Indexed Job with one pod per worker
+    statefulset    a StatefulSet with one pod per worker, for clusters whose users may not create Jobs
 
-Without the operator, jobs do not scale by themselves, and Kubernetes counts failures by exit codes: progress does not reset the
+Without the operator, jobs do not scale by themselves. Kubernetes counts failures by exit code, so progress does not reset the
 restart budget, and `restarts.window` has no effect.
 """
 
@@ -26,7 +26,7 @@ from outlast.kubernetes.manifests.scheduling import gang, placement
 
 
 def elasticjob(request: Request) -> list[Document]:
-    """Return the ElasticJob and its claims. Raises InvalidJob if the operator would be unable to render its pods."""
+    """Return the ElasticJob and its claims. Raises InvalidJob if the operator could not render the job's pods."""
     job = request.job
     request.image()  # raises InvalidJob
     if files := volumes.files(job.spec):
@@ -73,8 +73,8 @@ def single_pod_job(request: Request) -> list[Document]:
 
 
 def indexed_job(request: Request) -> list[Document]:
-    """Return the Indexed Job and its other objects. `backoffLimitPerIndex` is not used, because it would end one index and thus
-    all workers' world."""
+    """Return the Indexed Job and its other objects. `backoffLimitPerIndex` is not used, because its limit would end a single
+    index and thereby the world of all workers."""
     placement.reject_on_demand(request, "an Indexed Job")
     request = request.with_zero_as_suspended()
     replicas = request.spec.workers.replicas
@@ -99,7 +99,7 @@ def indexed_job(request: Request) -> list[Document]:
 
 
 def _partial_admission(fields: spec.Spec) -> dict[str, str]:
-    """Return the annotations that allow Kueue to admit as few as `min` workers
+    """Return the annotations that allow Kueue to admit as few as `workers.min` workers
     (https://kueue.sigs.k8s.io/docs/tasks/run/jobs/)."""
     if not labels.queue_label(fields) or fields.workers.min == fields.workers.replicas:
         return {}
@@ -175,9 +175,9 @@ def render(
 ) -> list[Document]:
     """Return a job's objects, in the order to apply them.
 
-    `run` identifies this submission and defaults to a digest of the job. `files` are the contents of `volumes.files`, and `code`
-    is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises InvalidJob if the topology cannot render the job,
-    and OutlastError for an unknown topology.
+    `run` identifies this submission and defaults to a digest of the job. `files` has the contents of the files that
+    `volumes.files` lists, keyed by path, and `code` is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises
+    InvalidJob if the topology cannot render the job, and OutlastError for an unknown topology.
     """
     if topology == "volcano":
         raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")

@@ -20,15 +20,15 @@ def field_source(path: str) -> Source:
 
 
 def has_peers(request: Request, rendezvous: str) -> bool:
-    """Return whether there may be several workers."""
+    """Return whether the job may have several workers."""
     if rendezvous.startswith("c10d://"):
         return not rendezvous.startswith("c10d://localhost:")
     return request.spec.workers.max > 1
 
 
 def container_env(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
-    """Return the container's `env`. References to known variables are replaced here; the agent replaces others, which are
-    escaped."""
+    """Return the container's `env`. References to variables with known values are replaced here. Other references are escaped, so
+    that Kubernetes leaves them to the agent."""
     standard = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
     defined = {name: source for name, source in standard.items() if isinstance(source, str)}
     own = {name: escaped(value) for name, value in substitution.values(request.spec.env, defined).items()}
@@ -39,7 +39,7 @@ def container_env(request: Request, *, index: Source, rendezvous: str, stay: boo
 
 
 def escaped(value: str) -> str:
-    """Return a value escaped for Kubernetes, for which `$$` means `$` and `$(NAME)` refers to a variable."""
+    """Return a value escaped for Kubernetes, where `$$` means `$` and `$(NAME)` refers to a variable."""
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 

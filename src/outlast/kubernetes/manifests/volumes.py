@@ -1,7 +1,7 @@
-"""The volumes of a worker's pod, and the job file with paths as in the pod.
+"""The volumes of a worker's pod, and the job file with paths that are valid in the pod.
 
 A pod does not see the machine that submits the job. A local path in a job must be on a volume that is mounted at that path in the
-pod, or name a file that is sent along (`files`).
+pod, or name a file that is shipped with the job (`files`).
 """
 
 from __future__ import annotations
@@ -21,7 +21,8 @@ _STATE_SIZE = "256Mi"
 
 
 def document(job: spec.Job) -> spec.Job:
-    """Return the job with paths as in its pods, without `suspend`. Raises InvalidJob with every path that pods cannot see."""
+    """Return the job with paths that are valid in its pods, and without `suspend`. Raises InvalidJob, which lists every path that
+    pods cannot see."""
     fields = job.spec
     if invisible := list(_invisible_paths(job)):
         raise invalid_job(job, *invisible)
@@ -43,13 +44,13 @@ def document(job: spec.Job) -> spec.Job:
 
 
 def code_to_ship(fields: spec.Spec) -> str | None:
-    """Return local code that must be shipped, or None."""
+    """Return the location of local code that must be shipped to pods, or None."""
     code = fields.code
     return code if code and _is_local(code) and not checksum(code) and not _in_pod(fields, spec.pinned(code)[0]) else None
 
 
 def shipped_url(archive: str, checksum: str) -> str:
-    """Return the URL in a job file for code in a ConfigMap."""
+    """Return the URL by which a job file refers to code in a ConfigMap."""
     return f"file://{Pod.SHIPPED}/{archive}#sha256={checksum}"
 
 
@@ -76,7 +77,7 @@ def output_is_lost(job: spec.Job) -> bool:
 
 
 def urls_without_credentials(fields: spec.Spec) -> list[str]:
-    """Return a job's S3 URLs if its pods have no S3 credentials, otherwise none."""
+    """Return a job's S3 URLs if its pods have no credentials for S3, otherwise an empty list."""
     pod = str(fields.template.get("spec") or "")
     own = any(
         name.startswith("AWS_") and name not in ("AWS_REGION", "AWS_DEFAULT_REGION", "AWS_ENDPOINT_URL") for name in fields.env
@@ -95,18 +96,18 @@ def output(fields: spec.Spec, name: str = "") -> str:
 
 
 def store_url(job: spec.Job) -> str:
-    """Return the output's URL; empty if it is not in a store."""
+    """Return the URL of the job's output; empty if the output is not in a store."""
     parent = store_parent(job.spec)
     return f"{parent}/{job.metadata.name}" if parent else ""
 
 
 def store_parent(fields: spec.Spec) -> str:
-    """Return the parent URL of outputs; empty if they are not in a store."""
+    """Return the URL in the job's `output`, to which the job's name is appended; empty if the output is not in a store."""
     return "" if fields.output is None or _is_local(fields.output) else fields.output.rstrip("/")
 
 
 def config_data(request: Request) -> Document:
-    """Return the data of the ConfigMap: the job file and the local files."""
+    """Return the data of the job's ConfigMap, which contains the job file and local files outside the code."""
     local_files = {key: request.files[path] for _, key, path in _files_outside_code(request.spec)}
     return {"job.yaml": job_file(request.job), **local_files}
 
@@ -127,7 +128,7 @@ def volumes(request: Request) -> tuple[list[Document], list[Document]]:
 
 
 def pod_security() -> dict[str, Any]:
-    """Return a pod's security context for the restricted Pod Security Standard."""
+    """Return a pod's security context that meets the restricted Pod Security Standard."""
     return {
         "runAsNonRoot": True,
         "runAsUser": Pod.USER,
@@ -139,12 +140,12 @@ def pod_security() -> dict[str, Any]:
 
 
 def container_security() -> dict[str, Any]:
-    """Return a container's security context for the restricted Pod Security Standard."""
+    """Return a container's security context that meets the restricted Pod Security Standard."""
     return {"allowPrivilegeEscalation": False, "capabilities": {"drop": ["ALL"]}, "readOnlyRootFilesystem": True}
 
 
 def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
-    """Return the specs of the claims to create, by name. `mode` is the default access mode."""
+    """Return the specs of the claims to create, keyed by name. `mode` is the default access mode."""
     return {
         volume.claim: {
             "accessModes": [volume.access_mode or mode],
@@ -160,7 +161,8 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
 
 
 def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
-    """Yield the mount path, name and source of every worker's volumes. The image is read-only."""
+    """Yield the mount path, name and source of each volume that every worker has. A worker can write only to volumes, because its
+    image is read-only."""
     share = resources.share(request.job)
     limit = {"sizeLimit": units.memory_text(share.shared_memory)} if share.shared_memory else {}
     job_file = [
@@ -242,7 +244,8 @@ def _on_volume(fields: spec.Spec, place: str) -> bool:
 
 
 def _files_outside_code(fields: spec.Spec) -> list[tuple[str, str, str]]:
-    """Return the field, ConfigMap key and path of each file outside the code that is sent along."""
+    """Return the field, ConfigMap key and path of each environment file that must be shipped separately because it is outside the
+    code."""
     files: Mapping[str, str | None] = dict(fields.environment)
     keys = {"requirements": "requirements.txt", "conda": "environment.yml"}
     return [(name, keys[name], path) for name, path in files.items() if path and PurePosixPath(path).is_absolute()]

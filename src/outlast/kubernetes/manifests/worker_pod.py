@@ -1,9 +1,9 @@
-"""A worker's pod, the same in every topology: command, security, resources, probes.
+"""A worker's pod, with its command, security settings, resources and probes.
 
-It satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/), with a
-read-only root file system. The user's `template` is merged over it last. A worker is alive while a step or a startup phase makes
-progress, and ready while it is in a world. The agent itself ends hangs, so the liveness probe is for an agent that does not
-answer.
+The pod satisfies the restricted Pod Security Standard (https://kubernetes.io/docs/concepts/security/pod-security-standards/), and
+its root file system is read-only. The user's `template` is merged over it last. A worker is alive while a step or a startup phase
+makes progress, and ready while it is in a world. The agent itself ends hangs, so the liveness probe is only for an agent that
+does not answer.
 """
 
 from __future__ import annotations
@@ -24,18 +24,18 @@ from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
 
 @dataclass(frozen=True)
 class Worker:
-    """What differs between topologies in a worker's pod."""
+    """The properties of a worker's pod that depend on the topology."""
 
     index: variables.Source
     rendezvous: str
     restart: Literal["Never", "Always"] = "Never"
     subdomain: str = ""
-    """The headless Service for the pod's DNS name."""
+    """Name of the headless Service that gives the pod its DNS name."""
     has_peers: bool = True
     stay: bool = False
     """Whether the worker keeps running after it has succeeded; see `contract.Env.STAY`."""
     account: str = ""
-    """ServiceAccount of a worker that uses the API server. Others have no token."""
+    """ServiceAccount of a worker that uses the API server. If it is empty, the pod has no token."""
     gang: gang.Gang = gang.NONE
     on_demand: bool = False
     """Whether the worker avoids spot machines, whatever the job specifies."""
@@ -68,7 +68,7 @@ def template(request: Request, worker: Worker) -> Document:
 
 
 def pod(request: Request, worker: Worker, *, index: int, generation: int, file: str) -> Document:
-    """Return one worker's pod for the operator, with its job file in an annotation."""
+    """Return one worker's pod for the operator, with the job file in an annotation."""
     request = dataclasses.replace(request, job_file_in_annotation=True)
     templated = template(request, worker)
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
@@ -80,9 +80,9 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
 
 
 def failure_policy() -> Document:
-    """Return rules that make a Job ignore interruptions, and fail at once on misconfiguration or when workers have given up.
-    Other failures count towards `backoffLimit`. 143 is the exit code of an agent that got SIGTERM before it could handle the
-    signal. https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
+    """Return the pod failure policy of a Job. The Job ignores interruptions, and fails at once on misconfiguration or when
+    workers have given up. Other failures count towards `backoffLimit`. 143 is the exit code of an agent that got SIGTERM before
+    it could handle the signal. https://kubernetes.io/docs/concepts/workloads/controllers/job/#pod-failure-policy"""
 
     def on_exit(action: str, *codes: int) -> Document:
         return {"action": action, "onExitCodes": {"containerName": Pod.TRAINER, "operator": "In", "values": list(codes)}}
@@ -141,7 +141,7 @@ def _probe(path: str, *, period_s: int, failures: int) -> Document:
 
 
 def with_user_template(job: spec.Job, base: Document, required_labels: dict[str, str]) -> Document:
-    """Merge the user's template over a template, except for the required labels. Raises InvalidJob."""
+    """Return `base` merged with the user's template, which cannot change the required labels. Raises InvalidJob."""
     try:
         result = overlay.merge(base, job.spec.template)
     except ValueError as error:

@@ -15,14 +15,14 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import pod_status
 
 END_MARGIN_S = 2.0
-"""Seconds between a pod's end and the deadline, in which the kubelet reports the end."""
+"""Time between a pod's end and the deadline, in seconds. During this time, the kubelet reports the end."""
 WORKER_RESERVE_S = 30.0
-"""Seconds before the deadline at which the remaining workers are evicted."""
+"""How long before the deadline the remaining workers are evicted, in seconds."""
 
 
 @dataclass(frozen=True)
 class Step:
-    """The eviction of one pod that is due now."""
+    """One pod's eviction, which is due now."""
 
     pod: Mapping[str, Any]
     grace_s: int
@@ -49,7 +49,7 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return `namespace/name` of a pod."""
+    """Return a pod's name as `namespace/name`."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 

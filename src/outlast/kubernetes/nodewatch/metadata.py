@@ -1,4 +1,4 @@
-"""A client of an AWS machine's metadata service, with IMDSv2 tokens. The watcher polls, so requests are not retried here.
+"""An IMDSv2 client for the metadata service of an AWS machine. The watcher polls, so requests are not retried here.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/instance-metadata-v2-how-it-works.html
 """
@@ -31,7 +31,7 @@ class Metadata:
     _token: str = field(default="", repr=False)
 
     def read(self, now: float) -> list[Notice]:
-        """Return the current notices. An interruption hides all others. Raises MetadataAway."""
+        """Return the current notices. If there is an interruption notice, it is the only one. Raises MetadataAway."""
         spot = self._get("/latest/meta-data/spot/instance-action")
         if spot is not None:
             return [notices.spot(spot, now)]

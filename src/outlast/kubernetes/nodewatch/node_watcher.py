@@ -21,7 +21,7 @@ LONGEST_BACKOFF_S = 30.0
 PASS_S = 2.0
 """Interval between attempts to mark or to drain the node, in seconds."""
 EVICT_S = 5.0
-"""Timeout of an eviction, in seconds."""
+"""Timeout for an eviction, in seconds."""
 
 
 class Watcher:
@@ -68,7 +68,7 @@ class Watcher:
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Record this notice on the node, or remove it if None, and return whether this succeeded."""
+        """Record `notice` on the node, or remove the recorded notice if `notice` is None, and return whether this succeeded."""
         try:
             self.cluster.patch(kinds.NODE, self.name, notices.node_patch(self.cluster.get(kinds.NODE, self.name), notice))
         except Conflict:

@@ -1,4 +1,4 @@
-"""AWS's notices about a machine, and how a node records them. Pure; times are in whole seconds since the epoch.
+"""AWS's notices about a machine, and how they are recorded on its node. Pure. Times are in whole seconds since the epoch.
 
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/rebalance-recommendations.html
@@ -19,11 +19,11 @@ from outlast.job.contract import LEAVING, Annotation, LeavingKind
 from outlast.kubernetes.api import pod_status
 
 SPOT_S = 120.0
-"""Assumed seconds from an unreadable interruption notice to the machine's end."""
+"""Assumed time between an interruption notice and the machine's end if the notice cannot be parsed, in seconds."""
 MAINTENANCE_LEAD_S = 900.0
-"""Seconds before maintenance at which the watcher acts. AWS announces maintenance days in advance."""
+"""How long before maintenance the watcher acts, in seconds. AWS announces maintenance days in advance."""
 SURVIVED_S = 60.0
-"""A machine that still runs this many seconds after the deadline has survived."""
+"""How long after the deadline a machine must still run to count as having survived, in seconds."""
 _ACTIONS = {"terminate": "terminates", "stop": "stops", "hibernate": "hibernates"}
 
 
@@ -41,8 +41,8 @@ REBALANCE = Notice(LeavingKind.REBALANCE, None, "AWS recommends to leave this sp
 
 
 def spot(text: str, now: float) -> Notice:
-    """Parse `spot/instance-action`: `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. An unreadable notice still
-    counts."""
+    """Parse the metadata item `spot/instance-action`, such as `{"action": "terminate", "time": "2026-01-01T00:02:00Z"}`. Text
+    that cannot be parsed still counts as a notice."""
     try:
         fields = dict(json.loads(text))
     except (ValueError, TypeError):
@@ -52,8 +52,8 @@ def spot(text: str, now: float) -> Notice:
 
 
 def scheduled(text: str, now: float) -> list[Notice]:
-    """Parse `events/maintenance/scheduled`. The deadline is the start of the window, then its end, and None after the window.
-    Raises ValueError."""
+    """Parse the metadata item `events/maintenance/scheduled`. A notice's deadline is the start of the maintenance window, or its
+    end once the window has begun, or None once the window is over. Raises ValueError."""
     parsed = json.loads(text)
     if not isinstance(parsed, list) or not all(isinstance(event, dict) for event in parsed):
         raise ValueError("they are no list of events")
@@ -68,8 +68,9 @@ def scheduled(text: str, now: float) -> list[Notice]:
 
 
 def effective(current: Sequence[Notice], recorded: Notice | None, now: float) -> Notice | None:
-    """Return the current or recorded notice with the earliest deadline. AWS never withdraws an interruption, so one that a
-    response lacks still counts until SURVIVED_S after its deadline."""
+    """Return the notice with the earliest deadline among the current ones and the recorded one. AWS never withdraws an
+    interruption, so a recorded interruption counts until SURVIVED_S after its deadline, even if it is missing from the current
+    notices."""
     candidates = [each for each in current if each.deadline is None or each.deadline - now <= MAINTENANCE_LEAD_S]
     if recorded and recorded.kind is LeavingKind.SPOT and recorded.deadline is not None and now < recorded.deadline + SURVIVED_S:
         candidates.append(recorded)
@@ -77,7 +78,8 @@ def effective(current: Sequence[Notice], recorded: Notice | None, now: float) ->
 
 
 def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]:
-    """Return the patch that records this notice on a node, or removes the recorded one. Other taints and cordons stay."""
+    """Return the patch that records this notice on a node, or removes the recorded notice if `notice` is None. Other taints and
+    cordons stay."""
     meta, spec = node["metadata"], node["spec"]
     taints = [each for each in spec.get("taints") or () if each["key"] != LEAVING]
     spec_patch: dict[str, Any] = {"taints": taints or None}
@@ -94,7 +96,8 @@ def node_patch(node: Mapping[str, Any], notice: Notice | None) -> dict[str, Any]
 
 
 def read(node: Mapping[str, Any]) -> Notice | None:
-    """Return the notice that a watcher has recorded on a node, or None. A taint without a reason was not set by a watcher."""
+    """Return the notice that a watcher has recorded on a node, or None. A taint without a recorded reason is ignored, because it
+    was not set by a watcher."""
     taint = next((each for each in node["spec"].get("taints") or () if each["key"] == LEAVING), None)
     annotations = node["metadata"].get("annotations") or {}
     if taint is None or Annotation.LEAVING_REASON not in annotations:
@@ -107,7 +110,8 @@ def read(node: Mapping[str, Any]) -> Notice | None:
 
 
 def timestamp(text: object) -> float | None:
-    """Parse `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT` to seconds since the epoch; None for any other text."""
+    """Parse a time such as `2026-01-01T00:02:00Z` or `19 Sep 2016 18:29:47 GMT` into seconds since the epoch; None for any other
+    text."""
     for parse in (datetime.fromisoformat, parsedate_to_datetime):
         try:
             parsed = parse(str(text).strip())

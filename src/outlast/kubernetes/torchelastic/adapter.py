@@ -1,7 +1,7 @@
-"""Implements `api.dropins` for ElasticJobs of `elastic.pytorch.org`. Pure.
+"""Implements the functions of `api.dropins` for ElasticJobs of `elastic.pytorch.org`. Pure.
 
-The job is translated to a job without agents, for `operator.decide`. Its status has the archived controller's fields, and the
-operator's own status under `job`. Pods that the archived controller created continue to train.
+A job is translated to an Outlast ElasticJob without agents, for `operator.decide`. The original job's status has the fields of
+the archived controller, and the operator's own status under `job`. Pods that the archived controller created continue to train.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def processes(job: Document) -> int:
 
 
 def final_state(job: Document) -> str | None:
-    """Return `Succeeded` or `Failed`, or None if the job has not ended. The archived controller wrote only conditions."""
+    """Return `Succeeded` or `Failed`, or None if the job has not ended. Conditions are read, too, because the archived controller
+    wrote no state."""
     status = job.get("status") or {}
     true_conditions = [each["type"] for each in status.get("conditions") or () if each["status"] == "True"]
     return next((each for each in ("Succeeded", "Failed") if each == status.get("state") or each in true_conditions), None)
@@ -152,7 +153,7 @@ def unsupported(job: Document) -> Iterator[str]:
 
 
 def _stored_status(job: Document) -> Document:
-    """Derive a status from what earlier controllers wrote if the operator has stored none."""
+    """Return the status that the operator has stored, or else one that is derived from what earlier controllers wrote."""
     status = job.get("status") or {}
     if "job" in status:
         return dict(status["job"])
@@ -192,7 +193,8 @@ def _status(job: Document, operator_status: Document, snapshot: observed_job.Job
 def _conditions(
     old_conditions: Sequence[Document], operator_status: Document, snapshot: observed_job.JobSnapshot
 ) -> list[Document]:
-    """Return the operator's conditions, preceded by `Limited` if it applies. Clients read the last true condition."""
+    """Return the operator's conditions, preceded by `Limited` if the operator cannot do all that the job asks for. `Limited`
+    comes first, because clients read the last true condition."""
     conditions = [each for each in operator_status["conditions"] if each["status"] == "True" or each["type"] == "Running"]
     messages = [*unsupported(dict(snapshot.document)), snapshot.refusal] if snapshot.plain else []
     if message := "; ".join(filter(None, messages)):

@@ -1,7 +1,8 @@
-"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`: its pod template, with torchrun's `PET_*` variables. Pure.
+"""The pods and the Service of an ElasticJob of `elastic.pytorch.org`. Pure.
 
-Variables that the user has set are preserved. Worker 0 hosts torch's store, unless the job uses etcd (`RENDEZVOUS`), for which
-its image needs Outlast: torch's own backends use API v2, which etcd 3.6 has removed.
+A pod is the job's pod template with torchrun's `PET_*` variables, except for those that the user has set. Worker 0 hosts torch's
+store, unless the job uses etcd (`RENDEZVOUS`). With etcd, the job's image needs Outlast, because torch's own backends use API v2,
+which etcd 3.6 has removed.
 """
 
 from __future__ import annotations
@@ -22,9 +23,10 @@ Document = dict[str, Any]
 CONTAINER = "elasticjob-worker"
 """Name of the container that runs torchrun in pods with several containers."""
 RENDEZVOUS = f"{contract.GROUP}/rendezvous"
-"""Annotation on a job: `etcd` selects a rendezvous through the etcd v3 at rdzvEndpoint, with `--rdzv-backend=outlast`."""
+"""Annotation on a job. With the value `etcd`, workers meet through the etcd v3 server at rdzvEndpoint, with
+`--rdzv-backend=outlast`."""
 WORKER0 = f"{contract.GROUP}/worker-0"
-"""Annotation on a job: `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
+"""Annotation on a job. The value `on-demand` keeps worker 0, which hosts the rendezvous, off spot machines."""
 MAX_RESTARTS = 100
 """Value of torchrun's --max-restarts, and default of backoffLimit."""
 _CONF = {
@@ -40,7 +42,7 @@ https://docs.pytorch.org/docs/stable/elastic/rendezvous.html
 
 
 def worker(job: Document) -> Document:
-    """Return `replicaSpecs.Worker` of the job, without containers if the spec is unreadable."""
+    """Return `replicaSpecs.Worker` of the job, or one without containers if the spec could not be read."""
     fields: Document = (job["spec"].get("replicaSpecs") or {"Worker": {"template": {"spec": {"containers": []}}}})["Worker"]
     return fields
 
@@ -62,7 +64,7 @@ def annotation(job: Document, name: str) -> str | None:
 
 
 def count(fields: Mapping[str, Any], name: str, default: int) -> int:
-    """Return an integer in the spec; null counts as absent. Raises OutlastError for other values."""
+    """Return the integer field `name`, or `default` if the field is absent or null. Raises OutlastError for any other value."""
     value = fields.get(name)
     if value is not None and not isinstance(value, int):
         raise OutlastError(f"its {name} ({value!r}) is not a whole number; correct it")
@@ -89,7 +91,8 @@ def policy(job: Document) -> str:
 
 
 def restart_policy(job: Document) -> str:
-    """Return the pods' restartPolicy. If the operator handles failures, the kubelet must not."""
+    """Return the pods' restartPolicy. It is `Never` if the operator handles failures, so that the kubelet restarts no
+    containers."""
     return "Never" if policy(job) == "ExitCode" else policy(job)
 
 
@@ -99,14 +102,14 @@ def selector(name: str) -> dict[str, str]:
 
 
 def etcd(job: Document) -> str:
-    """Return a job's etcd endpoint, such as `etcd://host:port`; empty if it does not use etcd."""
+    """Return a job's etcd endpoint, such as `etcd://host:port`; empty if the job does not use etcd."""
     scheme, _, place = str(job["spec"].get("rdzvEndpoint") or "").rpartition("://")
     requested = annotation(job, RENDEZVOUS) == "etcd" and place
     return f"{'etcds' if scheme in ('https', 'etcds') else 'etcd'}://{place}" if requested else ""
 
 
 def endpoint(job: Document) -> str:
-    """Return worker 0's full DNS name and port. The Service's name resolves to any worker."""
+    """Return worker 0's full DNS name and port. The Service's name would not do, because it resolves to any worker."""
     name, namespace = job["metadata"]["name"], job["metadata"]["namespace"]
     return f"{_host(name, 0)}.{_service(name)}.{namespace}.svc.{contract.CLUSTER_DOMAIN}:{contract.Pod.RENDEZVOUS_PORT}"
 
@@ -119,7 +122,7 @@ def service(job: Document) -> Document:
 
 
 def pod(job: Document, index: int) -> Document:
-    """Return a worker's pod: the user's template with its name, labels and torchrun's variables."""
+    """Return a worker's pod, which is the user's template with the worker's name and labels and torchrun's variables."""
     name, template = job["metadata"]["name"], worker(job)["template"]
     template_metadata, spec = template.get("metadata") or {}, template["spec"]
     labels = {"replica-type": "worker", "replica-index": str(index), Label.WORKER: str(index)}

@@ -1,4 +1,4 @@
-"""CEL rules for a job's fields, which the API server checks. Rules about several fields are in `cel.yaml`.
+"""CEL rules by which the API server checks a job's fields. Rules about several fields are in `cel.yaml`.
 
 The API server rejects rules that it estimates to be expensive, so lists are bounded (`BOUNDS`). Fields that define the training
 are immutable, because otherwise pods of the old and the new specification would train together.
@@ -56,12 +56,12 @@ _MUTABLE = {
 }
 IMMUTABLE = tuple(name for name in spec.schema()["$defs"]["Spec"]["properties"] if name not in _MUTABLE)
 IMMUTABLE_SCHEDULING = ("queue", "gang", "spot", "worker0")
-"""Immutable fields of `scheduling`. A changed priority affects pods that are created later."""
+"""Immutable fields of `scheduling`. The priority may change, and then only affects pods that are created later."""
 
 
 @functools.cache
 def rules() -> dict[str, list[Rule]]:
-    """Return the rules by model name, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
+    """Return the rules, keyed by model name, such as `{"Workers": [{"rule": ..., "message": ...}, ...]}`."""
     text = resources.files(__package__).joinpath("cel.yaml").read_text()
     shared = str(list(accelerators.SHARED))
     between: dict[str, list[Rule]] = yaml.safe_load(text.replace("<own>", f"^({spec.OWN})$").replace("<shared>", shared))

@@ -1,7 +1,8 @@
-"""The CustomResourceDefinition of ElasticJob: `crd.yaml`, with the specification from the job file's model.
+"""Builds ElasticJob's CustomResourceDefinition from `crd.yaml` and the job file's model.
 
-Pydantic's schema is converted to a structural one: one type for every part, no references, and `anyOf` only for numbers or
-strings. Only the number of workers has a default, for `kubectl scale`; other fields that the user did not set stay unset.
+Pydantic's schema is converted to a structural one, in which every part has one type, references are resolved, and `anyOf` only
+allows a number or a string. Only the number of workers has a default, for `kubectl scale`. Other fields that the user did not set
+stay unset.
 https://kubernetes.io/docs/tasks/extend-kubernetes/custom-resources/custom-resource-definitions/#specifying-a-structural-schema
 """
 
@@ -115,8 +116,8 @@ def _default_text(default: Any) -> str:
 
 
 def _overlay() -> Schema:
-    """Declare a pod template's parts: CEL considers objects equal that have equally many undeclared fields and none in common
-    (Kubernetes 1.36)."""
+    """Declare the parts of a pod template. If they were undeclared, CEL would consider two templates equal that have the same
+    number of fields and no field in common (Kubernetes 1.36)."""
     return {
         part: {"description": f"Laid over {what} of the pods.", "x-kubernetes-preserve-unknown-fields": True}
         for part, what in (("metadata", "the metadata"), ("spec", "the PodSpec"))

@@ -25,7 +25,7 @@ NODE_WATCH = "outlast-node-watch"
 def files(
     *, operator_namespace: str = OPERATOR_NAMESPACE, image: str = OPERATOR_IMAGE, on_demand: bool = False
 ) -> dict[str, list[Document]]:
-    """Return the objects by their file in `deploy/`. With `on_demand`, the operator avoids spot machines."""
+    """Return the objects, keyed by their file in `deploy/`. With `on_demand`, the operator avoids spot machines."""
 
     def documents(name: str) -> list[Document]:
         text = resources.files(__package__).joinpath(name).read_text()

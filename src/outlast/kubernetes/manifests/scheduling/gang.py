@@ -1,4 +1,4 @@
-"""Gang scheduling of the workers: none, the coscheduling plugin, or Volcano.
+"""Gang scheduling of the workers by the coscheduling plugin or by Volcano.
 
 With `auto`, the operator chooses a scheduler that the cluster has (`choose`); without an operator, there is no gang. Kueue admits
 whole jobs by itself; see `labels.queue_label`.
@@ -22,14 +22,15 @@ GROUP_ANNOTATION = "scheduling.k8s.io/group-name"
 """Annotation on a gang's pods, for Volcano."""
 SCHEDULERS = {"coscheduling": "scheduler-plugins-scheduler", "volcano": "volcano"}
 GROUPS = {"volcano": kinds.VOLCANO_GROUP.group, "coscheduling": kinds.POD_GROUP.group}
-"""API groups that show which scheduler a cluster has; the first one wins."""
+"""API groups, keyed by the scheduler to which they belong. A cluster that serves a group has the group's scheduler. If it serves
+both groups, the first scheduler is chosen."""
 
 SchedulerName = Literal["none", "coscheduling", "volcano"]
 
 
 @dataclass(frozen=True)
 class Gang:
-    """A gang's scheduler, and what the pods and the cluster need for it."""
+    """A gang's scheduler, and the labels, annotations and objects that the scheduler needs."""
 
     scheduler: str = ""
     """Name of the scheduler; empty for the cluster's default."""
@@ -42,7 +43,7 @@ NONE = Gang()
 
 
 def choose(fields: spec.Spec, groups: Collection[str], *, admitted: bool = False) -> SchedulerName:
-    """Return the gang scheduler of a job in a cluster with these API groups. With `auto`, there is none for a job that may train
+    """Return the gang scheduler of a job in a cluster with these API groups. With `auto`, it is `none` for a job that may train
     with one worker, or that Kueue admits as a whole (`admitted`)."""
     requested = fields.scheduling.gang
     if requested != "auto":

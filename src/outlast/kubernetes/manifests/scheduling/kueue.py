@@ -19,7 +19,7 @@ GROUP = kinds.WORKLOAD.group
 QUEUE = "kueue.x-k8s.io/queue-name"
 PRIORITY = "kueue.x-k8s.io/priority-class"
 JOB_UID = "kueue.x-k8s.io/job-uid"
-"""Label on a Workload with its job's UID, which Kueue's own tools use."""
+"""Label with the UID of a Workload's job. Kueue's own tools use the label."""
 WORKLOAD = "kueue.x-k8s.io/workload"
 """Annotation with the name of the Workload whose quota a pod uses."""
 PODS = "main"
@@ -33,7 +33,8 @@ VERSIONS: tuple[tuple[Kind, Kind, Kind], ...] = (
 
 @dataclass(frozen=True)
 class Priority:
-    """A Workload's priority. Kueue does not look up the class's value."""
+    """A Workload's priority and the class that it comes from. `value` is needed besides the class's name, because Kueue does not
+    look it up."""
 
     value: int
     name: str = ""
@@ -90,7 +91,7 @@ def workload(
 
 
 def workload_name(job: str, uid: str, number: int) -> str:
-    """Return a Workload's name, which is unique to the job's UID."""
+    """Return the name of a job's Workload. It contains the beginning of the job's UID, so that it is unique."""
     return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
@@ -106,7 +107,7 @@ def admitted_count(workload: Mapping[str, Any]) -> int:
 
 
 def with_admission(pod: Mapping[str, Any], workload: Mapping[str, Any], flavors_: Mapping[str, Mapping[str, Any]]) -> Document:
-    """Return the pod with its flavors' node labels and the updates that admission checks require."""
+    """Return the pod with the node labels of the Workload's flavors and the updates that admission checks require."""
     parts = [flavors_[flavor].get("spec") or {} for flavor in sorted(flavors(workload))]
     for check in (workload.get("status") or {}).get("admissionChecks") or ():
         parts += [update for update in check.get("podSetUpdates") or () if update["name"] == PODS]

@@ -1,4 +1,4 @@
-"""Constraints on a worker pod's nodes: spot machines, instance types, accelerators, spreading over nodes."""
+"""Constraints on the nodes of a worker's pod: spot machines, instance types, accelerators, and spreading over nodes."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ ON_DEMAND = "on-demand"
 
 
 def pod(job: spec.Job, *, has_peers: bool, on_demand: bool = False) -> Document:
-    """Return the scheduling part of a PodSpec. `has_peers` spreads the job's pods over nodes; `on_demand` avoids spot
-    machines."""
+    """Return the scheduling part of a PodSpec. With `has_peers`, the job's pods are spread over nodes. With `on_demand`, the pod
+    avoids spot machines."""
     fields = job.spec
     if on_demand:
         fields = fields.model_copy(update={"scheduling": fields.scheduling.model_copy(update={"spot": "avoid"})})
@@ -92,7 +92,8 @@ def avoid_spot(affinity: Document) -> Document:
 
 
 def reject_on_demand(request: Request, kind: str) -> None:
-    """Raise InvalidJob if worker 0 must avoid spot machines, which is impossible if all pods are alike."""
+    """Raise InvalidJob if worker 0 must avoid spot machines. A workload of this kind cannot keep a single pod off them, because
+    all its pods are alike."""
     if request.spec.scheduling.worker0 == ON_DEMAND:
         remedy = "submit it as an ElasticJob, whose pods are made one by one, or set scheduling.spot to avoid"
         raise invalid_job(
@@ -115,7 +116,7 @@ def _tolerations(fields: spec.Spec) -> list[Document]:
 
 
 def tolerations(devices: Iterable[str], *, spot: bool = True) -> list[Document]:
-    """Return the tolerations of taints on nodes with these accelerators and on spot nodes."""
+    """Return tolerations for the taints of nodes with these accelerators and, if `spot` is true, for the taints of spot nodes."""
     taints: dict[str, None] = {}
     for device in devices:
         taints |= dict.fromkeys(accelerators.taints(device))
