@@ -35,7 +35,7 @@ _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
 """Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""Seconds that a launcher may take to exit, while workers save and it reads the whole ledger for the goodput."""
+"""Seconds that a launcher may take to exit: its workers save, and it reads the whole ledger to compute the goodput."""
 _NOTICE_DELAY_S = 1.0
 
 
@@ -122,7 +122,7 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job in this state directory, newest last. A damaged job has the error as its `reason`."""
+        """Return the status of every job in this state directory, newest last. For a damaged job, `reason` is the error."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -173,7 +173,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield log lines; existing lines come worker by worker. `since_s` raises OutlastError, since lines have no times."""
+        """Yield log lines, existing ones worker by worker. Raises OutlastError if `since_s` is set, since lines have no times."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -343,7 +343,7 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the launcher's last status, or `Interrupted` if there is none. Raises OutlastError if the file is damaged."""
+        """Return the status that the launcher wrote last, or `Interrupted` if it is lost. Raises OutlastError if damaged."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

@@ -1,7 +1,7 @@
 """Evaluates a job's model in a separate pod, for `outlast evaluate` in a cluster.
 
-With a worker's environment, the pod fetches the newest committed checkpoint, the requested one and training's results from the
-store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
+The pod has a worker's environment. It fetches the newest committed checkpoint, the requested one and the training's results from
+the store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
 module's standard output becomes the pod's log.
 """
 

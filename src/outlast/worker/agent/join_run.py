@@ -1,13 +1,13 @@
 """Decides which run a worker's pod belongs to, and records that run in `run.json` in the job's output.
 
-All pods of a job share a name: the digest of their job file, or the name of a submission. It is recorded as the run's owner, and
-is the id of a new run. Each pod decides on its own, and all make the same decision:
+All pods of a job share a name: the digest of their job file, or the name of a submission. This name is recorded as the run's
+owner, and becomes the id of a new run. Each pod decides on its own, and all make the same decision:
 
     no record, or another owner's run that has succeeded         begin a run
     a run that has not succeeded                                 continue it: a changed file is still the same training
     such a run, while another namespace or cluster trains it     end with an error
     such a run of another owner, after a submission with --fresh begin a run; files of the old run move to `previous/`
-    an unfinished run that a later file has taken over           end as a zombie
+    an unfinished run that a later job file has taken over       end as superseded
     this owner's run, which has ended                            end in the same way
 
 If the output is lost with a pod, so is the record. A new worker then asks the workers that stay up after the end (`query_end`).
@@ -61,7 +61,7 @@ class Ended:
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Ask workers that stay up after the end, by `host:port`, how the run ended. Returns None if none of them answers."""
+    """Ask the workers at the addresses `others`, which stay up after the end, how the run ended. Returns None if none answers."""
 
     def query(address: str) -> Ended | None:
         try:
@@ -76,7 +76,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our full name (`me`)."""
+    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our own (`me`)."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")

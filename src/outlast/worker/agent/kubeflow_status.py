@@ -40,7 +40,7 @@ class StatusServer:
         self._first = (0, 0.0)
         """First reported step and its time, from which the remaining time is estimated."""
         self._last: tuple[int, int | None] | None = None
-        """Newest step, and the total if known; None while rank 0 is on another worker."""
+        """Newest step, and the total number of steps if known; None while rank 0 is on another worker."""
 
     def look(self, step: float, steps: float | None, *, rank: int) -> None:
         """Report the first process's progress if that process is rank 0 and a report is due."""

@@ -1,4 +1,4 @@
-"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and flushes at the end."""
+"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and flushes the rest at the end."""
 
 from __future__ import annotations
 

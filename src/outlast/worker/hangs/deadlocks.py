@@ -48,7 +48,7 @@ _COUNTED = frozenset(
         *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     ]
 )
-"""Functions of torch.distributed that every rank calls, and that count a call before they wait."""
+"""Collectives in torch.distributed that all ranks must call, and that torch counts before they wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -71,7 +71,7 @@ class RankState:
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return an error message if these still ranks certainly wait for each other by mistake, or an empty string."""
+    """Return an error message if these ranks, all of them still, certainly wait for each other by mistake; empty otherwise."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -168,7 +168,7 @@ class Watch:
             self._thread.start()
 
     def forget(self) -> None:
-        """Forget the last world, since this process enters the next one."""
+        """Forget the last world. Called when this process enters the next one."""
         with self._lock:
             self.call, self.calls, self.broken = "", 0, False
             self._own_groups.clear()
@@ -241,7 +241,7 @@ class Watch:
         return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has been still since the sample, which makes all observations consistent."""
+        """Return whether the main thread has been still since the sample. If so, all observations since then are consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
@@ -300,7 +300,7 @@ class Watch:
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def begun(self) -> dict[str, int]:
-        """Return the number of collectives begun by group; empty if not all of them can be counted."""
+        """Return the number of collectives begun, keyed by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
@@ -322,7 +322,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
+    """Return a separate connection to the process group's store, since the script's own may be blocked; None without a store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()

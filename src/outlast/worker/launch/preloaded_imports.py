@@ -2,8 +2,8 @@
 
 Once it trains, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
 packages, once for all workers on a machine. A package is left to the script if it starts threads or processes, opens devices or
-connections, writes files, draws random numbers, reads environment variables that differ, or crashes. The warm process imports all
-other packages while it is idle. See docs/decisions/0042-starting.md.
+connections, writes files, draws random numbers, crashes, or reads environment variables that are not the same in the rank. The
+warm process imports all other packages while it is idle. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ stepped = threading.Event()
 """Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
 TRIALS = 5
-"""Maximum number of trials, each without the package that failed the previous one."""
+"""Maximum number of trials, each without the package that failed in the previous trial."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
