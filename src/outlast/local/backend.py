@@ -63,7 +63,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or resume its run unless the run has succeeded. Returns the run's id."""
+        """Start a new run of a job, or resume its last run if that has not succeeded. Returns the run's id."""
         state_dir = self.state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -122,7 +122,8 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job in this state directory, newest last. For a damaged job, `reason` is the error."""
+        """Return the status of every job in this state directory, newest last. If a job's files are damaged, its status
+        has the error as `reason`."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -295,7 +296,7 @@ class LocalBackend:
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS`, and return a sentence about the fault."""
+        """Inject one of `faults.ACTIONS`, and return a sentence about the fault."""
         fault = faults.Fault(faults.check(action), worker)
         return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 
@@ -343,7 +344,8 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the status that the launcher wrote last, or `Interrupted` if it is lost. Raises OutlastError if damaged."""
+        """Return the status that the launcher wrote last, or `Interrupted` if there is none. Raises OutlastError if the status
+        file is damaged or unreadable."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

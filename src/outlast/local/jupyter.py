@@ -38,9 +38,9 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser, which gets the token in a private file, not on its command line."""
+    """Whether to open a browser. It gets the token in a private file, not on its command line."""
     base: str = "/"
-    """Prefix of URL paths, for a proxy in front of the server; begins and ends with a slash."""
+    """Prefix of URL paths for a proxy in front of the server, with a slash at both ends."""
 
     @property
     def host(self) -> str:
@@ -96,7 +96,7 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
     """Return the environment for a server and its kernels, in which Jupyter finds the files that `prepare` has written to
-    `private`. If `home` is not set, since HOME is read-only, HOME becomes `.home` in the work directory."""
+    `private`. If `home` is not set, as in a pod where HOME is read-only, HOME becomes `.home` in the work directory."""
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
         **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},

@@ -352,7 +352,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end, and ask those workers to leave that would not learn of it. After an interruption, ask all workers."""
+        """Announce the end, and ask workers to leave: all after an interruption, otherwise those that cannot hear of it."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason

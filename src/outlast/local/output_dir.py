@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""Seconds for which an output may stay locked after its launcher has exited."""
+"""Maximum seconds that an output stays locked after its launcher has exited."""
 
 
 def store_url(job: spec.Job) -> str:

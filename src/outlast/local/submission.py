@@ -1,5 +1,5 @@
-"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher. A run exists once `run.json`
-is written. Since this happens last, a submission that is killed half-way leaves the old state in place."""
+"""Prepares a new or resumed run on this machine. `local.backend` then starts the run's launcher. A run exists once `run.json` is
+written. Since this file is written last, a submission that is killed half-way leaves the old state in place."""
 
 from __future__ import annotations
 
@@ -182,7 +182,7 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Return whether the job requests more steps or epochs from a run that has succeeded here and has a checkpoint."""
+    """Return whether the job requests more steps or epochs from a run that has succeeded on this machine and has a checkpoint."""
     resumed = resume_messages.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 

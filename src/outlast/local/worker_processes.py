@@ -29,7 +29,7 @@ AGENT_SILENCE_S = 20.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Maximum seconds that the other workers' start waits for the first worker, which forks them. Arbitrary."""
+"""Maximum seconds that the other workers wait for the first one, which then forks them. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -267,7 +267,7 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """Return the accelerators visible to this process, keyed by the variable that selects them (`CUDA_VISIBLE_DEVICES`)."""
+    """Return the accelerators visible to this process, keyed by the variable that selects them (e.g. `CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 

@@ -134,7 +134,7 @@ class Coordination:
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record the run's end, so that nobody trains it again, and report the end to the trackers. Both run in threads."""
+        """Record the run's end, so that nobody trains it again, and report it to the trackers, both in the background."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]

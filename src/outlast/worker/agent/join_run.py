@@ -87,9 +87,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share. An
-    operator's job is identified by its run, any other job by the cluster's certificate authorities; if these change, new pods
-    count as another owner."""
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`). All pods of the job have the same. It
+    contains the run's id if an operator runs the job, and otherwise a digest of the cluster's certificate authorities. If these
+    authorities change, new pods count as another owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -150,19 +150,19 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """Return the newest generation in the output, which may still commit; 0 if there is none."""
+    """Return the newest generation in the output; 0 if there is none. That generation may still commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now. Its id is the owner's name."""
+    """Create the record of a run that starts now. The run's id is the owner's name."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """If this worker's disk lacks them, fetch its earlier log and ledgers, and the metrics, to which any worker may append."""
+    """Fetch this worker's earlier log and ledgers, and the metrics of all workers, unless they are on its disk already."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
     names = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:

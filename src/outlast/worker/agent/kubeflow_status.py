@@ -22,7 +22,7 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Environment variables for the URL, the file of the server's certificate authority, and our token file, which is renewed."""
+"""Environment variables for the URL, the server's certificate authority (a file), and our token (a file that is renewed)."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64

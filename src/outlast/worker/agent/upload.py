@@ -4,11 +4,11 @@
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
                                           --ended means that the operator has ended the run
 
-Only one process at a time uploads a directory: the others wait for its lock, and take over when it dies. If workers share no
+Only one process at a time uploads a directory: the others wait for its lock, and one takes over when it dies. If workers share no
 disk, the process for rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads the
 other files in its own directory. Committed checkpoints are uploaded at once, newest first. The ledger is uploaded after each
-event, and everything else at the job's interval. Since `.push/` records what has been uploaded, the successor of a killed
-process need not repeat it. Each line on standard output is a `Report` as JSON.
+event, and everything else at the job's interval. Since `.push/` records completed uploads, the successor of a killed
+process repeats at most one. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -43,9 +43,9 @@ EVENTS_S, STEPS_S = 3.0, 120.0
 LOCK_TIMEOUT_S = 3.0
 """Seconds that a flush waits for another process that uploads the same directory. That process will upload the rest."""
 MAX_PASSES = 3
-"""Maximum number of passes in a flush if only some files fail, which only the user can fix."""
+"""Maximum number of passes in a flush if only some files fail. Only the user can fix such failures."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval in seconds between goodput computations, and their maximum share of the time."""
+"""Minimum interval in seconds between goodput computations, and the maximum share of the time that they take."""
 RETRY_S = (2.0, 60.0)
 
 
@@ -66,7 +66,7 @@ class Report:
     seconds: float | None = None
     """Duration in seconds of the last checkpoint upload; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded, in `uploads_s` seconds."""
+    """Number of checkpoints that this process has uploaded, in a total of `uploads_s` seconds."""
     uploads_s: float = 0.0
     goodput: float | None = None
     """The run's goodput so far; None before the first step, and in processes that do not run beside rank 0."""
@@ -76,7 +76,7 @@ class Report:
 
 
 class SomeFailed(store.StoreError):
-    """Raised if some files could not be uploaded, although all others were."""
+    """Raised if some files could not be uploaded but all others were."""
 
 
 class Uploader:
@@ -102,7 +102,7 @@ class Uploader:
         self._left_behind = 0
         """Newest generation on this disk when rank 0 moved to another disk; 0 if rank 0 has not moved."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that is in the store or damaged, and needs no upload."""
+        """Step and generation of each checkpoint that needs no upload, since it is in the store or damaged."""
         self._ways_back: list[tuple[int, int]] = []
         """The result of `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
@@ -216,7 +216,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the whole run's goodput for the operator if that is due. Failures are ignored: no upload needs the result."""
+        """Compute the whole run's goodput for the operator if it is due. Failures are ignored, since uploads do not need it."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
@@ -267,7 +267,7 @@ class Uploader:
         return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention policy."""
+        """Upload the committed checkpoints that the store lacks, and prune the store according to the job's retention."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)

@@ -240,7 +240,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members are restarting this world's processes; rank 0's worker also records it in the ledger."""
+        """Log that the members are restarting this world's processes. Rank 0's worker also records this in the ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:

@@ -59,19 +59,19 @@ class RankState:
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
-    """The collective that the rank waits in outside calls, such as `all_reduce`; empty if there is none."""
+    """The collective in which the rank waits, such as `all_reduce`; empty in a call to the session, or if there is none."""
     at: str = ""
     """The script's current line, such as `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of collectives begun in each of the script's groups; empty if they cannot be counted."""
     looks: int = 0
-    """Number of this rank's reports so far, which tells repeated reports apart."""
+    """Number of this rank's reports so far, to tell repeated reports apart."""
     blocks: bool = True
     """Whether the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return an error message if these ranks, all of them still, certainly wait for each other by mistake; empty otherwise."""
+    """Return an error message if these ranks, none of which moves, certainly wait for each other by mistake; empty otherwise."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -146,7 +146,7 @@ class Watch:
         self._rank, self._ranks, self._group = 0, 1, 0
         """Our rank in the store's process group, and the group's size and identity."""
         self._published = False
-        """True while this rank's state is published, which makes the other ranks count it as still."""
+        """True while this rank's state is published. The other ranks then count this rank as still."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
@@ -291,8 +291,8 @@ class Watch:
         return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, which
-        proves that these states were simultaneous."""
+        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, since
+        only this proves that these states were simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []

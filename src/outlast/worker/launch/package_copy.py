@@ -55,7 +55,7 @@ def hold() -> None:
 
 
 def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str]:
-    """Return an environment whose processes import Outlast from this copy, or else from this process's copy, if any."""
+    """Return an environment whose processes import Outlast from `copy`, or by default from the copy that this process uses."""
     if not (copy := copy or current()):
         return dict(environ)
     others = environ[_VARIABLE].split(os.pathsep) if environ.get(_VARIABLE) else []

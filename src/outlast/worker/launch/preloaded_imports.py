@@ -81,7 +81,7 @@ def dumps(preloaded: Collection[str]) -> bytes:
 
 
 def loads(data: bytes) -> Imported | None:
-    """Parse the output of `dumps`; returns None if the rank ended before it wrote everything."""
+    """Parse the output of `dumps`. Returns None if the rank ended before it had written everything."""
     try:
         fields = json.loads(data)
     except ValueError:
@@ -109,7 +109,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try, without the script's own code, which may change before the next restart."""
+    """Return the modules to try. The script's own code is not among them, since it may change before the next restart."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -243,7 +243,7 @@ class Preloader:
         self.modules: list[str] = []
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """Open a pipe for the `report` from a rank that starts with this environment. Returns the rank's descriptor."""
+        """Open a pipe for the `report` from a rank that starts with this environment. Returns the descriptor for that rank."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _PER_RANK.fullmatch(name)}
@@ -251,7 +251,7 @@ class Preloader:
         return write
 
     def close(self) -> None:
-        """Close all descriptors; called in a fork."""
+        """Close all descriptors. Called in a fork."""
         for fd in self._reading:
             os.close(fd)
 

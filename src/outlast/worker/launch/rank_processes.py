@@ -28,7 +28,7 @@ PREFIX = "[rank {}] "
 KILL_DELAY_S = 5.0
 """Seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
-"""Maximum seconds by which the first failed process may end after those whose failures it caused."""
+"""Maximum seconds to wait for the process that failed first, which may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
 """The reason given for a process whose warm process was killed. The kernel then kills it, too, and nothing reports its end."""
 END_S = 60.0
@@ -157,7 +157,7 @@ class Fork(threading.Thread):
 
 
 class RankProcesses:
-    """This worker's training processes in one world, and the process of the world's store if it is hosted here."""
+    """This worker's training processes in one world, and the process of the world's store if this worker hosts it."""
 
     def __init__(self, path: str, cwd: str) -> None:
         """`path` is the warm process's socket."""
