@@ -122,8 +122,8 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job in this state directory, newest last. If a job's files are damaged, its status
-        has the error as `reason`."""
+        """Return the status of every job in this state directory, newest last. If a job's files are damaged, its status has the
+        error as `reason`."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name

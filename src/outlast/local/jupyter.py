@@ -128,7 +128,7 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token file. Call this once the server has read it: a SIGKILL or a power loss would leave it behind."""
+    """Delete the token file. Call this once the server has read it, since a SIGKILL or a power loss would leave it behind."""
     (private / "token").unlink()
 
 

@@ -3,8 +3,8 @@
     python -m outlast launcher STATE_DIR
 
 A job has one launcher at a time, which holds a lock. It may be killed at any moment: the workers keep training and, if they
-cannot reach it, start a new launcher, which adopts them. A launcher writes each change of its state to `launcher.json` before
-it acts on that change.
+cannot reach it, start a new launcher, which adopts them. A launcher records its state in `launcher.json` before it acts on
+that state.
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job (`runs.heartbeat`). All pods of the job have the same. It
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), the same in all pods of the job. It
     contains the run's id if an operator runs the job, and otherwise a digest of the cluster's certificate authorities. If these
     authorities change, new pods count as another owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"

@@ -237,7 +237,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Return the timeout for the last upload of a worker that ends with `code`. It expires before the machine disappears."""
+    """Return the timeout for the last upload of a worker that ends with `code`. The upload must end before the machine goes."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

@@ -33,8 +33,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization (except for MIG slices) and memory. The list is empty without NVML, and while an
-        earlier call is pending, since a broken GPU can hang NVML."""
+        """Return each GPU's utilization (except for MIG slices) and memory. The list is empty without NVML, and while an earlier
+        call is pending, since a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

@@ -216,7 +216,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the whole run's goodput for the operator if it is due. Failures are ignored, since uploads do not need it."""
+        """Compute the run's goodput for the operator, if due. Failures are ignored, since uploads do not need the result."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:

@@ -51,7 +51,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 _NO_ENV = "SPT_NOENV"
-"""Variable that keeps setproctitle from overwriting the environment. Titles may then be as long as the arguments."""
+"""Variable that keeps setproctitle from overwriting the environment. Titles are then at most as long as the arguments."""
 
 
 def entitle(title: str) -> None:

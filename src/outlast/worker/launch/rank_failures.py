@@ -154,7 +154,7 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return a failure's cause: wrong bits, a full disk, no memory, or unknown. Drivers report a lack of memory as a
+    """Return a failure's cause: wrong bits, a full disk, out of memory, or unknown. Drivers report a lack of memory as a
     RuntimeError."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:

@@ -65,8 +65,8 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Announce that new processes need no files, since the script has a session. Kept processes call this, and only the one with
-    rank 0 announces it. Raises RuntimeError."""
+    """Announce that new processes need no files, since the script has a session. All kept processes call this, and the one with
+    rank 0 makes the announcement. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
 

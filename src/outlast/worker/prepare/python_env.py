@@ -96,8 +96,8 @@ def make(
     stop: threading.Event,
     base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first. `requirements` are installed on top
-    of `base`, by default our own Python. Raises OutlastError, or `installers.Unavailable` if a later attempt may succeed."""
+    """Make the environment unless it exists. Concurrent calls wait for the first. `requirements` are installed on top of `base`,
+    by default our own Python. Raises OutlastError, or `installers.Unavailable` if a later attempt may succeed."""
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda

@@ -60,8 +60,8 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report its own. It is written after the values are sent,
-    so after a kill some values may be sent again."""
+    """A stored position, for a tracker that cannot report its own. It is written after the values are sent, so after a kill some
+    values may be sent again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
