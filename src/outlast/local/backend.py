@@ -35,7 +35,7 @@ _LOG_POLL_S = 0.1
 _START_TIMEOUT_S = 10.0
 """Seconds that a launcher may take to acquire its lock: Python starts slowly on a busy machine."""
 _STOP_TIMEOUT_S = 300.0
-"""Seconds that a launcher may take to exit, while workers save and it reads the whole ledger for the goodput."""
+"""Seconds that a launcher may take to exit: its workers save, and it reads the whole ledger to compute the goodput."""
 _NOTICE_DELAY_S = 1.0
 
 
@@ -63,7 +63,7 @@ class LocalBackend:
         command: str = "",
         say: Callable[[str], None] = lambda _: None,
     ) -> str:
-        """Start a job, or resume its run unless the run has succeeded. Returns the run's id."""
+        """Start a new run of a job, or resume its last run if that has not succeeded. Returns the run's id."""
         state_dir = self.state_dir(job.metadata.name)
         self._wait_until_stopped(state_dir)
         if job.spec.suspend:
@@ -122,7 +122,8 @@ class LocalBackend:
     # Reading
 
     def list(self) -> Sequence[JobStatus]:
-        """Return the status of every job in this state directory, newest last. A damaged job has the error as its `reason`."""
+        """Return the status of every job in this state directory, newest last. If a job's files are damaged, its status has the
+        error as `reason`."""
         jobs = []
         for path in (self._root / "jobs").glob("*/run.json"):
             name = path.parent.name
@@ -173,7 +174,7 @@ class LocalBackend:
         since_s: float | None = None,
         say: Callable[[str], None] = lambda _: None,
     ) -> Iterator[LogLine]:
-        """Yield log lines; existing lines come worker by worker. `since_s` raises OutlastError, since lines have no times."""
+        """Yield log lines, existing ones worker by worker. Raises OutlastError if `since_s` is set, since lines have no times."""
         if since_s is not None:
             raise OutlastError(f"{name} runs on this machine, where log lines have no times; use --tail N instead of --since")
         run = Run.read(self._existing(name))
@@ -295,7 +296,7 @@ class LocalBackend:
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `chaos.ACTIONS`, and return a sentence about the fault."""
+        """Inject one of `faults.ACTIONS`, and return a sentence about the fault."""
         fault = faults.Fault(faults.check(action), worker)
         return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 
@@ -343,7 +344,8 @@ class LocalBackend:
         return state_dir
 
     def _read(self, state_dir: StateDir) -> JobStatus:
-        """Return the launcher's last status, or `Interrupted` if there is none. Raises OutlastError if the file is damaged."""
+        """Return the status that the launcher wrote last, or `Interrupted` if there is none. Raises OutlastError if the status
+        file is damaged or unreadable."""
         run = Run.read(state_dir)
         try:
             file = run.file if Path(run.file).exists() else ""

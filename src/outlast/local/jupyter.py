@@ -38,9 +38,9 @@ class Server:
     port: int = PORT
     bind: str = "127.0.0.1"
     open: bool = False
-    """Whether to open a browser, which gets the token in a private file, not on its command line."""
+    """Whether to open a browser. It gets the token in a private file, not on its command line."""
     base: str = "/"
-    """Prefix of URL paths, for a proxy in front of the server; begins and ends with a slash."""
+    """Prefix of URL paths for a proxy in front of the server, with a slash at both ends."""
 
     @property
     def host(self) -> str:
@@ -95,8 +95,8 @@ def command(server: Server, *, root: bool) -> list[str]:
 
 
 def environment(environ: Mapping[str, str], directory: Path, private: Path, *, home: bool) -> dict[str, str]:
-    """Return the environment for a server and its kernels, with the files that `prepare` has put into `private`. If `home` is
-    false, as in a pod with a read-only root, settings go to the work directory."""
+    """Return the environment for a server and its kernels, in which Jupyter finds the files that `prepare` has written to
+    `private`. If `home` is not set, as in a pod where HOME is read-only, HOME becomes `.home` in the work directory."""
     where = Path(environ["HOME"]) if home else directory / ".home"
     return {
         **{name: value for name, value in environ.items() if name not in (TOKEN, "JUPYTER_TOKEN")},
@@ -110,7 +110,7 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
 
 
 def prepare(private: Path, token: str) -> None:
-    """Write a server's token, kernel and default settings to `private`, which only its user can read."""
+    """Write a server's token, kernel and default settings to `private`, a directory that only this user can read."""
     file = os.open(private / "token", os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
     with os.fdopen(file, "w") as opened:
         opened.write(token)
@@ -128,7 +128,7 @@ def prepare(private: Path, token: str) -> None:
 
 
 def forget(private: Path) -> None:
-    """Delete the token file once the server has read it, since a SIGKILL or a power loss would leave it behind."""
+    """Delete the token file. Call this once the server has read it, since a SIGKILL or a power loss would leave it behind."""
     (private / "token").unlink()
 
 

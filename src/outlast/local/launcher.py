@@ -2,8 +2,9 @@
 
     python -m outlast launcher STATE_DIR
 
-A job has one launcher, which holds a lock and may be killed at any moment: workers keep training and, if they cannot reach it,
-start a new launcher, which adopts them. A launcher records its state in `launcher.json` before it acts on this state.
+A job has one launcher at a time, which holds a lock. It may be killed at any moment: the workers keep training and, if they
+cannot reach it, start a new launcher, which adopts them. A launcher records its state in `launcher.json` before it acts on
+that state.
 """
 
 from __future__ import annotations
@@ -45,7 +46,7 @@ if TYPE_CHECKING:
 TICK_S = 0.1
 WAIT_NOTICE_S = 2.0
 EARLY_FAILURE_S = 60.0
-"""If a script fails within this many seconds and before any step, it counts as having failed at startup."""
+"""A script that fails within this many seconds, and before any step, counts as having failed at startup."""
 UPLOAD_TIMEOUT_S = 30.0
 EXIT_TIMEOUT_S = 15.0
 """Seconds that workers may take to exit after the job has ended."""
@@ -73,10 +74,10 @@ class Launcher:
         """When the run was submitted or resumed, on this launcher's clock."""
         self.started: float | None = None
         self.not_joined: dict[int, str] = {}
-        """Why workers could not join the running world, by index."""
+        """Why workers could not join the running world, keyed by worker index."""
         self.formed_at = 0.0
         self.unreachable: dict[int, str] = {}
-        """Why unreachable workers were killed, by index."""
+        """Why unreachable workers were killed, keyed by worker index."""
         self.status = JobStatus(
             name=self.job.metadata.name,
             run=self.run_id,
@@ -206,7 +207,7 @@ class Launcher:
             self.remember()
 
     def _end_silent(self) -> None:
-        """Kill silent agents, since their peers may already train without them."""
+        """Kill the workers whose agents are silent, since the other workers may already train without them."""
         for worker in self.pool.silent():
             self.pool.kill(worker.index, "has an agent that does nothing")
 
@@ -298,7 +299,7 @@ class Launcher:
             self.pool.ask_to_leave(worker)
 
     def _cause(self) -> root_cause.Known | None:
-        """Return what is known about the pending failures' cause. Secondary failures without a step are given the run's step."""
+        """Return what is known about the cause of the pending failures. Secondary failures without a step get the run's step."""
         if not self.state.pending:
             return None
         self.live.read(self.state.world)
@@ -351,7 +352,7 @@ class Launcher:
     # The end
 
     def _end(self, ending: Ending) -> None:
-        """Announce the end, and ask workers to leave that would not hear of it; after an interruption, ask all of them."""
+        """Announce the end, and ask workers to leave: all after an interruption, otherwise those that cannot hear of it."""
         leave = ending.code == contract.Exit.INTERRUPTED
         if ending.state is State.FAILED and self.status.state is State.RESTARTING:
             self.say(State.RUNNING, "the job fails; its workers are told to end")  # the job's last state has the reason
@@ -461,7 +462,7 @@ class Launcher:
 
 
 def _acquire(lock: int) -> bool:
-    """Acquire the lock, retrying because a process that tests the lock holds it for a moment."""
+    """Acquire the lock. Retries, since a process that only tests the lock also holds it for a moment."""
     for _ in range(20):
         if file_locks.acquire(lock):
             return True

@@ -58,7 +58,7 @@ class LiveStatus:
         self._next_goodput = 0.0
 
     def start(self) -> None:
-        """Fill in the newest checkpoint from earlier worlds, or the newest file that a plain script saved."""
+        """Show the newest checkpoint from earlier worlds or, if there is none, the newest file that a plain script saved."""
         if newest := self._newest():
             self.status.step, self.status.checkpoint = newest.step, newest
             self.status.reason = f"goes on from step {newest.step}"
@@ -188,7 +188,7 @@ class LiveStatus:
             self._next_scan = time.monotonic() + max(SCAN_INTERVAL_S, (time.monotonic() - began) / MAX_SHARE)
 
     def _store(self, last: StoreStatus) -> StoreStatus:
-        """Return the store's status from the newest report of an uploader, which may run on any worker."""
+        """Return the store's status, from the newest report of any worker's uploader."""
         reports = (self._pool.report(worker).get("pushed") for worker in self._pool.present.values())
         newest = max(filter(None, reports), key=lambda record: record["pushed"] or 0.0, default=None)
         if newest is None:

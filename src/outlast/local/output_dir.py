@@ -14,7 +14,7 @@ from outlast.storage import checkpoints, runs
 
 _POLL_S = 0.1
 _UNLOCK_TIMEOUT_S = 2.0
-"""Seconds for which an output may stay locked after its launcher has exited."""
+"""Maximum seconds that an output stays locked after its launcher has exited."""
 
 
 def store_url(job: spec.Job) -> str:
@@ -41,13 +41,13 @@ def check_unused(output: Path) -> None:
 
 
 def resumable(run: Run, state_dir: StateDir) -> bool:
-    """Return whether a run can be resumed: it owns its output (`store_takeover.owned`), and no other job has used that since."""
+    """Return whether a run can be resumed: it owns its output (`store_takeover.owned`), which no other job has used since."""
     return store_takeover.owned(run) and not last_owner(Path(run.output), state_dir)
 
 
 def last_owner(output: Path, state_dir: StateDir) -> str:
-    """Return the state directory of another job that used an output last, or an empty string. A directory that no longer exists
-    is ignored, since it may be this job's own, before it was moved."""
+    """Return the state directory of the job that used an output last; empty if it was the job with this `state_dir`. A state
+    directory that no longer exists is ignored, since it may be this job's own under an earlier name."""
     try:
         owner = (output / contract.OWNER).read_text()
     except FileNotFoundError:

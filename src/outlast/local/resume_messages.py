@@ -71,7 +71,7 @@ class Resumption:
 
 
 def find(output: Path, run: str, place: Store | None, status: JobStatus | None, elsewhere: Run | None = None) -> Resumption:
-    """Find out how a run ended, here (`status`) or `elsewhere`, and find its newest checkpoint, here or in the store."""
+    """Find out how a run ended, on this machine (`status`) or `elsewhere`, and its newest checkpoint in `output` or `place`."""
     here = checkpoints.latest(checkpoints.list_(output / contract.CHECKPOINTS), run)
     remote = register.read(place, run) if place else None
     step = max(here.step if here else 0, remote.step if remote else 0)

@@ -42,7 +42,7 @@ class StateDir:
         self.job = path / "job.yaml"
         """The job file as submitted, with absolute paths."""
         self.run = path / "run.json"
-        """File with a `Run`. Submission writes it last, since the run exists once this file does."""
+        """File with a `Run`. Submission writes it last, since the run exists once this file exists."""
         self.request = path / "wanted.json"
         self.status = path / "status.json"
         self.recovery = path / "launcher.json"
@@ -135,7 +135,7 @@ class Request:
         return _read(cls, state_dir.request, "`outlast run` with the job file writes it anew")
 
     def write(self, state_dir: StateDir) -> None:
-        """Record the request, for which the launcher polls several times a second."""
+        """Record the request. The launcher looks for new requests several times a second."""
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:

@@ -85,7 +85,7 @@ def home(state: Path) -> str:
 
 def take_over(place: store.Store, output: Path, new: runs.Run, *, last: Run | None, replace: bool = False) -> int:
     """Claim a run, so that its earlier owners can no longer write to it, and download its missing files, except for checkpoints.
-    Returns the fenced generation; this machine continues with the next one.
+    Returns the acquired generation, which fences off the earlier owners. This machine continues with the next one.
 
     `last` is this machine's last record of the run. If the run has had another owner since, this machine's older files are
     archived. Unless `replace` is set, raises AlreadyRunning if another run owns the place and has not ended.

@@ -1,5 +1,5 @@
-"""Prepares a new or resumed run on this machine, for which `local.backend` then starts a launcher. A run exists once `run.json`
-is written. Since this happens last, a submission that is killed half-way leaves the old state in place."""
+"""Prepares a new or resumed run on this machine. `local.backend` then starts the run's launcher. A run exists once `run.json` is
+written. Since this file is written last, a submission that is killed half-way leaves the old state in place."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ class _Earlier:
     """The earlier run's record in the store, if another machine began it."""
     place: Store | None = None
     replace: bool = False
-    """Whether the run may take its place in the store from another owner."""
+    """Whether the run may replace another run at its place in the store."""
 
     @property
     def run(self) -> Run | runs.Run | None:
@@ -106,8 +106,8 @@ class _Copy:
 
 
 def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy a job's code to its working directory, but not the directories in `exclude`. Without `code`, the job runs in its
-    file's directory. The first worker fetches code from a store."""
+    """Copy a job's code to its working directory, but not the directories in `exclude`. Without `code`, the job runs in the
+    directory of its job file. If the code is in a store, the first worker fetches it."""
     if not job.spec.code:
         return _Copy(source.absolute().parent)
     place, checksum = spec.pinned(job.spec.code)
@@ -122,7 +122,7 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
-    """Copy those files in a code directory that a pod would get, too."""
+    """Copy a code directory, except for files that a pod would not get either."""
     withheld: list[str] = []
     ignored: list[str] = []
     outside: list[str] = []
@@ -182,7 +182,7 @@ def _earlier(state_dir: StateDir, job: spec.Job, request: Submission, last: JobS
 
 
 def _longer(state_dir: StateDir, job: spec.Job, run: Run, last: JobStatus) -> bool:
-    """Return whether the job requests more steps or epochs from a run that has succeeded here and has a checkpoint."""
+    """Return whether the job requests more steps or epochs from a run that has succeeded on this machine and has a checkpoint."""
     resumed = resume_messages.find(Path(run.output), run.run, None, last)
     return bool(resumed.step or resumed.saved) and version_differences.longer(spec.load(state_dir.job), job, resumed.step)
 
@@ -230,7 +230,7 @@ def _reset(state_dir: StateDir, run: Run, status: JobStatus) -> int:
 
 
 def _write_pending(state_dir: StateDir, status: JobStatus, reason: str, replicas: int) -> None:
-    """Replace the ended run's status with a pending one. Deadlines start with the next world."""
+    """Replace the ended run's status with a pending one. `activeDeadlineSeconds` counts from the next world."""
     pending: dict[str, Any] = dict.fromkeys(("started", "finished", "exit_code", "rate", "snapshot", "launcher"))
     pending |= {"state": State.PENDING, "reason": reason, "waits": "", "end": contract.End.UNKNOWN, "replicas": replicas}
     files.replace(state_dir.status, status.model_copy(update=pending).model_dump_json(), durable=True)
@@ -246,6 +246,6 @@ def _with_output(job: spec.Job, root: Path) -> spec.Job:
 
 
 def _ignore_in_git(root: Path) -> None:
-    """Make git ignore the directory of all jobs, unless it has other entries."""
+    """Make git ignore the directory of all jobs, unless it contains more than `jobs` and `runs`."""
     if {entry.name for entry in root.iterdir()} <= {"jobs", "runs"}:
         (root / ".gitignore").write_text("*\n")

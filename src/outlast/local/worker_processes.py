@@ -25,11 +25,11 @@ from outlast.rendezvous.transports import sockets
 from outlast.worker.launch import package_copy, sibling, warm_request
 
 AGENT_SILENCE_S = 20.0
-"""Timeout for a silent agent, in seconds. Agents touch their file every second, but not while dumping the stacks of a hang."""
+"""Timeout for a silent agent, in seconds. Agents touch `worker.json` every second, but not while they dump stacks."""
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Seconds for which the other workers wait for the first one, which forks them. Arbitrary."""
+"""Maximum seconds that the other workers wait for the first one, which then forks them. Arbitrary."""
 
 
 @dataclasses.dataclass
@@ -166,7 +166,7 @@ class WorkerPool:
         return not self._failed_starts[index]
 
     def pause(self, index: int) -> None:
-        """Delay this worker's restart, for longer after each failed start."""
+        """Delay this worker's restart. The delay grows with each failed start."""
         self._not_before[index] = self._clock() + BACKOFF_S[min(self._failed_starts[index], len(BACKOFF_S) - 1)]
 
     def ended(self) -> Iterator[Ended]:
@@ -267,7 +267,7 @@ class WorkerPool:
 
 
 def gpus() -> dict[str, list[str]]:
-    """Return the accelerators visible to this process, by the variable that selects them, such as `CUDA_VISIBLE_DEVICES`."""
+    """Return the accelerators visible to this process, keyed by the variable that selects them (e.g. `CUDA_VISIBLE_DEVICES`)."""
     return {row.visible: _shown(row) for row in accelerators.TABLE if row.visible}
 
 

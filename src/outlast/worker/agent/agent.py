@@ -1,4 +1,4 @@
-"""A worker's agent: its first process on this machine, or the second in a pod (`agent.pid1`).
+"""A worker's agent: the worker's first process on this machine, or its second in a pod (`agent.pid1`).
 
 The agent imports no torch, and outlives all processes that it starts. It carries out the decisions of `agent.lifecycle`, trains
 in successive worlds (`agent.world_loop`, in a thread), and exits with a code from `contract.Exit`. Its state on disk
@@ -54,7 +54,7 @@ if TYPE_CHECKING:
 
 LOOK_INTERVAL_S = 0.1
 LEAST_S = 1.0
-"""Minimum seconds to leave, even after the deadline, since the sender's clock may be ahead."""
+"""Minimum time for leaving, in seconds, even after the deadline, since the sender's clock may be ahead."""
 PREPARATION_STOP_TIMEOUT_S = 5.0
 
 

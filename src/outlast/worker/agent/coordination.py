@@ -1,5 +1,6 @@
 """An agent's tasks for the whole run if there is no launcher: it claims the run, coordinates its rendezvous, and records its end.
-Every agent claims and records, since any other worker may have ended. `rendezvous.transport.Mode` says who coordinates."""
+Every agent claims the run and records its end, since the other workers may be gone. `rendezvous.transport.Mode` says which agent
+coordinates."""
 
 from __future__ import annotations
 
@@ -53,7 +54,7 @@ class Coordination:
         self._reporting: threading.Thread | None = None
 
     def claim(self, log: Output) -> join_run.Ended | None:
-        """Determine this worker's run, and continue that run's `log`. Returns the run's end if it has ended."""
+        """Determine this worker's run, and keep the `log` in that run's output. Returns the run's end if it has ended."""
         if self.mode is Mode.LAUNCHER:
             return None
         from outlast.storage import runs
@@ -133,7 +134,7 @@ class Coordination:
         self._coordinator = candidate
 
     def record_end(self, state: str, reason: str, code: int) -> None:
-        """Record the run's end in the background, so that it is not trained again, and report it to the trackers."""
+        """Record the run's end, so that nobody trains it again, and report it to the trackers, both in the background."""
         from outlast.storage import runs
 
         run, owner = self._environ[Env.RUN], self._environ[Env.OWNER]

@@ -1,7 +1,7 @@
 """Evaluates a job's model in a separate pod, for `outlast evaluate` in a cluster.
 
-With a worker's environment, the pod fetches the newest committed checkpoint, the requested one and training's results from the
-store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
+The pod has a worker's environment. It fetches the newest committed checkpoint, the requested one and the training's results from
+the store, prepares code and data, runs the job's module with `--evaluate`, and uploads new files such as evaluation.json. The
 module's standard output becomes the pod's log.
 """
 
@@ -24,7 +24,7 @@ from outlast.storage.sync.index import Stat
 from outlast.worker.prepare import phases
 
 _NO_RESULTS = (CHECKPOINTS, LOGS, LEDGER, METRICS, runs.PREVIOUS)
-"""Outlast's own entries in the output, which an evaluation does not need."""
+"""Outlast's own entries in the output. An evaluation does not need them."""
 
 
 def main(args: Sequence[str]) -> int:
@@ -64,7 +64,7 @@ def _fetch_results(place: store.Store, output: Path) -> None:
 
 
 def _upload(place: store.Store, output: Path, fetched: dict[str, Stat]) -> None:
-    """Upload the evaluation's files, but not unchanged `fetched` files, which may be outdated. Raises StoreError."""
+    """Upload the evaluation's files, but no `fetched` files that are unchanged, since they may be outdated. Raises StoreError."""
     new = {path for path, stat in _results(output).items() if fetched.get(path) != stat}
     if not new:
         return

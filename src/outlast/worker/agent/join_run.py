@@ -1,13 +1,13 @@
 """Decides which run a worker's pod belongs to, and records that run in `run.json` in the job's output.
 
-All pods of a job share a name: the digest of their job file, or the name of a submission. It is recorded as the run's owner, and
-is the id of a new run. Each pod decides on its own, and all make the same decision:
+All pods of a job share a name: the digest of their job file, or the name of a submission. This name is recorded as the run's
+owner, and becomes the id of a new run. Each pod decides on its own, and all make the same decision:
 
     no record, or another owner's run that has succeeded         begin a run
     a run that has not succeeded                                 continue it: a changed file is still the same training
     such a run, while another namespace or cluster trains it     end with an error
     such a run of another owner, after a submission with --fresh begin a run; files of the old run move to `previous/`
-    an unfinished run that a later file has taken over           end as a zombie
+    an unfinished run that a later job file has taken over       end as superseded
     this owner's run, which has ended                            end in the same way
 
 If the output is lost with a pod, so is the record. A new worker then asks the workers that stay up after the end (`query_end`).
@@ -61,7 +61,7 @@ class Ended:
 
 
 def query_end(others: Sequence[str], run: str) -> Ended | None:
-    """Ask workers that stay up after the end, by `host:port`, how the run ended. Returns None if none of them answers."""
+    """Ask the workers at the addresses `others`, which stay up after the end, how the run ended. Returns None if none answers."""
 
     def query(address: str) -> Ended | None:
         try:
@@ -76,7 +76,7 @@ def query_end(others: Sequence[str], run: str) -> Ended | None:
 
 
 def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
-    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our full name (`me`)."""
+    """Return the `host:port` of the other workers' probes, derived from worker 0's host (`endpoint`) or our own (`me`)."""
     at_0 = endpoint.startswith("c10d://")
     host = (urllib.parse.urlsplit(endpoint).hostname or "") if at_0 else me
     name, _, domain = host.partition(".")
@@ -87,9 +87,9 @@ def others(endpoint: str, me: str, index: int, workers: int) -> list[str]:
 
 
 def home(environ: Mapping[str, str], authorities: Path = _AUTHORITIES) -> str:
-    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), which all pods of the job share. An
-    operator's job is identified by its run, any other job by the cluster's certificate authorities; if these change, new pods
-    count as another owner."""
+    """Return the identity of the place that trains this pod's job (`runs.heartbeat`), the same in all pods of the job. It
+    contains the run's id if an operator runs the job, and otherwise a digest of the cluster's certificate authorities. If these
+    authorities change, new pods count as another owner."""
     name = f"{environ.get(contract.Env.NAMESPACE) or 'default'}/{environ[contract.Env.JOB]}"
     if contract.Env.MEMBER in environ:
         return f"{name} ({environ[contract.Env.RUN]})"
@@ -150,19 +150,19 @@ def generation(where: store.Store, output: Path, run: str, *, stored: bool) -> i
 
 
 def newest_generation(where: store.Store, output: Path, run: str, *, stored: bool) -> int:
-    """Return the newest generation in the output, which may still commit; 0 if there is none."""
+    """Return the newest generation in the output; 0 if there is none. That generation may still commit."""
     here = checkpoints.generation(output / contract.CHECKPOINTS, run)
     latest = register.read(where, run) if stored else None
     return max(here, latest.generation if latest else 0)
 
 
 def record(job: str, owner: str) -> runs.Run:
-    """Create the record of a run that starts now. Its id is the owner's name."""
+    """Create the record of a run that starts now. The run's id is the owner's name."""
     return runs.Run(owner, job, time.time(), state="Running", owner=owner)
 
 
 def fetch_own(where: store.Store, output: Path, worker: int) -> None:
-    """If this worker's disk lacks them, fetch its earlier log and ledgers, and the metrics, to which any worker may append."""
+    """Fetch this worker's earlier log and ledgers, and the metrics of all workers, unless they are on its disk already."""
     ledgers = [f"{contract.LEDGER}/{name}-{worker}.jsonl" for name in ("agent", "decider")]
     names = [f"{contract.LOGS}/{contract.worker_log(worker)}", *ledgers]
     if worker == 0:

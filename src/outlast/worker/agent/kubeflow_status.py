@@ -22,7 +22,7 @@ from outlast.job import contract
 from outlast.worker.tracking import missing_points
 
 URL, CA_CERT, TOKEN = (f"KUBEFLOW_TRAINER_SERVER_{name}" for name in ("URL", "CA_CERT", "TOKEN"))
-"""Environment variables for the URL, the file of the server's certificate authority, and our token file, which is renewed."""
+"""Environment variables for the URL, the server's certificate authority (a file), and our token (a file that is renewed)."""
 INTERVAL_S = 5.0
 TIMEOUT_S = 3.0
 _MOST, _LONGEST = 200, 64
@@ -40,7 +40,7 @@ class StatusServer:
         self._first = (0, 0.0)
         """First reported step and its time, from which the remaining time is estimated."""
         self._last: tuple[int, int | None] | None = None
-        """Newest step, and the total if known; None while rank 0 is on another worker."""
+        """Newest step, and the total number of steps if known; None while rank 0 is on another worker."""
 
     def look(self, step: float, steps: float | None, *, rank: int) -> None:
         """Report the first process's progress if that process is rank 0 and a report is due."""

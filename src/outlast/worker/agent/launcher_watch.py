@@ -1,4 +1,4 @@
-"""Restarts this machine's launcher if it is unreachable, so that a job does not depend on the process that started it."""
+"""Restarts this machine's launcher if it is unreachable, so that a job survives the loss of its launcher."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from outlast.worker.launch import os_calls
 
 CHECK_INTERVAL_S = 1.0
 UNREACHABLE_S = 1.5
-"""Seconds after which an unreachable launcher is restarted. The time doubles with each restart, since imports may be slow."""
+"""Seconds after which an unreachable launcher is restarted. Each restart doubles this time, since imports may be slow."""
 LONGEST_S = 60.0
 STAGGER_S = 0.2
 """Additional delay in seconds per worker index, since one new launcher is enough."""

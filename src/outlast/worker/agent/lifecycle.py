@@ -54,7 +54,7 @@ class Worker:
 FINAL = (contract.Exit.DONE, contract.Exit.MISCONFIGURED, contract.Exit.GIVEN_UP)
 """Exit codes after which restarting the worker is pointless."""
 DONE_FLUSH_S = 1800.0
-"""Timeout in seconds for the last upload after training. It is long, since nothing repeats that upload."""
+"""Timeout in seconds for the last upload after training. It is long, since this upload includes the final results."""
 LAST_FLUSH_S = 10.0
 """Minimum timeout in seconds for an interrupted worker's last upload, even after its grace period."""
 LEAST_FLUSH_S = 1.0
@@ -94,7 +94,7 @@ class Trained:
 
 @dataclasses.dataclass(frozen=True)
 class Interrupted:
-    """Event: this worker must leave within `grace_s` from `now` (SIGTERM, spot notice, drain). The earliest deadline counts."""
+    """Event: this worker must leave by `now` + `grace_s` (SIGTERM, spot notice, drain). The earliest deadline counts."""
 
     reason: str
     now: float
@@ -237,7 +237,7 @@ def _end(worker: Worker, code: int, reason: str) -> tuple[Worker, tuple[Effect, 
 
 
 def flush_timeout_s(code: int | None, worker: Worker, now: float) -> float:
-    """Return the timeout for the last upload of a worker that ends with `code`. It ends before the machine disappears."""
+    """Return the timeout for the last upload of a worker that ends with `code`. The upload must end before the machine goes."""
     grace_left_s = worker.leave_by - now if worker.leave_by is not None else 0.0
     timeout_s = DONE_FLUSH_S if code == contract.Exit.DONE else max(LAST_FLUSH_S, grace_left_s)
     if worker.gone_by is None:

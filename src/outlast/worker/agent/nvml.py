@@ -19,7 +19,7 @@ class _Memory(ctypes.Structure):
 
 
 class _Utilization(ctypes.Structure):
-    """`nvmlUtilization_t`: percentages of time in which a kernel ran, and in which memory was accessed."""
+    """`nvmlUtilization_t`: percentages of the time in which a kernel ran, and in which memory was accessed."""
 
     _fields_ = (("gpu", ctypes.c_uint), ("memory", ctypes.c_uint))
 
@@ -33,8 +33,8 @@ class Gpus:
         self._lock = threading.Lock()
 
     def samples(self) -> list[Sample]:
-        """Return each GPU's utilization (except for MIG slices) and memory. Empty if there is no NVML, or while an earlier call
-        is pending, since a broken GPU can hang NVML."""
+        """Return each GPU's utilization (except for MIG slices) and memory. The list is empty without NVML, and while an earlier
+        call is pending, since a broken GPU can hang NVML."""
         if not self._lock.acquire(blocking=False):
             return []
         try:

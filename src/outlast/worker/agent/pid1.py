@@ -15,7 +15,7 @@ from outlast.job import contract
 from outlast.worker.launch import os_calls
 
 FAULTS = {signal.SIGSEGV, signal.SIGBUS, signal.SIGILL, signal.SIGFPE}
-"""Signals for faults in the process itself, which cannot be blocked."""
+"""Signals for faults in the process itself. These signals cannot be blocked."""
 
 
 def stand_by() -> None:

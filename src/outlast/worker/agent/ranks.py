@@ -1,8 +1,8 @@
 """Observes a worker's training processes for its agent: which of them are alive, and how long each has been silent.
 
 A process is identified by pid and start time, since pids are reused. It is silent from the last observed change in its progress
-or heartbeat (`workerfiles.progress_file`). The clock (`clock.Awake`) stops while the agent does, so neither a jump of the wall
-clock nor a suspended machine makes a process silent.
+or heartbeat (`workerfiles.progress_file`). The clock (`clock.Awake`) stops while the agent is stopped, so neither a jump of the
+wall clock nor a suspended machine makes a process silent.
 """
 
 from __future__ import annotations

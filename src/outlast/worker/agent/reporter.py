@@ -24,7 +24,7 @@ from outlast.worker.hangs import hang_limit
 HEARTBEAT_INTERVAL_S = 1.0
 """Interval in seconds for touching an unchanged `worker.json`, as the agent's heartbeat."""
 ALONE_LOOKS = 30
-"""Observations, ten a second, before the agent warns of a missing process group, which a script may create late. Arbitrary."""
+"""Observations (ten a second) before the agent warns of a missing process group, which a script may create late. Arbitrary."""
 STANDSTILL_S = 30.0
 """Seconds without progress after which the status shows where the processes wait."""
 
@@ -145,7 +145,7 @@ def _of_rank(progress: Progress) -> Iterator[Sample]:
 
 class LoggedStep:
     """The step that a plain script prints to its log, if rank 0 runs here without a session. In a pod, this class also warns if
-    the script restarts from the beginning; on one machine the launcher does."""
+    the script restarts from the beginning; on one machine, the launcher gives this warning."""
 
     def __init__(self, *, pod: bool = False) -> None:
         self._pod = pod

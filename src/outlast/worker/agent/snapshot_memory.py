@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 
 def begin(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Server | None:
-    """Serve memory to a worker's ranks; this machine has `workers` workers. Returns None if snapshots are off or impossible.
+    """Serve memory for a worker's snapshots. This machine has `workers` workers. Returns None if snapshots are off or impossible.
 
     Even with a budget of 0 bytes, ranks can read other workers' snapshots. `restore` fetches the newest checkpoint from the store
     at a rank's request; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a running job:

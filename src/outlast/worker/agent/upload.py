@@ -4,11 +4,11 @@
     python -m outlast upload --rest S     upload all that remains, retrying for S seconds; exit code 0 if all is uploaded;
                                           --ended means that the operator has ended the run
 
-One process uploads a directory: others wait for its lock, and take over when it dies. If workers share no disk, the process for
-rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads its own directory's other
-files. Committed checkpoints are uploaded at once, newest first, the ledger with each event, and everything else at the job's
-interval. `.push/` records completed uploads, so a kill costs at most one repetition. Each line on standard output is a `Report`
-as JSON.
+Only one process at a time uploads a directory: the others wait for its lock, and one takes over when it dies. If workers share no
+disk, the process for rank 0's directory uploads checkpoints and metrics (`checkpoints.first`), and each process uploads the
+other files in its own directory. Committed checkpoints are uploaded at once, newest first. The ledger is uploaded after each
+event, and everything else at the job's interval. Since `.push/` records completed uploads, the successor of a killed
+process repeats at most one. Each line on standard output is a `Report` as JSON.
 """
 
 from __future__ import annotations
@@ -41,11 +41,11 @@ POLL_INTERVAL_S = 1.0
 EVENTS_S, STEPS_S = 3.0, 120.0
 """Minimum intervals in seconds between ledger uploads (two requests each): with new events, and with new steps alone."""
 LOCK_TIMEOUT_S = 3.0
-"""Seconds that a flush waits for another process that uploads the same directory, and will upload the rest."""
+"""Seconds that a flush waits for another process that uploads the same directory. That process will upload the rest."""
 MAX_PASSES = 3
-"""Maximum number of passes in a flush while individual files fail, which only the user can fix."""
+"""Maximum number of passes in a flush if only some files fail. Only the user can fix such failures."""
 COUNT_S, COUNT_SHARE = 10.0, 0.02
-"""Minimum interval in seconds between goodput computations, and their maximum share of the time."""
+"""Minimum interval in seconds between goodput computations, and the maximum share of the time that they take."""
 RETRY_S = (2.0, 60.0)
 
 
@@ -66,17 +66,17 @@ class Report:
     seconds: float | None = None
     """Duration in seconds of the last checkpoint upload; None before the first."""
     uploads: int = 0
-    """Number of checkpoints that this process has uploaded, in `uploads_s` seconds."""
+    """Number of checkpoints that this process has uploaded, in a total of `uploads_s` seconds."""
     uploads_s: float = 0.0
     goodput: float | None = None
     """The run's goodput so far; None before the first step, and in processes that do not run beside rank 0."""
     lost: Mapping[str, float] | None = None
-    """Training seconds lost by cause (`incidents.CAUSES`); `lost_steps` counts steps whose result was lost."""
+    """Seconds of training lost, keyed by cause (`incidents.CAUSES`). `lost_steps` counts steps whose result was lost."""
     lost_steps: int = 0
 
 
 class SomeFailed(store.StoreError):
-    """Raised if some files could not be uploaded, although all others were."""
+    """Raised if some files could not be uploaded but all others were."""
 
 
 class Uploader:
@@ -100,9 +100,9 @@ class Uploader:
         self._acquired = 0
         """Newest generation for which this process may write checkpoints to the store."""
         self._left_behind = 0
-        """Newest generation on this disk when rank 0 moved to another disk; otherwise 0."""
+        """Newest generation on this disk when rank 0 moved to another disk; 0 if rank 0 has not moved."""
         self._uploaded: set[tuple[int, int]] = set()
-        """Step and generation of each checkpoint that is in the store or damaged, and needs no upload."""
+        """Step and generation of each checkpoint that needs no upload, since it is in the store or damaged."""
         self._ways_back: list[tuple[int, int]] = []
         """The result of `checkpoints.ways_back` for which checkpoints were last withdrawn from the store."""
         self._journals = output / OWN / "checkpoints"
@@ -146,7 +146,7 @@ class Uploader:
         )
 
     def upload(self, stop: threading.Event, *, last: bool = False) -> None:
-        """Upload everything; unfinished files only if `last` is set. Raises StoreError, Stopped, Superseded and OSError."""
+        """Upload everything, but unfinished files only if `last` is set. Raises StoreError, Stopped, Superseded and OSError."""
         runs.check(self._place, self._run, self._owner)
         if not self._index.exists():  # the first pass uploads the job file and logs before the first checkpoint
             with contextlib.suppress(SomeFailed, OSError):  # raised again below
@@ -165,7 +165,7 @@ class Uploader:
         self._upload_compiled(stop)
 
     def _upload_output(self, stop: threading.Event, *, last: bool) -> None:
-        """Upload everything except checkpoints. If the output's disk is full, move the index to the state directory."""
+        """Upload everything except checkpoints. If the output's disk is full, keep the index in the state directory."""
         try:
             self._push_output(stop, last=last)
         except (OutlastError, OSError) as problem:
@@ -216,7 +216,7 @@ class Uploader:
         self._sent_at, self._unsent = now, ""
 
     def count(self, now: float, stop: threading.Event) -> None:
-        """Compute the whole run's goodput for the operator if that is due. Failures are ignored, since no upload needs it."""
+        """Compute the run's goodput for the operator, if due. Failures are ignored, since uploads do not need the result."""
         if not (first := self._first()):
             self._have_ledgers = False
         if contract.Env.MEMBER not in self._environ or now < self._count_at or not first:
@@ -244,7 +244,7 @@ class Uploader:
                 self.update(goodput=round(account.goodput, 6), lost=lost, lost_steps=account.steps_replayed)
 
     def _upload_compiled(self, stop: threading.Event) -> None:
-        """Upload compiled code, after the output. Failures are only logged, since others can compile again."""
+        """Upload compiled code, after the output. Failures are only logged, since the code can be compiled again."""
         if not self.compiled:
             return
         before = time.time() - compile_cache.SETTLED_S if self.ended is None else self.ended - compile_cache.KILLED_S
@@ -267,7 +267,7 @@ class Uploader:
         return sorted(filter(growing_files.grows, paths))
 
     def upload_checkpoints(self, stop: threading.Event) -> None:
-        """Upload the committed checkpoints that the store lacks, and prune the store by the job's retention policy."""
+        """Upload the committed checkpoints that the store lacks, and prune the store according to the job's retention."""
         generation = checkpoints.generation(self.output / contract.CHECKPOINTS, self._run)
         if generation > self._acquired:
             newest = self._checkpoints.acquire(generation)
@@ -350,7 +350,7 @@ def run(uploader: Uploader, interval_s: float, stop: threading.Event) -> None:
 
 
 def flush(uploader: Uploader, deadline: float) -> str:
-    """Upload all that remains until `deadline` (monotonic). Returns an error message; empty even if a few files keep failing."""
+    """Upload all remaining output by `deadline` (monotonic). Returns an error message; empty even if a few files keep failing."""
     stop = threading.Event()
     uploader.ended = time.time()
     timer = threading.Timer(max(0.0, deadline - time.monotonic()), stop.set)
@@ -384,7 +384,7 @@ def failed(uploader: Uploader, problem: Exception) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run an upload process; returns its exit code."""
+    """Run an upload process, and return its exit code."""
     from outlast.job import spec
 
     environ = os.environ

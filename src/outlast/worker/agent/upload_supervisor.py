@@ -1,4 +1,4 @@
-"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and flushes at the end."""
+"""Supervises the upload process (`agent.upload`) for the agent: starts it, reads its reports, and makes the last upload."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ class UploadProcess:
         self._seen = Seen(time.monotonic)
 
     def ensure_running(self, processes: Sequence[Process] = ()) -> bool:
-        """Start the upload process unless it is running; the first start waits until the training `processes` could have written
+        """Start the upload process unless it is running. The first start waits until the training `processes` could have written
         output. Returns True if the last upload process found that this worker had been superseded."""
         if self._child is not None:
             code = self._child.poll()
@@ -131,7 +131,7 @@ class UploadProcess:
         return float(seconds) if isinstance(seconds, int | float) else None
 
     def metrics(self) -> dict[str, float]:
-        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been set."""
+        """Return the last report as metrics. Ages count from the report's arrival, since the wall clock may have been changed."""
         if not (report := self.report):
             return {}
         uploaded_s, failing_s = (self._seen.age(key, report[key]) for key in _TIMES)

@@ -1,5 +1,6 @@
-"""Trains in successive worlds, in a thread of the worker's agent, and is the worker's member in the rendezvous. Unlike in
-torchrun's agent, a failure does not end the loop: it reports how the training processes ended, and waits for the next world."""
+"""Trains in successive worlds, in a thread of the worker's agent, and represents the worker in the rendezvous. Unlike in
+torchrun's agent, a failure does not end this loop: the loop reports how the training processes ended, and waits for the next
+world."""
 
 from __future__ import annotations
 
@@ -34,7 +35,7 @@ MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
 """Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
 EXIT_TIMEOUT_S = 5.0
-"""Maximum seconds from when a process records its error to when it ends."""
+"""Maximum seconds that a process takes to end after it has recorded its error."""
 MAX_BACKOFF_S = 30.0
 """Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
@@ -204,7 +205,7 @@ class WorldLoop:
         return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
-        """Return whether all processes wait for the next world. Checks rarely until one is announced."""
+        """Return whether all processes wait for the next world. Checks rarely until a new world is announced."""
         asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
@@ -239,7 +240,7 @@ class WorldLoop:
         return any(self._seen.age(rank, record["time"]) < EXIT_TIMEOUT_S for rank, record in causes)
 
     def _repaired(self, past: Past) -> None:
-        """Log that the members are restarting this world's processes; rank 0's worker also records it in the ledger."""
+        """Log that the members are restarting this world's processes. Rank 0's worker also records this in the ledger."""
         reason = str(past.failure.get("reason", ""))
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:

@@ -48,7 +48,7 @@ _COUNTED = frozenset(
         *("gather", "reduce", "reduce_scatter", "reduce_scatter_tensor", "scatter"),
     ]
 )
-"""Functions of torch.distributed that every rank calls, and that count a call before they wait."""
+"""Collectives in torch.distributed that all ranks must call, and that torch counts before they wait."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -59,19 +59,19 @@ class RankState:
     call: str = ""
     """The current call to the session, with its place, such as `run.save(20) (train.py:20)`; empty outside calls."""
     waits: str = ""
-    """The collective that the rank waits in outside calls, such as `all_reduce`; empty if there is none."""
+    """The collective in which the rank waits, such as `all_reduce`; empty in a call to the session, or if there is none."""
     at: str = ""
     """The script's current line, such as `loss.backward() (train.py:12)`."""
     begun: Mapping[str, int] = dataclasses.field(default_factory=dict)
     """Number of collectives begun in each of the script's groups; empty if they cannot be counted."""
     looks: int = 0
-    """Number of this rank's reports so far, which tells repeated reports apart."""
+    """Number of this rank's reports so far, to tell repeated reports apart."""
     blocks: bool = True
     """Whether the main thread waits for the last collective begun. A GPU's backward pass waits in other threads."""
 
 
 def deadlock(states: Sequence[RankState]) -> str:
-    """Return an error message if these still ranks certainly wait for each other by mistake, or an empty string."""
+    """Return an error message if these ranks, none of which moves, certainly wait for each other by mistake; empty otherwise."""
     calling = [each for each in states if each.call]
     others = [each for each in states if not each.call]
     if not others or not all(each.waits for each in others):
@@ -146,7 +146,7 @@ class Watch:
         self._rank, self._ranks, self._group = 0, 1, 0
         """Our rank in the store's process group, and the group's size and identity."""
         self._published = False
-        """True while this rank's state is published, which makes the other ranks count it as still."""
+        """True while this rank's state is published. The other ranks then count this rank as still."""
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None
         self._looks = 0
@@ -168,7 +168,7 @@ class Watch:
             self._thread.start()
 
     def forget(self) -> None:
-        """Forget the last world, since this process enters the next one."""
+        """Forget the last world. Called when this process enters the next one."""
         with self._lock:
             self.call, self.calls, self.broken = "", 0, False
             self._own_groups.clear()
@@ -241,7 +241,7 @@ class Watch:
         return self.calls, self.signs, *self.begun().items()
 
     def _still(self, main: int, sample: motion.Sample) -> bool:
-        """Return whether the main thread has been still since the sample, which makes all observations consistent."""
+        """Return whether the main thread has been still since the sample. If so, all observations since then are consistent."""
         return motion.place(_frame(main)) == sample.place and self._counts() == sample.counts
 
     def _connect(self) -> None:
@@ -291,8 +291,8 @@ class Watch:
         return [decode(RankState, json.loads(text)) for text in texts]
 
     def _deadlock(self, states: Sequence[RankState]) -> str:
-        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, which
-        proves that these states were simultaneous."""
+        """Return the error message for a deadlock, or an empty string. All ranks must have reported the same states twice, since
+        only this proves that these states were simultaneous."""
         sentence, last = deadlock(states), self._suspected
         if not sentence or [dataclasses.replace(each, looks=0) for each in states] != [state for state, _ in last]:
             self._suspected = [(dataclasses.replace(each, looks=0), each.looks) for each in states] if sentence else []
@@ -300,7 +300,7 @@ class Watch:
         return sentence if all(each.looks > looks for each, (_, looks) in zip(states, last, strict=True)) else ""
 
     def begun(self) -> dict[str, int]:
-        """Return the number of collectives begun by group; empty if not all of them can be counted."""
+        """Return the number of collectives begun, keyed by group; empty if not all of them can be counted."""
         begun: dict[str, int] = {}
         dist: Any = sys.modules.get("torch.distributed")
         try:
@@ -322,7 +322,7 @@ def watch() -> Watch:
 
 
 def store() -> Any:
-    """Return a separate connection to the process group's store, since the script's may be blocked; None without a store."""
+    """Return a separate connection to the process group's store, since the script's own may be blocked; None without a store."""
     dist = sys.modules["torch.distributed"]
     try:
         return dist.distributed_c10d._get_default_store().clone()

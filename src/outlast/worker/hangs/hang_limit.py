@@ -45,7 +45,7 @@ class Process:
 
 
 OTHERS_FIRST = 1.25
-"""Factor on the limit for processes that may wait for a culprit on another worker, which should act first."""
+"""Factor on the limit for processes that may be waiting for a culprit on another worker, whose agent should act first."""
 START_LIMIT_S = 600.0
 """Minimum limit in seconds before the first step, since imports, compilation and restores may be slow."""
 

@@ -43,11 +43,11 @@ class Sample:
 
 @dataclasses.dataclass(frozen=True)
 class Work:
-    """Work by child processes and GPUs, which costs more to measure than a `Sample`."""
+    """Work by child processes and GPUs. Measuring it costs more than taking a `Sample`."""
 
     children_s: float = 0.0
     allocated: tuple[int, ...] = ()
-    """Number of allocations on each GPU, which grows with operations on tensors, but not in waits."""
+    """Number of allocations on each GPU. It grows with operations on tensors, but not during waits."""
 
 
 class Motion:
@@ -57,7 +57,7 @@ class Motion:
         self._last = Sample(None)
         self._work: Work | None = None
         self._places: set[Hashable] = set()
-        """The main thread's places since the last other sign of motion."""
+        """The main thread's places since the last sign of motion of another kind."""
 
     def moves(self, sample: Sample, seconds: float, work: Callable[[], Work] = Work) -> bool:
         """Return whether the process has moved since the last sample, `seconds` ago."""

@@ -17,7 +17,7 @@ def warning(*, image: bool) -> str:
 
 
 def missing(*packages: str) -> dict[str, str]:
-    """Return the directories of packages whose bytecode is missing or stale and cannot be written, by package name."""
+    """Return the directories of packages whose bytecode is missing or stale and cannot be written, keyed by package."""
     directories = {}
     for package in packages:
         spec = importlib.util.find_spec(package)
@@ -44,7 +44,7 @@ def _valid(source: str, cached: str) -> bool:
 
 
 def remedy(packages: dict[str, str], *, image: bool = True) -> str:
-    """Return advice on compiling these `packages` (directories by name), in a pod's `image` or on this machine."""
+    """Return advice on compiling these `packages` (directories keyed by name), in a pod's `image` or on this machine."""
     where = " ".join(sorted({os.path.dirname(path) for path in packages.values()}))
     how = "compile in the Dockerfile: RUN" if image else "compile once:"
     return f"{how} python3 -m compileall -q {where} (pip does so by itself, uv with UV_COMPILE_BYTECODE=1)"

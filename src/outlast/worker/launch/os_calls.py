@@ -51,7 +51,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 _NO_ENV = "SPT_NOENV"
-"""Variable that keeps setproctitle from overwriting the environment, which limits titles to the length of the arguments."""
+"""Variable that keeps setproctitle from overwriting the environment. Titles are then at most as long as the arguments."""
 
 
 def entitle(title: str) -> None:

@@ -1,10 +1,10 @@
 """The copy of Outlast from which a job on this machine runs, so that an upgrade in place does not affect running processes.
 
     <cache>/packages/<digest>/outlast/        a copy of the package with its bytecode, shared by all jobs with this version
-    <cache>/packages/<digest>/outlast.lock    held, shared, by each launcher and agent that runs from this copy
+    <cache>/packages/<digest>/outlast.lock    a shared lock, held by each launcher and agent that runs from this copy
 
-The command line makes the copy, and starts the launcher with it in front of PYTHONPATH, which all processes of the job inherit. A
-new copy replaces those that no process uses. See docs/decisions/0061-upgrades-in-place.md.
+The command line makes the copy, and starts the launcher with the copy at the front of PYTHONPATH, which all processes of the job
+inherit. A new copy replaces those that no process uses. See docs/decisions/0061-upgrades-in-place.md.
 """
 
 from __future__ import annotations
@@ -55,7 +55,7 @@ def hold() -> None:
 
 
 def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str]:
-    """Return an environment whose processes import Outlast from this copy, or else from this process's copy, if any."""
+    """Return an environment whose processes import Outlast from `copy`, or by default from the copy that this process uses."""
     if not (copy := copy or current()):
         return dict(environ)
     others = environ[_VARIABLE].split(os.pathsep) if environ.get(_VARIABLE) else []
@@ -63,7 +63,7 @@ def ahead(environ: Mapping[str, str], copy: Path | None = None) -> dict[str, str
 
 
 def _listing(package: Path) -> list[tuple[str, int, int]]:
-    """Return each file's path, size and modification time, without bytecode; empty if there is no package."""
+    """Return the path, size and modification time of each file except bytecode; empty if there is no package."""
     listing = []
     for directory, below, names in os.walk(package):
         below[:] = [name for name in below if name != "__pycache__"]

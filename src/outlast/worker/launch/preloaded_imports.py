@@ -2,8 +2,8 @@
 
 Once it trains, a rank reports its modules to the warm process. A fork of that process tries to import those of installed
 packages, once for all workers on a machine. A package is left to the script if it starts threads or processes, opens devices or
-connections, writes files, draws random numbers, reads environment variables that differ, or crashes. The warm process imports all
-other packages while it is idle. See docs/decisions/0042-starting.md.
+connections, writes files, draws random numbers, crashes, or reads environment variables that are not the same in the rank. The
+warm process imports all other packages while it is idle. See docs/decisions/0042-starting.md.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ stepped = threading.Event()
 """Set once this process has completed a training step, if it is a rank with a session."""
 LEAST = 20
 TRIALS = 5
-"""Maximum number of trials, each without the package that failed the previous one."""
+"""Maximum number of trials, each without the package that failed in the previous trial."""
 TRIAL_S = 120
 _NEVER = {
     *("mpi4py", "horovod", "deepspeed", "jax", "jaxlib", "tensorflow", "cupy"),
@@ -81,7 +81,7 @@ def dumps(preloaded: Collection[str]) -> bytes:
 
 
 def loads(data: bytes) -> Imported | None:
-    """Parse the output of `dumps`; returns None if the rank ended before it wrote everything."""
+    """Parse the output of `dumps`. Returns None if the rank ended before it had written everything."""
     try:
         fields = json.loads(data)
     except ValueError:
@@ -109,7 +109,7 @@ def places() -> list[str]:
 
 
 def chosen(imported: Imported, *, loaded: Collection[str], tried: Collection[str], where: Sequence[str]) -> list[str]:
-    """Return the modules to try, without the script's own code, which may change before the next restart."""
+    """Return the modules to try. The script's own code is not among them, since it may change before the next restart."""
     names = [
         name
         for name, origin in imported.modules.items()
@@ -243,7 +243,7 @@ class Preloader:
         self.modules: list[str] = []
 
     def pipe(self, environ: Mapping[str, str]) -> int:
-        """Open a pipe for the `report` from a rank that starts with this environment. Returns the rank's descriptor."""
+        """Open a pipe for the `report` from a rank that starts with this environment. Returns the descriptor for that rank."""
         read, write = os.pipe()
         self._reading[read] = bytearray()
         self._environ = {name: value for name, value in environ.items() if not _PER_RANK.fullmatch(name)}
@@ -251,7 +251,7 @@ class Preloader:
         return write
 
     def close(self) -> None:
-        """Close all descriptors; called in a fork."""
+        """Close all descriptors. Called in a fork."""
         for fd in self._reading:
             os.close(fd)
 

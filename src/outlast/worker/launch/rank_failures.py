@@ -19,7 +19,7 @@ from outlast.job.workerfiles import progress_file
 from outlast.rendezvous.root_cause import left_early
 
 EARLY_S = 30.0
-"""Seconds during which a script without steps counts as before its first step. Arbitrary."""
+"""Seconds for which a script that reports no steps is taken to be before its first step. Arbitrary."""
 _SCRIPT_ERRORS = (
     *("SyntaxError", "IndentationError", "TabError", "ImportError", "ModuleNotFoundError"),
     *("TypeError", "NameError", "UnboundLocalError", "AttributeError", "SystemExit"),
@@ -29,8 +29,8 @@ _MEMORY = ("OutOfMemoryError", "MemoryError")
 _LOADER = "killed by signal: Killed"
 """torch's message after the kernel has killed a data loader process."""
 _STEPS = ("first step", "train")
-"""Phases in which a hang is attributed to the step; in other phases a process waits for a store or a disk. A plain script without
-steps counts as at step 0 if it was silent for longer than it was active."""
+"""Phases in which a hang is blamed on the current step. In other phases, a process may be waiting for a store or a disk. A plain
+script that reports no steps is taken to be at step 0 if it was silent for longer than it was active."""
 _COLLECTIVE = ("RuntimeError", "DistBackendError", "DistNetworkError", "DistStoreError", "CheckpointException")
 _SECONDARY = re.compile(
     r"connection .{0,20}(closed|reset|refused)|broken pipe|by peer|pair closure|socket (closed|timeout)|timed out|gloo|"
@@ -131,7 +131,7 @@ class Start:
         return {**first, "rank": rank, "reason": reason, "echo": False, "left": True, "traceback": ""}
 
     def causes(self) -> dict[int, dict[str, Any]]:
-        """Return the processes' error records by local rank, without secondary failures."""
+        """Return the processes' error records, without secondary failures, keyed by local rank."""
         records = {each: files.mapping(self.state / contract.ERROR.format(local_rank=each)) for each in range(self.processes)}
         return {each: record for each, record in records.items() if "code" in record and not is_secondary(record)}
 
@@ -154,7 +154,8 @@ def is_secondary(record: Mapping[str, Any]) -> bool:
 
 
 def cause(record: Mapping[str, Any]) -> FailureCause:
-    """Return a failure's cause: wrong bits, a full disk, no memory (a driver's error is a RuntimeError), or unknown."""
+    """Return a failure's cause: wrong bits, a full disk, out of memory, or unknown. Drivers report a lack of memory as a
+    RuntimeError."""
     kind, message = record.get("type"), record.get("message", "")
     if kind == WrongBits.__name__:
         return FailureCause.BITS

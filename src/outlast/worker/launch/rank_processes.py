@@ -28,9 +28,9 @@ PREFIX = "[rank {}] "
 KILL_DELAY_S = 5.0
 """Seconds from SIGTERM to SIGKILL for training without a grace period."""
 CAUSE_S = 0.5
-"""Maximum seconds by which the first failed process may end after those whose failures it caused."""
+"""Maximum seconds to wait for the process that failed first, which may end after those whose failures it caused."""
 LOST = "was lost with its warm process"
-"""The reason given for a process whose warm process was killed: the kernel kills it, too, and nothing reports its end."""
+"""The reason given for a process whose warm process was killed. The kernel then kills it, too, and nothing reports its end."""
 END_S = 60.0
 """Longest wait in seconds for a killed process, which a driver or a disk may delay."""
 
@@ -157,7 +157,7 @@ class Fork(threading.Thread):
 
 
 class RankProcesses:
-    """This worker's training processes in one world, and the process of the world's store if it is hosted here."""
+    """This worker's training processes in one world, and the process of the world's store if this worker hosts it."""
 
     def __init__(self, path: str, cwd: str) -> None:
         """`path` is the warm process's socket."""
@@ -171,7 +171,7 @@ class RankProcesses:
         self._store = Fork(self._path, "store", [address], environ, self._cwd, self._changed, stdin=listener.fileno())
 
     def start(self, command: Sequence[str], environs: Sequence[Mapping[str, str]]) -> None:
-        """Start a training process for each of `environs`, or continue the processes that were kept if all of them can."""
+        """Start a training process for each of `environs`, or continue the kept processes if all of them can."""
         if self._ranks and not self.over():
             with contextlib.suppress(OSError):  # a full disk
                 for rank, environ in zip(self._ranks, environs, strict=True):
@@ -190,7 +190,7 @@ class RankProcesses:
         return self._ended() or bool(self.failures())
 
     def wait(self, timeout_s: float, *, all_: bool = False) -> None:
-        """Wait until `over`, or until all training processes have ended, for at most `timeout_s` seconds."""
+        """Wait until `over` or, if `all_` is set, until all training processes have ended, but at most `timeout_s` seconds."""
         with self._changed:
             self._changed.wait_for(self._ended if all_ else self.over, timeout_s)
 

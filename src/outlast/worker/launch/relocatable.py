@@ -37,7 +37,7 @@ FOR_TRAINING = (
     *("yaml", "psutil", "obstore", "botocore", "jmespath", "dateutil", "six.py", "urllib3"),
     *("httpx2", "httpcore2", "h11", "idna", "truststore", "typing_extensions.py"),
 )
-"""Modules in `packages`, which are pure Python or compiled for Python's stable ABI."""
+"""Modules in `packages`. They are pure Python, or compiled for Python's stable ABI."""
 _UNUSED = (
     *("test", "tests", "distutils", "idlelib", "tkinter", "turtledemo", "lib2to3", "ensurepip", "pydoc_data", "*-packages"),
     *("config-*", "*.opt-?.pyc", "*.a", "_tkinter.*", "_test*", "_ctypes_test.*", "xxlimited*"),
@@ -61,7 +61,7 @@ def home() -> Path | None:
 
 
 def python() -> list[str]:
-    """Return the command for a Python with the agent's packages: the injected copy's if in use, otherwise this one."""
+    """Return the command for a Python with the agent's packages: that of the injected copy if it is in use, otherwise our own."""
     directory = home()
     return command(str(directory)) if directory else [sys.executable]
 
@@ -77,7 +77,7 @@ def main(argv: list[str]) -> None:
 
 
 def make(directory: Path) -> None:
-    """Copy this Python, our package and what an agent needs into a directory, which may then be moved. Raises OSError."""
+    """Copy this Python, our package and what an agent needs into a directory that can be moved later. Raises OSError."""
     for left in directory.glob("*"):  # left by a container that was killed
         shutil.rmtree(left)
     library = directory / "python" / "lib" / f"python{sys.version_info.major}.{sys.version_info.minor}"

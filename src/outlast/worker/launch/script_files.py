@@ -1,9 +1,9 @@
 """Distributes rank 0's files for plain scripts in pods, so that all pods begin a world with the same files.
 
 Pods share no directory, so a script that saves on rank 0 and loads on all ranks would resume at different steps. Before it starts
-in a world, rank 0's process asks its upload process to upload the script's files, and announces that in the world's TCPStore; on
-each other pod, the first process then fetches the files (`prepare.workdir`) while the rest wait for it. Scripts with a session do
-not need this. See docs/decisions/0023-the-working-directory.md.
+in a world, rank 0's process asks its upload process to upload the script's files, and announces the upload in the world's
+TCPStore. On every other pod, the first process then fetches the files (`prepare.workdir`), while the pod's other processes wait
+for it. Scripts with a session do not need this. See docs/decisions/0023-the-working-directory.md.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _POLL_INTERVAL_S = 0.05
 
 def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
     """Send rank 0's files to the other workers if this worker has rank 0; otherwise fetch them. Each training process calls this
-    before its script. `connect` connects to the TCPStore at an address. If this fails, each pod keeps its own files."""
+    before its script. `connect` connects to the TCPStore at an address. If sharing fails, each pod uses its files."""
     if not _shared(environ):
         return
     worker, until = environ["GROUP_RANK"], time.monotonic() + _TIMEOUT_S
@@ -65,7 +65,8 @@ def share(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
 
 
 def stays(environ: Mapping[str, str], connect: Callable[[str], Any]) -> None:
-    """Announce, for a kept rank 0, that new processes need no files, since the script has a session. Raises RuntimeError."""
+    """Announce that new processes need no files, since the script has a session. All kept processes call this, and the one with
+    rank 0 makes the announcement. Raises RuntimeError."""
     if environ["RANK"] == "0" and _shared(environ):
         connect(_address(environ)).set(_KEY, _NOTHING)
 
@@ -122,7 +123,7 @@ def _stored(environ: Mapping[str, str]) -> bool:
 
 
 def _uploaded(output: Path, generation: str, over: Callable[[], bool]) -> str | None:
-    """Request an upload and wait for it. Returns the error, an empty string on success, or None if `over()` came first."""
+    """Request an upload and wait for it. Returns the error, an empty string on success, or None if `over()` became true first."""
     files.replace(output / _REQUEST, generation)
     while not over():
         number, _, problem = files.text(output / _REPORT).partition(" ")

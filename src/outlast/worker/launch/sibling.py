@@ -29,10 +29,10 @@ from outlast.worker.launch import os_calls, warm_request
 KIND = "agent"
 """The request's kind, and the forked process's role (`outlast.__main__`)."""
 ANSWER_S = 1.0
-"""Timeout for the response, in seconds, which may take longer while the warm process imports a module. Arbitrary."""
+"""Timeout for the response, in seconds. While the warm process imports a module, the response may take longer. Arbitrary."""
 _GO = b"go\n"
 ROOM = "_LOCAL_RANK"
-"""A placeholder in the warm process's environment, which `LOCAL_RANK` and its value overwrite."""
+"""A placeholder in the warm process's environment, to be overwritten with `LOCAL_RANK` and its value."""
 _ROOM_VALUE = "0000"
 
 
@@ -76,7 +76,7 @@ def start_warm(python: str, environ: dict[str, str]) -> subprocess.Popen[bytes] 
 
 
 def ask(path: str, environ: Mapping[str, str], cwd: str, log: int) -> int | None:
-    """Ask the warm process at `path` to fork an agent with this environment, directory and log. Returns its pid, if any."""
+    """Have the warm process at `path` fork an agent with this environment, directory and log. Returns the agent's pid, if any."""
     if sys.platform != "linux":
         return None
     environ = {**environ, **os_calls.streaming(environ)}  # just as an agent does for its warm process
@@ -120,13 +120,13 @@ def show(changed: Mapping[str, str]) -> None:
 
 
 def show_local_rank(local_rank: str) -> None:
-    """Show LOCAL_RANK in this training process's /proc/<pid>/environ, as in torchrun's processes: people find ranks by it."""
+    """Show LOCAL_RANK in this training process's /proc/<pid>/environ, as torchrun's processes do, since people search for it."""
     room = f"{ROOM}={_ROOM_VALUE}"
     _overwrite({room: f"LOCAL_RANK={local_rank}".ljust(len(room), "\0")})
 
 
 def _overwrite(entries: Mapping[str, str]) -> None:
-    """Write these texts over the entries that begin with the keys; no text may be longer than its entry."""
+    """Write each text over the environment entry that begins with its key. No text may be longer than its entry."""
     fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
     start, end = int(fields[47]), int(fields[48])  # env_start and env_end, proc(5)
     block = b"\0" + ctypes.string_at(start, end - start)

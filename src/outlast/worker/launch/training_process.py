@@ -31,7 +31,7 @@ from outlast.worker.launch import rank_failures, script_files
 
 _began = time.monotonic()
 is_rank = False
-"""True if an agent started this process itself, unlike a rank's child process."""
+"""True if an agent started this process; False in the child processes of a rank."""
 kept = False
 """True if the process is from an earlier world, so its errors may differ from those of a new process."""
 command: Sequence[str] = ("",)

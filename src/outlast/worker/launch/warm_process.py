@@ -10,8 +10,8 @@ On each connection, the caller sends a request (`warm_request.request`), then li
 child has ended, the response is one JSON line: `{"status": exit code or -signal, "time": seconds since the epoch}`, with `why` if
 the fork failed. If the caller disconnects, its child is killed.
 
-The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent; another worker's
-agent is not a child (`launch.sibling`).
+The socket exists once the warm process can fork. Children die with the warm process, which dies with its agent. An agent that
+is forked for another worker is not a child (`launch.sibling`).
 """
 
 from __future__ import annotations
@@ -195,7 +195,7 @@ class Server:
             os.close(fd)
 
     def _reap(self) -> None:
-        """Report ended children to their callers, and continue a stopped store at once, since all ranks may wait for it."""
+        """Report ended children to their callers, and continue a stopped process of a store, since all ranks may wait for it."""
         with contextlib.suppress(ChildProcessError):
             while (ended := os.waitpid(-1, os.WNOHANG | os.WUNTRACED))[0]:
                 if os.WIFSTOPPED(ended[1]):

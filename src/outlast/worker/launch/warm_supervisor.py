@@ -17,7 +17,7 @@ from outlast.worker.launch import sibling, warm_request
 
 RESTARTS, PAUSE_S, LONGEST_PAUSE_S = 10, 1.0, 30.0
 """Maximum number of consecutive restarts of a warm process that cannot fork, and the first and longest backoff in seconds.
-Arbitrary: they take three minutes, in which a machine at its process limit may recover."""
+Arbitrary: the restarts take three minutes, in which a machine at its process limit may recover."""
 _POLL_INTERVAL_S = 0.02
 
 
@@ -49,14 +49,14 @@ class WarmProcess:
         return self._process is not None
 
     def start(self, python: str) -> None:
-        """Start the process in a Python interpreter, unless it is running. It dies with the calling thread. Raises OSError."""
+        """Start the process with this Python, unless it is running. The process dies with the calling thread. Raises OSError."""
         with self._lock:
             if self._process is None and not self._killed.is_set():
                 self._process = sibling.start_warm(python, self._environ)
 
     def wait_until_ready(self, python: str, stop: Callable[[], bool] = lambda: False) -> bool:
         """Wait until the process can fork, and restart it if it has ended. Returns False if `stop` or `kill` came first. Raises
-        WarmEnded if no process can be started, or if the first one has ended, since nothing is lost with that worker."""
+        WarmEnded if no process can be started, or if this worker's first process has ended: that worker has nothing to lose."""
         failures = 0
         while not self._killed.is_set() and not stop():
             try:
@@ -84,7 +84,7 @@ class WarmProcess:
         return False
 
     def continue_stopped(self) -> None:
-        """Continue the process if it was stopped (SIGSTOP), since it forks nothing meanwhile, and nobody else notices."""
+        """Continue the process if it was stopped (SIGSTOP), since it cannot fork until then, and nobody else notices."""
         if (process := self._process) and process.poll() is None and progress_file.kernel(process.pid)[0] == "T":
             with contextlib.suppress(ProcessLookupError):
                 os.kill(process.pid, signal.SIGCONT)

@@ -41,7 +41,7 @@ _INCOMING = ".outlast-code"
 
 def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted: float) -> list[str]:
     """Copy the code in a directory (`shipping.code_files`) to the run's directory, and return the files that were missing or
-    different. Files that the job has written since `submitted` remain: they differ from their recorded copies, or are newer."""
+    different. Files that the job has written since `submitted` remain: they differ from their recorded copies, and are newer."""
     replaced = []
     try:
         into.mkdir(exist_ok=True)
@@ -129,7 +129,7 @@ class _Note:
 
 
 def submitted_again(shared: Path) -> None:
-    """Make the next worker check whether the code has changed; otherwise a run keeps its first code."""
+    """Make the next worker check whether the code has changed. Otherwise a run keeps its first code."""
     path = shared / "code.json"
     if note := _Note.read(path):
         dataclasses.replace(note, current=False).write(path)
@@ -170,7 +170,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
-"""Fetches code into an empty directory, given `runs`, `say` and `stop`; returns the code's path there, and its version."""
+"""Fetches code into an empty directory, given `runs`, `say` and `stop`. Returns the path and the version of the code."""
 
 
 def _look(code: str) -> tuple[str, _Fetch]:

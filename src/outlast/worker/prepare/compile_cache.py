@@ -1,4 +1,4 @@
-"""The cache for compiled code: one directory per job, shared through the store by all jobs with the same output.
+"""The cache for compiled code: one directory for all jobs with the same `output`, shared between machines through the store.
 
     cache = Cache.of(environ)           # <output>/.compiled; with a store, also a directory in this machine's cache
     cache.fetch(stop)                   # before training
@@ -39,7 +39,7 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch_from_store import Say
 
 NAME = ".compiled"
-"""Name of the cache's directory, beside the jobs' own directories in an output."""
+"""Name of the cache's directory. It is beside the jobs' directories in `output`."""
 VARIABLES = {
     "TORCHINDUCTOR_CACHE_DIR": "inductor",  # torch.compile
     "TRITON_CACHE_DIR": "triton",
@@ -49,9 +49,9 @@ VARIABLES = {
 SETTLED_S = 30.0
 """Seconds after which an unchanged file counts as complete. Arbitrary."""
 KILLED_S = 2.0
-"""Like SETTLED_S, but after training or the warm-up, when only a compiler that was just killed leaves a newer file. Arbitrary."""
+"""Like SETTLED_S, but after training or the warm-up, when only compilers that were just killed leave newer files. Arbitrary."""
 _SHARE = 0.5
-"""Share of the free disk space that a fetch may fill, which leaves room for data and checkpoints. Arbitrary."""
+"""Share of the free disk space that a fetch may fill. The rest is for data and checkpoints. Arbitrary."""
 _PASSED = (Env.DATA, Env.MODELS, Env.CACHE)
 """Outlast's variables that are passed on to the warm-up."""
 
@@ -116,7 +116,7 @@ class Cache:
         return len(missing)
 
     def mend(self) -> None:
-        """Remove incomplete libraries left by killed linkers, which torch would load."""
+        """Remove incomplete libraries that killed linkers have left behind, since torch would load them."""
         for path in self.directory.rglob("*.so"):
             with contextlib.suppress(FileNotFoundError):
                 if not _linked(path) and path.stat().st_mtime <= time.time() - KILLED_S:
@@ -143,7 +143,7 @@ def _linked(path: Path) -> bool:
 
 
 def waves(times: Mapping[str, float]) -> tuple[list[str], list[str]]:
-    """Split keys into two waves: the second has each directory's newest file, the first all others."""
+    """Split keys into two waves: the second contains each directory's newest file, and the first all others."""
     newest = {posixpath.dirname(key): key for key in sorted(times, key=lambda key: (times[key], key))}
     last = set(newest.values())
     return [key for key in times if key not in last], sorted(last)

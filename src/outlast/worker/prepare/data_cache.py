@@ -4,8 +4,8 @@
         lock                                     held during a fetch
         <version>/tree/                          the files at one point in time; files that versions share are hard links
         <version>/listing.json                   their names, sizes and etags; written last, to mark the version complete
-        <version>/listing.partial                the same during a fetch, which resumes after a kill
-        <version>/lock                           held, shared, by the workers that are using this version
+        <version>/listing.partial                the same during a fetch, so that a killed fetch can resume
+        <version>/lock                           a shared lock, held by the workers that are using this version
         <version>/runs/                          paths of the pins for runs that use this version
 
 A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*), so a
@@ -113,7 +113,7 @@ class Source:
             return version
 
     def _fetch(self, pinned: str) -> str:
-        """Fetch the store's current version, unless another one is pinned. Returns the version's name."""
+        """Fetch the store's current version, and return its name. Raises OutlastError if the run has pinned another version."""
         listing = fetch_from_store.look(self._url, self._field)
         if pinned in ("", listing.version):
             listing = fetch_from_store.consistent(listing, self._begin, say=self._say, stop=self._stop)
@@ -126,7 +126,7 @@ class Source:
         return listing.version
 
     def _lock_version(self, version: str) -> Version | None:
-        """Lock a complete version and register our pin in its `runs/`. Returns None if it is missing."""
+        """Lock a complete version and register our pin in its `runs/`. Returns None if the version is missing."""
         directory = self._home / version
         if not version or not (directory / _LISTING).is_file():
             return None
@@ -145,7 +145,7 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Create a version's directory, with hard links to the files in other versions."""
+        """Create a version's directory, with hard links to those of its files that other versions already have."""
         directory = self._home / listing.version
         tree = directory / "tree"
         tree.mkdir(parents=True, exist_ok=True)

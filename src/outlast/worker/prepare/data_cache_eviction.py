@@ -28,7 +28,7 @@ from outlast.job.contract import Env
 log = logging.getLogger("outlast")
 
 _STILL_S = 60.0
-"""Seconds without a write after which another process fetches the shard, too; longer than a store's retries."""
+"""Seconds without a write after which another process fetches the shard, too. Longer than a store's retries take."""
 _SHARE = 0.5
 """Share of the disk that the cache may use without OUTLAST_CACHE_SIZE. Arbitrary."""
 _SPARE = 0.05
@@ -57,7 +57,7 @@ def cache(environ: Mapping[str, str]) -> Path:
 
 
 def limit(cache: Path, environ: Mapping[str, str], used: int) -> int:
-    """Return the size limit in bytes: OUTLAST_CACHE_SIZE or half of the disk, less on a full disk. Raises OutlastError."""
+    """Return the size limit in bytes: OUTLAST_CACHE_SIZE or half of the disk, but less on a full disk. Raises OutlastError."""
     disk = shutil.disk_usage(cache)
     if text := environ.get(Env.CACHE_SIZE):
         try:
@@ -82,8 +82,8 @@ def make(cache: Path, needed: int, things: Things, environ: Mapping[str, str]) -
 @contextlib.contextmanager
 def claimed(cache: Path, sha256: str, size: int, things: Things, environ: Mapping[str, str]) -> Iterator[tuple[Path | None, int]]:
     """Make room for a shard, and keep other processes from fetching it meanwhile. Yields the path for the shard (None if another
-    process fetches it, or just has), and the number of bytes that do not fit. A process that has not written for `_STILL_S` is
-    ignored."""
+    process is fetching it, or has just fetched it), and the number of bytes that do not fit. A process that has not written for
+    `_STILL_S` is ignored."""
     with contextlib.ExitStack() as claim:
         with file_locks.attempted(cache / ".room", wait=True):  # so that no process removes the directory before it is locked
             home = cache / "coming" / f"{sha256}.{size}"

@@ -1,10 +1,10 @@
-"""Fetches a tree of files from a store, all of the same version, for `data_cache` and `code_placement`.
+"""Fetches a tree of files from a store, with all files in the same version, for `data_cache` and `code_placement`.
 
     listing = look(url, "data[0].from")         list the objects in the store now
     missing(listing, tree, ...)                 fetch the objects that are missing on this machine
     consistent(listing, into, ...)              the same, but repeated if the store changes in the meantime
 
-Files get their final names once they are complete.
+A file gets its final name only once it is complete.
 """
 
 from __future__ import annotations
@@ -62,7 +62,7 @@ class Listing:
 
 
 def look(url: str, field: str) -> Listing:
-    """List the objects at `url`, from the job file's `field`. Raises StoreError, and OutlastError if the list is empty or
+    """List the objects at `url`, the value of the job file's `field`. Raises StoreError, and OutlastError if the list is empty or
     incomplete, or if the names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
     # Web consoles create a directory as an object with the prefix as its name.

@@ -1,5 +1,5 @@
-"""Finds the Python in an image without Outlast (`launch.relocatable`), in which training runs. This module imports only the
-standard library, since every such worker waits for it."""
+"""Finds the Python in which training runs, for images without Outlast (`launch.relocatable`). This module imports only the
+standard library, since each worker with such an image waits for it."""
 
 from __future__ import annotations
 
@@ -41,12 +41,13 @@ class Base:
     identity: tuple[str, ...] = ()
     below: tuple[Path, ...] = ()
     torch: str = ""
-    """PyTorch's version; `unknown` if it is not from a distribution, empty if it is missing."""
+    """PyTorch's version; `unknown` if it was not installed as a distribution, empty if it is missing."""
     numpy: str = ""
     pip: bool = False
 
     def problem(self, *, packages: bool = True) -> str:
-        """Return why training cannot run here, or an empty string. Without `packages`, only Python's version is checked."""
+        """Return why training cannot run in this Python, or an empty string. If `packages` is false, only the version is
+        checked."""
         if self.version < OLDEST_PYTHON:
             return f"Python {_dotted(self.version)}, and Outlast needs {_dotted(OLDEST_PYTHON)} or newer"
         if not packages:

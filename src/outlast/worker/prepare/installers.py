@@ -26,7 +26,7 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""Transient errors from pip, uv and conda."""
+"""Matches transient errors in the output of pip, uv and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
 
@@ -93,7 +93,7 @@ class Shell:
             raise OutlastError(f"{failed}; {self.remedy}")
 
     def _watch(self, process: subprocess.Popen[str]) -> None:
-        """Kill the program and its children on shutdown, since pip runs another Python."""
+        """Kill the program on shutdown, and its child processes, too, since pip runs another Python."""
         while process.poll() is None:
             if self.stop.wait(0.1):
                 with contextlib.suppress(psutil.NoSuchProcess):

@@ -157,7 +157,7 @@ class Preparation:
 
     def environment(self) -> None:
         """Make the job's Python environment, if any, and set `python` to the interpreter for training: the environment's, the
-        image's (if it lacks Outlast), or this process's."""
+        image's (if the image lacks Outlast), or this process's."""
         fields, base = self._job.spec, None
         if relocatable.home() and not fields.environment.conda:
             base = image_python.find(self._environ, packages=not fields.environment.requirements)
@@ -184,8 +184,8 @@ class Preparation:
 
     def data(self) -> None:
         """Make data and models available. Local files are used in place; files in a store are fetched. Several data entries are
-        linked into one directory, laid out like their `to` in pods; models are linked by name. In pods, all are linked at their
-        `to`."""
+        linked into one directory, with the same layout as their `to` in pods. Models are linked by name. In pods, each data entry
+        is linked at its `to`."""
         fields = self._job.spec
         before = substitution.values(fields.env, self._environ)
         data = [self._local(f"data[{i}].from", entry.from_) for i, entry in enumerate(fields.data)]
@@ -240,7 +240,7 @@ class Preparation:
 
 
 def _copied_at_submission(code: str) -> bool:
-    """Return whether code was copied here at submission: true unless it is from a store or a ConfigMap."""
+    """Return whether code was copied to the run's directory at submission: true unless it is from a store or a ConfigMap."""
     path = spec.local(spec.pinned(code)[0])
     return path is not None and Path(Pod.SHIPPED) not in path.parents
 

@@ -5,9 +5,10 @@
     <cache>/environments/<digest>.lock           held by the process that makes the environment
     <cache>/environments/<digest>.log            output from pip, uv or conda
 
-`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's),
-whose packages can still be imported, after the new ones. `<digest>` covers the requirements, that Python and its packages.
-`conda` files become separate environments, to which only our own package is added. The agent does not run in the environment.
+`requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's).
+That Python's packages can still be imported, but new packages take precedence. `<digest>` covers the requirements, that Python
+and its packages. `conda` files become separate environments, to which only our own package is added. The agent does not run in
+the environment.
 """
 
 from __future__ import annotations
@@ -95,8 +96,8 @@ def make(
     stop: threading.Event,
     base: image_python.Base | None = None,
 ) -> Made:
-    """Make the environment unless it exists. Concurrent calls wait for the first. `base` (by default our own Python) is the
-    Python below `requirements`. Raises OutlastError, or `installers.Unavailable` if a later attempt may succeed."""
+    """Make the environment unless it exists. Concurrent calls wait for the first. `requirements` are installed on top of `base`,
+    by default our own Python. Raises OutlastError, or `installers.Unavailable` if a later attempt may succeed."""
     path = _file(environment, code)
     assert path is not None
     recipe: _Venv | _Conda

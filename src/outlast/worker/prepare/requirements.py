@@ -1,5 +1,5 @@
 """Flattens a pip requirements file, so that the result can be stored anywhere: includes are inlined, and paths become absolute.
-The fingerprint identifies the environment. https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
+`fingerprint` identifies the resulting environment. https://pip.pypa.io/en/stable/reference/requirements-file-format/"""
 
 from __future__ import annotations
 

@@ -40,16 +40,16 @@ _LOCK, _INDEX = f"{OWN}/working", f"{OWN}/fetched"
 _MOST = (64 << 20, 10_000)
 """Maximum size in bytes and number of files of code to copy. Larger code runs in place."""
 _QUIET_S = 2.0
-"""Debounce in seconds for a file written in place, which may be incomplete."""
+"""Seconds for which a file written in place must be unchanged, since it may be incomplete."""
 _SMALL = 1 << 20
 """Size in bytes up to which a write takes only milliseconds."""
 
 Listed = Mapping[str, tuple[int, int] | None]
-"""Sizes and mtimes (ns) of code files, by their path; None for a link."""
+"""Sizes and mtimes (ns) of code files, keyed by path; None for a link."""
 
 
 def note_code(directory: Path, code: Listed) -> None:
-    """Record that these files in `directory` are code, before they are copied there. Earlier records remain."""
+    """Record that these files are code, before they are copied to `directory`. Earlier records remain."""
     files.replace(directory / _FILES, json.dumps({**listed(directory), **code}))
 
 
@@ -61,7 +61,7 @@ def forget_code(directory: Path) -> None:
 
 
 def listed(directory: Path) -> dict[str, tuple[int, int] | None]:
-    """Read what `note_code` recorded; returns an empty record if it cannot be read."""
+    """Read what `note_code` has recorded. Returns an empty record if the file cannot be read."""
     return {name: tuple(stat) if stat else None for name, stat in files.mapping(directory / _FILES).items()}
 
 
@@ -86,7 +86,7 @@ class Results:
         """Paths that this pass delays, with their directories."""
 
     def skipped(self, path: str) -> bool:
-        """Return whether a path is in the working directory but not a result: a code, hidden or compiled file."""
+        """Return whether a path is in the working directory but not a result, since it is code, hidden or compiled."""
         first, _, inside = path.partition("/")
         if first != contract.WORK:
             return False
@@ -113,8 +113,8 @@ class Results:
             self._read_at, self._listed = mtime_ns, listed(self._output / contract.WORK)
 
     def expired(self, path: str) -> bool:
-        """Return whether a missing result belongs to a checkpoint that the script has deleted, while a later one is in the store.
-        A checkpoint that this pass delays is not in the store."""
+        """Return whether a missing result belongs to a checkpoint that the script has deleted, and a later checkpoint is in the
+        store. A checkpoint that this pass delays is not in the store."""
         *above, name = path.split("/")
         numbered = [(place, step) for place, part in enumerate(above) if (step := guessed_progress.step_of(part)) is not None]
         of_file = guessed_progress.step_of_file(name)[1]
@@ -180,7 +180,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked here, or whose files were fetched; 0 if there is none."""
+    """Return the last generation whose rank 0 worked in this output, or whose files were fetched to it; 0 if there is none."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):
@@ -196,7 +196,7 @@ def _in_store(place: Store) -> int:
 
 def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
     """Return whether to upload the files here: rank 0 of this pod's generation works here, and no later generation has uploaded
-    any. On one machine, all workers share the directory. Raises StoreError."""
+    files. On one machine, all workers share the directory. Raises StoreError."""
     here = generation(output)
     if not here:
         return False
@@ -215,7 +215,7 @@ def is_rank0(output: Path, place: Store, environ: Mapping[str, str]) -> bool:
 
 def enter(environ: dict[str, str], say: Callable[[str], None], stop: threading.Event) -> None:
     """Copy the code to `work/` in this pod's output, and set `environ` so that the script runs there. Code that is too large runs
-    in place. Raises OSError, Stopped."""
+    in place. Raises OSError and Stopped."""
     code, directory = Path(environ[Env.CODE]), Path(environ[Env.OUTPUT]) / contract.WORK
     sources = _sources(code)
     if sources is None:
@@ -256,7 +256,7 @@ def _set_aside(directory: Path, run: str) -> None:
 
 
 def _sources(code: Path) -> dict[str, Path] | None:
-    """Return the files and links in `code` by path, except `code_files.NEVER`; None if there is too much to copy."""
+    """Return the files and links in `code`, except `code_files.NEVER`, keyed by path; None if there is too much to copy."""
     sources: dict[str, Path] = {}
     size = 0
     for above, names, inside in os.walk(code):
@@ -277,7 +277,8 @@ def _inside(path: str) -> bool:
 
 
 def saves_itself(output: Path, place: Store) -> bool:
-    """Return whether the script has saved here, without rank 0, since the store's files were written. Raises StoreError."""
+    """Return whether this pod's script saves by itself: it has saved since the files in the store were written, or the store has
+    none. Raises StoreError."""
     try:
         return guessed_progress.newest(output / contract.WORK, place.head(_IN_STORE).modified) is not None
     except Missing:
@@ -285,8 +286,8 @@ def saves_itself(output: Path, place: Store) -> bool:
 
 
 def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threading.Event, *, newer: bool = False) -> None:
-    """Fetch the job's files if the store has a later generation or `newer` is set; files outside the working directory only if
-    missing. Raises StoreError and OutlastError."""
+    """Fetch the job's files if the store has a later generation or `newer` is set. Files outside the working directory are
+    fetched only if missing. Raises StoreError and OutlastError."""
     here = generation(output)
     try:
         stored = _in_store(place)
@@ -320,7 +321,7 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
 
 def main(argv: list[str]) -> int:
     """Fetch the job's files if the store has newer ones, or with `--newer`. A training process (`launch.script_files`) runs this
-    with its own pid as the first argument, and this process dies with it."""
+    in a child process, which dies with it. The first argument is the training process's pid."""
     os_calls.die_with(int(argv.pop(0)))
     output = Path(os.environ[Env.OUTPUT])
 

@@ -31,8 +31,8 @@ from outlast.worker.tracking.wandb_runs import WandB
 
 
 def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
-    """Make `copy` equal to the complete lines in a growing file, of which `read(offset)` returns the bytes from an offset. The
-    last line, which contains the time, is read again to check that the file is still the same. Raises what `read` raises."""
+    """Make `copy` equal to the complete lines in a growing file. `read(offset)` returns that file's bytes from an offset on. The
+    copy's last line, which contains the time, is read again to detect a replaced file. Raises what `read` raises."""
     old = copy.read_bytes() if copy.exists() else b""
     mark = old[old.rfind(b"\n", 0, len(old) - 1) + 1 :] if old else b""
     data = read(len(old) - len(mark))
@@ -105,7 +105,7 @@ def main(argv: Sequence[str]) -> NoReturn:
 
 
 def locked(output: Path, session: Session, environ: Mapping[str, str]) -> int:
-    """Wait for the output's lock, then follow. Raises OSError."""
+    """Wait for the output's lock, then follow the run. Raises OSError."""
     directory = output / contract.TRACKING
     directory.mkdir(parents=True, exist_ok=True)
     begun = time.monotonic()
@@ -173,7 +173,7 @@ def sinks(run: Run, environ: Mapping[str, str]) -> list[Sink]:
 
 
 def identity(output: Path) -> str:
-    """Return an id for a run under plain python or torchrun. It is stored beside the checkpoints: without those, a run is new."""
+    """Return an id for a run under plain python or torchrun. It is stored beside the checkpoints, without which a run is new."""
     path = output / contract.CHECKPOINTS / ".tracking"
     try:
         return path.read_text()

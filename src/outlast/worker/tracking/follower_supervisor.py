@@ -25,7 +25,7 @@ LEAVE_S = 2.0
 """Seconds that a session waits for trackers if the run continues elsewhere, where another follower sends the metrics."""
 LOOK_S = 5.0
 IMPORTS_S = 20.0
-"""Seconds added to FLUSH_S for a new follower's imports on a busy machine; arbitrary."""
+"""Seconds added to FLUSH_S for a new follower's imports on a busy machine. Arbitrary."""
 PROBLEM, ENDED, LOCK = "problem", "ended", "lock"
 """Files in `.tracking/`: the current problem, the reported end of the run, and the follower's lock."""
 
@@ -70,7 +70,7 @@ def _wait(process: subprocess.Popen[bytes], directory: Path, at_most_s: float) -
 
 
 class Trackers:
-    """A session's trackers. If the environment requests any, rank 0 starts a follower with its first metrics."""
+    """A session's trackers. If the environment requests any, rank 0 starts one follower for all of them."""
 
     def __init__(self, output: Path, rank: int) -> None:
         self._output, self._done = output, rank > 0
@@ -135,7 +135,7 @@ _STATUS = {"Failed": Status.FAILED, "Cancelled": Status.KILLED}
 
 def end(output: Path, environ: Mapping[str, str], state: str) -> str:
     """Report the job's final state to the trackers, once its training processes have ended. Returns an error message, or an empty
-    string. Does nothing if the job continues, or if no follower has run or the last one has reported the same state."""
+    string. Does nothing if the job continues, if no follower has run, or if the last follower has reported the same state."""
     directory, status = output / contract.TRACKING, _STATUS.get(state)
     if status is None or not settings(environ) or not directory.is_dir():
         return ""

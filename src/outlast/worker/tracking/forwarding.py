@@ -1,6 +1,5 @@
 """Feeds one tracker from a run's output, in a thread that sends new values at regular intervals, and retries until they arrive.
-An unreachable tracker is logged once, and again when it recovers. No values are lost, since the metrics file is
-the buffer."""
+An unreachable tracker is logged once, and again when it recovers. No values are lost, since the metrics file is the buffer."""
 
 from __future__ import annotations
 
@@ -61,7 +60,7 @@ class Forwarder(threading.Thread):
         self._position = position
 
     def finish(self, status: Status | None) -> None:
-        """Send the rest at once, with `status` as the run's end. The thread ends once everything has arrived."""
+        """Send the remaining values at once, with `status` as the run's end. The thread ends once everything has arrived."""
         self._status = status
         self._ending.set()
 
@@ -105,7 +104,7 @@ class Forwarder(threading.Thread):
             self._changed()
 
     def missing(self) -> str:
-        """Return the steps known to be missing as text; empty if there are none."""
+        """Return the missing steps as text, such as `steps 3 to 9`; empty if none are known to be missing."""
         reader = missing_points.Reader(self._reader.path)
         lost: set[int] = set()
         with contextlib.suppress(OSError):

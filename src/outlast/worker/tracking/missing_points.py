@@ -35,8 +35,8 @@ def same(name: str) -> str:
 
 
 def points(lines: bytes, position: Mapping[str, int], rename: Callable[[str], str] = same) -> list[Point]:
-    """Return the values in `lines` that are later than `position`, in order, each step of a name once. `rename` maps names to
-    those that the tracker accepts."""
+    """Return the values in `lines` that are later than `position`, in order, and only one value for each name and step. `rename`
+    maps names to those that the tracker accepts."""
     last = dict(position)
     new = []
     for line in lines.splitlines():
@@ -60,15 +60,15 @@ def advanced(position: Mapping[str, int], sent: Iterable[Point]) -> Position:
 
 
 class PositionFile:
-    """A stored position, for a tracker that cannot report its own. It is written after values are sent, so a kill may repeat
-    some."""
+    """A stored position, for a tracker that cannot report its own. It is written after the values are sent, so after a kill some
+    values may be sent again."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._position: Position = {}
 
     def read(self) -> Position:
-        """Read the position from the file; returns an empty position if the file is missing or damaged."""
+        """Read the position from the file. Returns an empty position if the file is missing or damaged."""
         self._position = files.mapping(self._path)
         return dict(self._position)
 
@@ -88,7 +88,8 @@ class Reader:
         """The last line before the offset. It contains the time, so it differs in a replaced file."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, at most about `BLOCK` bytes, and the same lines until `commit`. Raises OSError."""
+        """Return the next complete lines, about `BLOCK` bytes at most. Until `commit` is called, returns the same lines again.
+        Raises OSError."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

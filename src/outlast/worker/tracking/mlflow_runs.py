@@ -1,5 +1,6 @@
-"""Sends metrics to MLflow, as one MLflow run per run, identified by a tag, below an MLflow run for the job. It works with any
-server, database or directory that MLflow's client supports. Checkpoints are tags with their locations. Needs `mlflow-skinny`."""
+"""Sends metrics to MLflow. Each run becomes an MLflow run with an identifying tag, as a child of an MLflow run for the job. This
+works with any server, database or directory that MLflow's client supports. Tags contain the checkpoints' locations. Needs
+`mlflow-skinny`."""
 
 from __future__ import annotations
 
@@ -36,8 +37,8 @@ DEFAULTS = {
     "MLFLOW_DISABLE_TELEMETRY": "true",
     "GIT_PYTHON_REFRESH": "quiet",
 }
-"""Variables for MLflow's client, unless the user has set them: directories are allowed; telemetry and the client's own retries
-are off, since `forwarding` retries."""
+"""Variables for MLflow's client, unless the user has set them. They allow directories, and turn off telemetry and the client's
+own retries, since `forwarding` retries."""
 
 
 class MLflow:

@@ -45,7 +45,7 @@ class Run:
         return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
 
     def checkpoints(self) -> dict[str, str]:
-        """Return the locations of committed checkpoints by name."""
+        """Return the locations of committed checkpoints, keyed by name."""
         try:
             commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
         except OSError:
@@ -54,8 +54,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. If a method raises any exception, the sink is opened again, and unsent values are sent again. OutlastError means
-    that a retry cannot help."""
+    """A tracker. If a method raises any exception, the sink is opened again, and all values that have not arrived are sent again.
+    OutlastError means that a retry cannot help."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
@@ -74,7 +74,7 @@ class Sink(Protocol):
         """Show the run's settings in the tracker."""
 
     def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show the checkpoints' locations by name, without copying the checkpoints."""
+        """Show where each checkpoint is, without copying it. `places` is keyed by name."""
 
     def end(self, status: Status | None) -> None:
         """Show the run's final status; None if the run continues or its end is unknown."""

@@ -1,6 +1,6 @@
 """Sends metrics to Weights & Biases, as one run that is resumed by its id. The client's own variables (WANDB_API_KEY, WANDB_MODE)
-configure it. It has its own process and buffer, and a kill may lose part of the buffer, so the position is the smaller of the
-server's last step and the step in `.tracking/wandb.json`, which is written once the client has accepted the values."""
+configure it. The client has its own process and buffer, and a kill may lose part of the buffer. So the position is the smaller of
+the server's last step and the step in `.tracking/wandb.json`, a file that is written once the client has accepted the values."""
 
 from __future__ import annotations
 
