@@ -1,7 +1,7 @@
 """The shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot. Used by `server` and `data_port`.
 
 The newest complete snapshot is always kept, and memory holds at most two snapshots. Rooms are reused, because memory that has
-been touched causes no page faults. They refuse parts of another run, of an earlier generation, or from processes that have ended.
+been touched causes no page faults. Parts of another run, of an earlier generation, or from processes that have ended are refused.
 A room is allocated outside the lock, because allocation takes a third of a second per GiB.
 """
 
@@ -20,12 +20,12 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""A room is reused for a part only if it is at most this many times as large as the part; arbitrary."""
+"""A room is reused for a part only if it is at most this many times as large as the part. The value is arbitrary."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The facts about a room that `choose` needs."""
+    """What `choose` needs to know about a room."""
 
     id: int
     size: int
@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class Choice:
-    """The id of a room to `reuse`, or the ids of the rooms to `drop` before a new one is allocated, or the `problem`."""
+    """Where to put a part: the id of a room to `reuse`, or the ids of rooms to `drop` before allocating one, or a `problem`."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -55,8 +55,9 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Choose a room for a part of `size` bytes. Replicas leave space for two snapshots of this worker, which may replace
-    replicas.
+    """Choose a room for a part of `size` bytes.
+
+    Replicas leave enough memory for two snapshots of this worker. A part of this worker may replace replicas that nobody uses.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]
@@ -93,7 +94,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""How long an allocation waits for dropped memory that is in use, in seconds. Shorter than the ranks' timeout."""
+"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds. Shorter than the ranks' timeout."""
 
 
 class Refused(OutlastError):
@@ -249,7 +250,7 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
-        """Return the valid parts."""
+        """Return all valid parts."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
@@ -280,7 +281,7 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete one."""
+        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete snapshot."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)
@@ -291,7 +292,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free all idle rooms. Others are freed when the process ends."""
+        """Free all idle rooms. Rooms in use are freed when the process ends."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
