@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError, Stopped, importing
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Maximum length of a tar header in bytes, because tarfile reads a header of any length into memory."""
+"""Maximum length of a tar header in bytes. Without a limit, tarfile would read a header of any length into memory."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _DAMAGED = (

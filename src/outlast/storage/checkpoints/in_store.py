@@ -4,7 +4,7 @@ Below the run's prefix, the store contains
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
-    checkpoints/step-00001200/READING-<id>            lease of a reader of that step
+    checkpoints/step-00001200/READING-<id>            the lease of a process that reads a checkpoint of this step
 
 Whichever process dies and whichever response is lost, every checkpoint in the register is complete and has one writer. A
 generation commits nothing once its successor has begun. The newest step in the register decreases only if checkpoints with wrong
@@ -231,9 +231,9 @@ class Checkpoints:
     ) -> on_disk.Checkpoint:
         """Fetch a checkpoint to `directory`, verify it, and make it durable.
 
-        A valid checkpoint that is there already, at the same step and from the same or a later generation, is returned instead.
-        Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError or StoreError, the
-        next call fetches only the missing files.
+        If `directory` already contains a valid checkpoint at the same step from the same or a later generation, that one is
+        returned instead. Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError
+        or StoreError, the next call fetches only the missing files.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -326,9 +326,9 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints and the files that dead writers left behind. Returns the expired ones. Raises StoreError.
+        """Remove expired checkpoints and the files that dead writers left behind. Raises StoreError.
 
-        With `dry_run`, nothing is removed.
+        Returns the expired checkpoints. With `dry_run`, nothing is removed.
         """
         latest = register.read(self.store, self.run)
         if latest is None:

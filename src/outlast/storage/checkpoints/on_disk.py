@@ -5,7 +5,7 @@ directory `checkpoints/` contains
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files, and COMMIT, which was written last
     step-00001300.saving-g4/    a checkpoint that generation 4 is writing, or has left unfinished
-    step-00001300.fetching/     a checkpoint that is being fetched from a store or another disk (then locked), or is unfinished
+    step-00001300.fetching/     a checkpoint whose fetch from a store or another disk is in progress (locked) or was interrupted
     step-00001300.replaced-0/   a damaged checkpoint, or one of an earlier generation, whose step was saved again
     step-00001300.withdrawn-0/  a checkpoint with wrong bits (`withdraw`); never removed
     FENCE                       the {run, generation} that may commit, whether the disk is rank 0's (`first`), and the run's
@@ -178,7 +178,7 @@ def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Che
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify every `parts`-th file of a checkpoint, by default all, from file `part` on. Returns the first problem, or None."""
+    """Verify every `parts`-th file of a checkpoint, beginning with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -222,9 +222,9 @@ def saving(directory: Path, step: int, generation: int) -> Path:
 def abandon(directory: Path, generation: int) -> None:
     """Remove unfinished checkpoints of earlier generations and attempts, to free disk space.
 
-    If a writer died between moving a checkpoint aside and replacing it, the checkpoint is put back. If several were moved aside,
-    this is the newest valid one. Call this after `acquire`, so that no earlier generation can still commit, and before the
-    current attempt saves.
+    If a writer died between moving a checkpoint aside and replacing it, the checkpoint is put back; if several were moved aside,
+    the newest valid one is. Call this after `acquire`, so that no earlier generation can still commit, and before the current
+    attempt saves.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
@@ -289,7 +289,7 @@ def acquire(directory: Path, run: str, generation: int | None, *, first: bool | 
 
     Returns the generation that may commit. `first` says whether the disk is rank 0's; None keeps the old value. A FENCE of
     another run is replaced. A FENCE that is up to date is not written again, so another attempt of the same generation needs no
-    disk space. Raises OSError, and Superseded if a later generation has called this.
+    disk space. Raises OSError, and Superseded if a later generation has already acquired the directory.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -342,8 +342,8 @@ def _aside(path: Path, word: str) -> Path:
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
     """Commit the files in `written`, which must be durable already, as the checkpoint `checkpoint`, and return it.
 
-    `content` maps file names to `{size, crc32}`. If the run has a valid checkpoint at that step from the same or a later
-    generation, that one takes precedence and is returned. Any other existing checkpoint at that step is moved aside. Raises
+    `content` maps file names to `{size, crc32}`. If the run already has a valid checkpoint at the same step, from the same or a
+    later generation, that one takes precedence and is returned. Any other existing checkpoint at this step is moved aside. Raises
     Superseded if another generation owns the directory.
     """
     directory = checkpoint.path.parent
@@ -397,7 +397,8 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
     """Turn the files in `fetched`, which must be durable already, into the checkpoint that `commit` describes, and return it.
 
-    Unless `instead` is set, an existing checkpoint takes precedence under the same conditions as in the function `commit`.
+    Unless `instead` is set, an existing checkpoint takes precedence, and is returned, under the same conditions as in the
+    function `commit`.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)

@@ -1,6 +1,6 @@
-"""Keeps a run's register in a store, which names its owner and its committed checkpoints.
+"""Keeps a run's register in a store: which generation may commit, and which checkpoints are committed.
 
-It is the only object that several writers write. `Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap.
+Nothing else in the store has several writers. `Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap.
 `Named` is for stores without compare-and-swap (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`,
 each written by one generation and never rewritten. With both, a committed checkpoint stays committed until it expires or is
 withdrawn, a generation commits nothing once a later one has begun, and a writer that dies or loses a response may start over. See
@@ -39,7 +39,7 @@ class Register(Protocol):
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove the obsolete ones of `places`, or all of them with `withdrawn`, and return the new register."""
+        """Remove those of `places` that are obsolete (with `withdrawn`, all of them), and return the new register."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -48,7 +48,7 @@ def open_(store: Store, run: str) -> Register:
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if there are none."""
+    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if the run has neither."""
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == run else None
@@ -86,7 +86,7 @@ class Swapped:
     run: str
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`, even if the register is of another run, provided that `run.json` is of this one; see `Register`."""
+        """Begin `generation`, even if the register is another run's, as long as this run owns `run.json`; see `Register`."""
         for _ in range(_ATTEMPTS):
             current, etag = _object(self.store)
             latest = current

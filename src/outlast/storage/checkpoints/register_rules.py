@@ -253,7 +253,7 @@ def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that wrote a name of the register, or None if it is no such name."""
+    """Return the generation that wrote a name of the register; None for other names."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
@@ -265,5 +265,8 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is still valid. `readers` are the times of the last renewals, by the store's clock like `now`."""
+    """Return whether any lease is still valid.
+
+    `readers` are the times at which leases were last renewed. These and `now` are by the store's clock.
+    """
     return any(now - since < LEASE_S for since in readers)

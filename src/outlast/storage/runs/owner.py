@@ -1,7 +1,7 @@
 """Reads and writes `run.json`, the record of the run that owns a store's URL.
 
-A new run first claims the URL, then moves the objects of earlier runs to `previous/<run>/`. Until they are moved, its record has
-`aside` set, and it writes nothing else. If it is killed, it continues the move when it resumes. See
+A new run first claims the URL, then moves the objects of earlier runs to `previous/<run>/`. Until these are moved, the new run's
+record has `aside` set, and the run writes nothing else. If it is killed, it continues the move when it resumes. See
 docs/decisions/0007-commits-in-a-store.md.
 """
 

@@ -76,7 +76,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a forked process, such as a data loader's worker, which would hide the rank's death from the agent."""
+    """Close the clients in a forked process, such as a data loader's worker, so that the agent notices when the rank dies."""
     for client in list(_open):
         client.close()
 
@@ -324,7 +324,7 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read items into memory, each given as its number in the index and memory of its size. Raises Damaged, OutOfReach."""
+        """Read items, each given as its number in the index and memory of the item's size. Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")
@@ -359,7 +359,7 @@ class _Block(NamedTuple):
 
 
 class _Local:
-    """Reads the memory of this worker's agent. Several threads do this, because checksums take most of the time."""
+    """Reads parts from the memory of this worker's agent, with several threads, because checksums take most of the time."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed

@@ -98,7 +98,7 @@ class Part:
 
 
 def catalog(documents: Iterable[object]) -> list[Part]:
-    """Parse parts from untrusted JSON, except those that only a newer version supports."""
+    """Parse parts from untrusted JSON, and skip those that this version does not support."""
     parts = []
     for each in documents:
         with contextlib.suppress(Damaged):

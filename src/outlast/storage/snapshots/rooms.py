@@ -1,4 +1,4 @@
-"""The shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot. Used by `server` and `data_port`.
+"""Manages the shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot.
 
 The newest complete snapshot is always kept, and memory holds at most two snapshots. Rooms are reused, because memory that has
 been touched causes no page faults. Parts of another run, of an earlier generation, or from processes that have ended are refused.
@@ -94,7 +94,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds. Shorter than the ranks' timeout."""
+"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds. Less than the ranks' timeout."""
 
 
 class Refused(OutlastError):
@@ -219,7 +219,7 @@ class Rooms:
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def use(self, room: Room, at: At) -> None:
-        """Mark a lent room as being written by its rank. The caller must `hold` or `release` it once more."""
+        """Mark a lent room as being written by its rank. The caller must later `hold` or `release` it once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
@@ -273,7 +273,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def opened(self, part: Part) -> Iterator[Room]:
-        """Like `open`, as a context manager."""
+        """Open a part like `open`, and release its room at the end of the `with` block."""
         room = self.open(part)
         try:
             yield room
@@ -300,6 +300,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of rooms. Slow: never call this under the lock."""
+    """Free the memory of rooms. This is slow: never call it while holding the lock."""
     for room in rooms:
         room.file.close()

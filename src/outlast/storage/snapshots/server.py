@@ -65,7 +65,7 @@ class Publication:
 class Server:
     """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
 
-    The argument `restore` downloads the store's newest checkpoint, and `newest` returns that checkpoint's (generation, step), or
+    The function `restore` downloads the store's newest checkpoint, and `newest` returns that checkpoint's (generation, step), or
     None.
     """
 
@@ -129,7 +129,7 @@ class Server:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Ask the store for its newest checkpoint in a thread. Returns a queue for the rank's reply."""
+        """Ask the store, in a thread, for its newest checkpoint. Returns a queue that will receive the reply for the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer

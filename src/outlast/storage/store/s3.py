@@ -31,7 +31,7 @@ class Access:
 
     region: str
     endpoint: str
-    """Empty for AWS."""
+    """URL of the service; empty for AWS."""
     style: str
     """Where URLs contain the bucket's name: `path`, `virtual` (in the host name), or `auto`."""
     keys: tuple[str, str, str] | None

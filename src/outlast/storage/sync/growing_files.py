@@ -131,7 +131,7 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files, and return how many were sent. Raises Stopped, and errors that affect all files."""
+        """Send the new bytes of these files, and return their number. Raises Stopped, and errors that affect all files."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))

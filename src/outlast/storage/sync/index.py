@@ -1,4 +1,4 @@
-"""Decides for `push_and_pull` how files compare with objects in the manifest. Pure.
+"""Compares files with the objects in the manifest, for `push_and_pull`. Pure.
 
 Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
 """

@@ -1,4 +1,4 @@
-"""The local state of a sync, from which an interrupted sync resumes.
+"""Keeps the local state of a sync, from which the sync resumes after an interruption.
 
     state           files and objects (`index.State`), replaced as a whole
     state.done      log of the transfers since `state` was written, one line per file
@@ -47,7 +47,7 @@ class StateFile:
         self._replayed = bool(self.fresh)
 
     def _replay(self) -> None:
-        """Apply the log, whose last line may be incomplete."""
+        """Apply the log to the state. The last line of the log may be incomplete."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
             if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
                 return

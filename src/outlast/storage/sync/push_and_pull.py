@@ -55,7 +55,7 @@ class Report:
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Paths that failed, with reasons."""
+    """Paths that could not be read, transferred or deleted, with reasons."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Paths that are not files, with reasons."""
     changing: list[str] = dataclasses.field(default_factory=list)
@@ -93,8 +93,8 @@ def push(
 
     `state` is the path of the local state file. Files for which `leave` returns True are not sent, but their objects are kept.
     Unless `delete` is set, an object without a file is deleted only if `expired` returns True for its path. Raises NotFound if
-    `source` does not exist, AlreadyRunning if another process uses `state`, StoreError, and Stopped. Completed transfers are
-    recorded even then.
+    `source` does not exist, AlreadyRunning if another process uses `state`, StoreError, and Stopped. Transfers that were
+    completed before an error are recorded.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:

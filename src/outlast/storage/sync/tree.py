@@ -20,7 +20,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""The names of partial files begin with this and end in `.part`."""
+"""Prefix of the names of partial files, which end in `.part`."""
 _PIECE = 64 << 10
 """Number of bytes written at a time. Larger writes use larger page cache blocks, which are slow to allocate in a virtual machine
 that reports free pages to its host."""
@@ -248,7 +248,7 @@ class AtomicFile:
 
 
 class Inside:
-    """Tells at which paths files may be written: the directory must be inside the tree, once all links are resolved."""
+    """Tells at which paths files may be written: a file's directory must be inside the tree, once all links are resolved."""
 
     def __init__(self, root: str) -> None:
         self._root = root
