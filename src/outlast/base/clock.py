@@ -79,7 +79,7 @@ class Awake:
 
 
 class Seen:
-    """Measures how long values have stayed the same, such as times written by processes with other clocks."""
+    """Measures how long values, such as times written by processes with other clocks, have stayed the same."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock

@@ -21,7 +21,7 @@ class OutlastError(Exception):
 
 
 class InvalidJob(OutlastError):
-    """The job file is wrong. `problems` are pairs of a line or None and a sentence, in order of the lines."""
+    """The job file is wrong. `problems` are pairs (line number or None, sentence), in order of the lines."""
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
         self.problems = tuple(problems)

@@ -169,8 +169,8 @@ def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, 
 def archive(store: Store, run: str) -> int:
     """Move the objects of earlier runs to `previous/<their run>/`, and return the number of objects moved.
 
-    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process neither loses objects nor
-    deletes the new run's objects.
+    An object is deleted only after it has been copied, and only while `aside` is set, so a killed or late process neither loses
+    objects nor deletes the new run's objects.
     """
     moved = 0
 

@@ -94,7 +94,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds. Less than the ranks' timeout."""
+"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds."""
 
 
 class Refused(OutlastError):

@@ -63,7 +63,7 @@ class Publication:
 
 
 class Server:
-    """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
+    """Serves one worker's ranks. Its threads wait or release the GIL, so that the agent stays responsive.
 
     The function `restore` downloads the store's newest checkpoint, and `newest` returns that checkpoint's (generation, step), or
     None.

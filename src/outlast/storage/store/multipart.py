@@ -1,4 +1,4 @@
-"""Runs multipart uploads to S3, which can be resumed if the process is killed. Used by `store.Store.upload`.
+"""Runs multipart uploads to S3, and resumes them if the process was killed. Used by `store.Store.upload`.
 
 Before the first part is sent, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. If the file is unchanged,
 a later call with the same journal sends only the missing parts; otherwise it aborts the upload and starts another. `etag` is

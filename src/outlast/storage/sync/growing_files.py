@@ -3,7 +3,7 @@
 A push adds the new bytes of a file to the store, as objects ("parts") that are never replaced:
 
     logs/worker-0.log                                              the file
-    logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
+    logs/worker-0.parts/00000000-0-8c736521.log                    its parts, named by number, offset and crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
 If a file was truncated (`metrics.jsonl`, when a run resumes from an earlier step), the next part begins before the end of the

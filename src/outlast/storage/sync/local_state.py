@@ -27,7 +27,7 @@ _FLUSH_S = 1.0
 
 
 class StateFile:
-    """The state of one tree and one store, while this process holds the lock."""
+    """The local state of a sync between one tree and one store. This process holds its lock."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
