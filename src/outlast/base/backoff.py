@@ -1,8 +1,8 @@
-"""Backoff between retries, and requests that are retried until they succeed or time out.
+"""Computes the pauses between retries, and retries requests until they succeed or time out.
 
 obstore and botocore also retry, for up to half of the timeout; `retried` covers the remaining cases: lost responses to writes,
-truncated bodies, conflicts. tenacity and stamina do not let signals interrupt a wait in native code, and draw jitter from
-Python's shared generator, which a training script may have seeded: the script would then get other random numbers.
+truncated bodies, conflicts. tenacity and stamina are not used: they do not let signals interrupt a wait in native code, and draw
+jitter from Python's shared generator, which a training script may have seeded. The script would then get other random numbers.
 """
 
 from __future__ import annotations
@@ -23,14 +23,16 @@ from outlast.base.errors import ClusterError, Stopped, StoreError, Unanswered, U
 T = TypeVar("T")
 
 RANDOM = random.SystemRandom()
-"""The operating system's generator, which scripts cannot seed and forks do not share."""
+"""The operating system's random number generator, which scripts cannot seed and forks do not share."""
 DEFAULT_S = 60.0
 """Default retry timeout for store requests, in seconds."""
 
 
 def exponential(attempt: int, first_s: float, longest_s: float) -> float:
-    """Return the pause in seconds after failed attempt `attempt`, counting from 0. The pause doubles with each attempt, up to
-    `longest_s`."""
+    """Return the pause in seconds after failed attempt `attempt`, counting from 0.
+
+    The pause doubles with each attempt, up to `longest_s`.
+    """
     return min(longest_s, first_s * 2.0 ** min(attempt, 10))
 
 
@@ -52,7 +54,10 @@ def timeout_from_environment() -> float:
 
 
 def retried(attempt: Callable[[], T], mapped: Callable[[Exception], StoreError], timeout_s: float) -> T:
-    """Return the result of `attempt`, repeated for up to `timeout_s` while `mapped` maps its exceptions to Unreachable."""
+    """Call `attempt` until it succeeds, for up to `timeout_s` seconds, and return its result.
+
+    `mapped` maps an exception to a StoreError. Only Unreachable is retried; any other error is raised at once.
+    """
     begun = time.monotonic()
     for n in count():
         try:
@@ -75,7 +80,7 @@ def until_answered(
     sleep: Callable[[float], None] = time.sleep,
     hopeless: Callable[[ClusterError], bool] = lambda error: not isinstance(error, Unanswered),
 ) -> T:
-    """Return the response to a cluster request, which is repeated until it succeeds or raises a `hopeless` error.
+    """Repeat a cluster request until it succeeds, and return the response. Raises errors that are `hopeless`.
 
     `say` is called when the cluster becomes unreachable, and when it is back.
     """
@@ -97,7 +102,10 @@ def until_answered(
 
 
 def interruptibly(attempt: Callable[[], T]) -> T:
-    """Return the result of `attempt`. The main thread runs it in another thread, because native code would delay signals."""
+    """Call `attempt` and return its result. Signals can interrupt the wait.
+
+    The main thread calls `attempt` in another thread, because native code would delay signals.
+    """
     if threading.current_thread() is not threading.main_thread():
         return attempt()
     result: Future[T] = Future()
@@ -122,7 +130,7 @@ _waiting = False
 
 
 def interrupt(why: str) -> None:
-    """Raise Stopped if the main thread is waiting for a store. For signal handlers."""
+    """Raise Stopped if the main thread is waiting for a store. Call this in signal handlers."""
     if _waiting:
         raise Stopped(why)
 
@@ -151,7 +159,10 @@ class ConnectionLog:
 
 
 def pause(failures: int, longest_s: float) -> float:
-    """Return the pause in seconds after a failure, jittered because all workers lose a server at the same time."""
+    """Return the pause in seconds before the next attempt, given the number of failures so far.
+
+    The pause has jitter, because all workers lose a server at the same time.
+    """
     return jittered(exponential(failures, FIRST_PAUSE_S, longest_s))
 
 

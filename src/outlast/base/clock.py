@@ -25,7 +25,7 @@ BREAK_S = 2.0
 
 
 class Clock:
-    """Steady seconds since the epoch. Thread-safe."""
+    """A clock that returns steady seconds since the epoch. Thread-safe."""
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
         self._wall, self._monotonic = wall, monotonic
@@ -50,14 +50,14 @@ class Clock:
 STEP_S = 1.0
 """Maximum advance of `Awake` between two readings, in seconds. Loops read it ten times a second."""
 STOOD_S = 10.0
-"""Minimum length of a pause in a loop that is logged, in seconds."""
+"""A pause in the loop is logged if it lasts at least this many seconds."""
 
 
 class Awake:
     """A clock that advances only while its loop runs. Thread-safe.
 
-    It also stops for paused virtual machines, frozen containers and stopped processes, so that no deadline passes while the loop
-    cannot run. Loops must read it at least every `STEP_S`.
+    It also stands still while a virtual machine is paused, a container is frozen or the process is stopped, so that no deadline
+    passes while the loop cannot run. Loops must read it at least every `STEP_S`.
     """
 
     def __init__(self, wall: Callable[[], float] = time.time, monotonic: Callable[[], float] = time.monotonic) -> None:
@@ -79,7 +79,7 @@ class Awake:
 
 
 class Seen:
-    """Measures how long values have stayed the same, such as times written by processes with other clocks."""
+    """Measures how long values, such as times written by processes with other clocks, have stayed the same."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock = clock
@@ -102,8 +102,8 @@ class Seen:
 def until(at: float, timeout: float, now: float) -> float | None:
     """Return the time at which a timeout that began at `at` ends; None if it has ended.
 
-    If the clock was set back, `at` may be in the future: by up to one timeout, no time counts as passed; beyond that, the timeout
-    is over.
+    If the clock was set back, `at` may be in the future. If it is ahead by at most one timeout, no time counts as passed; if it
+    is ahead by more, the timeout is over.
     """
     end = at + timeout
     return None if now >= end or at > now + timeout else end

@@ -1,8 +1,8 @@
-"""CRC-32 checksums of memory and files, computed with ISA-L, or with zlib, which is five times slower. Both release the GIL.
+"""Computes CRC-32 checksums of memory and files with ISA-L or, if it is missing, with zlib, which is five times slower.
 
-With `combine`, a file that arrives in pieces need not be read again. A CRC-32 is a polynomial over GF(2) modulo P; appending n
-bytes multiplies it by x^(8n), which takes 0.2 ms for any n by squaring. This is zlib 1.2.12's `crc32_combine` (crc32.c), which
-Python does not expose.
+Both release the GIL. With `combine`, a file that arrives in pieces need not be read again. A CRC-32 is a polynomial over GF(2)
+modulo P; appending n bytes multiplies it by x^(8n), which takes 0.2 ms for any n by squaring. This is zlib 1.2.12's
+`crc32_combine` (crc32.c), which Python does not expose.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _BLOCK = 256 << 10  # fits in the cache
 
 
 def combine(first: int, second: int, length: int) -> int:
-    """Return the CRC-32 of two consecutive pieces from their checksums. `length` is the second piece's length in bytes."""
+    """Return the CRC-32 of two consecutive pieces, given the CRC-32 of each. `length` is the second piece's length in bytes."""
     shift, power = _ONE, 3  # x^(2^3): a byte
     while length:
         if length & 1:
@@ -35,7 +35,10 @@ def combine(first: int, second: int, length: int) -> int:
 
 
 def of(file: int, length: int, start: int = 0, *, stop: threading.Event | None = None) -> int:
-    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends. Meaningless once `stop` is set."""
+    """Return the CRC-32 of `length` bytes of an open file, or of fewer if the file ends.
+
+    The result is meaningless once `stop` is set.
+    """
     crc = 0
     buffer = memoryview(bytearray(min(_BLOCK, max(1, length))))
     while length and not (stop and stop.is_set()) and (count := os.preadv(file, [buffer[:length]], start)):

@@ -21,7 +21,7 @@ class OutlastError(Exception):
 
 
 class InvalidJob(OutlastError):
-    """The job file is wrong. `problems` are (line or None, sentence) pairs in file order."""
+    """The job file is wrong. `problems` are pairs (line number or None, sentence), in order of the lines."""
 
     def __init__(self, problems: Sequence[tuple[int | None, str]], *, source: str = "job") -> None:
         self.problems = tuple(problems)
@@ -39,15 +39,15 @@ class AlreadyRunning(OutlastError):
 
 
 class NoRoom(OutlastError):
-    """A disk in this world is full. A retry or another world may succeed, so this counts as a failure."""
+    """A disk in this world is full. This counts as a failure, because a retry or another world may succeed."""
 
 
 class NotRestored(OutlastError):
-    """The newest state cannot be read now. A retry may succeed, so this counts as a failure."""
+    """The newest state cannot be read now. This counts as a failure, because a retry may succeed."""
 
 
 class NotSaved(OutlastError):
-    """The last step could not be saved. This counts as a failure: restarted processes resume from memory and try again."""
+    """The last step was not saved. This counts as a failure, because restarted processes resume from memory and try again."""
 
 
 class WrongBits(OutlastError):
@@ -99,7 +99,7 @@ class Refused(ClusterError):
 
 
 class NotServed(ClusterError):
-    """The cluster does not serve this kind of object; an API must be installed."""
+    """The cluster does not serve this kind of object, because its API is not installed."""
 
 
 class Unanswered(ClusterError):
@@ -135,7 +135,7 @@ class Missing(StoreError):
 
 
 class NoBucket(StoreError):
-    """The bucket or container does not exist. Not a subclass of Missing, because writes fail as well."""
+    """The bucket or container does not exist. This is not a subclass of Missing, because writes fail as well."""
 
 
 class Exists(StoreError):
@@ -165,7 +165,7 @@ class Unreachable(StoreError):
 
 @contextlib.contextmanager
 def importing(purpose: str, extra: str) -> Iterator[None]:
-    """Wrap imports of an extra's libraries. Raises OutlastError if one is not installed."""
+    """Wrap imports of libraries that the extra `extra` installs. Raises OutlastError if one is missing."""
     try:
         yield
     except ModuleNotFoundError as error:

@@ -1,4 +1,4 @@
-"""Exclusive and shared file locks. The only module that calls flock.
+"""Takes and releases exclusive and shared file locks. No other module calls flock.
 
 The kernel releases a lock when its last holder dies. A lock belongs to an open file: a child process that inherits the descriptor
 (`pass_fds`) keeps the lock if its parent dies first.
@@ -51,7 +51,10 @@ def release(fd: int) -> None:
 
 @contextlib.contextmanager
 def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
-    """Hold an exclusive lock on a file (created if missing) or directory. Yields False if it is taken, unless `wait` is set."""
+    """Hold an exclusive lock on a file, which is created if missing, or on a directory.
+
+    Yields whether the lock was acquired. With `wait`, waits until it is.
+    """
     fd = os.open(path, (os.O_RDONLY if path.is_dir() else os.O_RDWR | os.O_CREAT) | os.O_CLOEXEC, 0o666)
     try:
         yield acquire(fd, wait=wait)
@@ -60,7 +63,10 @@ def attempted(path: Path, *, wait: bool = False) -> Iterator[bool]:
 
 
 def shared(path: Path) -> int | None:
-    """Take a shared lock until the returned descriptor is closed. Returns None if the file is locked exclusively."""
+    """Take a shared lock on a file, and return a descriptor, which holds the lock until it is closed.
+
+    Returns None if another process has locked the file exclusively.
+    """
     fd = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
     if acquire(fd, share=True):
         return fd

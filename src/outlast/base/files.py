@@ -1,4 +1,4 @@
-"""Atomic replacement of files, and reading of files that may be missing.
+"""Replaces files atomically, and reads files that may be missing.
 
 Even after a crash, a reader sees either the whole old content or the whole new content.
 """
@@ -19,7 +19,7 @@ def beside(path: Path) -> Path:
 
 
 def replace(path: Path, text: str | bytes, *, durable: bool = False) -> None:
-    """Write a file beside `path` and rename it to `path`. With `durable`, it survives a power loss. Raises OSError."""
+    """Write a file beside `path` and rename it to `path`. With `durable`, the file survives a power loss. Raises OSError."""
     partial = beside(path)
     try:
         with open(partial, "wb") as file:

@@ -1,4 +1,4 @@
-"""Logging to standard output in a cluster, as JSON for collectors or as text for people."""
+"""Logs to standard output in a cluster, as JSON for collectors or as text for people."""
 
 from __future__ import annotations
 

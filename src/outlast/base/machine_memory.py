@@ -1,4 +1,4 @@
-"""The machine's free memory, within the limits of this process's cgroups (for example, a container's)."""
+"""Measures free memory, of the machine and within the limits of this process's cgroups (for example, a container's)."""
 
 from __future__ import annotations
 
@@ -6,13 +6,13 @@ import contextlib
 from pathlib import Path
 
 _RESERVE = 10
-"""One tenth of the memory stays free."""
+"""Divisor of the memory: one tenth stays free."""
 _UNLIMITED = 1 << 60
-"""From this limit in bytes, a cgroup is unlimited: without a limit, cgroup v1 reports nearly 2^63."""
+"""A limit of at least this many bytes counts as none, because cgroup v1 reports nearly 2^63 if there is no limit."""
 
 
 class Machine:
-    """The kernel's memory counters. The directories are parameters for tests."""
+    """Reads the kernel's memory counters. Tests pass other directories."""
 
     def __init__(self, proc: Path = Path("/proc"), cgroups: Path = Path("/sys/fs/cgroup")) -> None:
         self._proc, self._cgroups = proc, cgroups
@@ -57,7 +57,10 @@ class Machine:
         return 0
 
     def _places(self) -> list[tuple[Path, str, str, str, str]]:
-        """Return directories and file names of cgroup v2 and v1. In a container, the path is often `/` or missing."""
+        """Return the directories of this cgroup and its parents, each with the names of its counters in cgroup v2 or v1.
+
+        In a container, the path in `/proc` is often `/` or missing.
+        """
         try:
             lines = (self._proc / "self/cgroup").read_text().splitlines()
         except OSError:

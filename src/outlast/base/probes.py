@@ -1,4 +1,4 @@
-"""A process's HTTP endpoints: `/healthz`, `/readyz` and `/metrics`, and of workers `/end` and `/leave`.
+"""Serves a process's HTTP endpoints: `/healthz`, `/readyz` and `/metrics`, and for workers also `/end` and `/leave`.
 
 A worker is healthy while it makes progress (a step, or a phase of startup), and ready while it is in a world. Everyone in the
 cluster can reach the port, so connections are limited in number and duration. The oldest ones are closed first, so that kubelets
@@ -31,7 +31,7 @@ class Health:
 
 
 MOST = 32
-"""Maximum number of connections. One more closes the oldest."""
+"""Maximum number of connections. A further one closes the oldest."""
 IDLE_S = 5.0
 """Seconds after which a silent connection is closed."""
 LONGEST_BODY = 4096
@@ -40,8 +40,7 @@ _DIGITS = 6
 BACKLOG = 128
 
 Order = Callable[[Mapping[str, str], bytes], tuple[int, str]]
-"""A thread-safe handler of POST requests, which returns a status and a sentence for headers (such as `Content-Type`) and a body.
-"""
+"""A thread-safe handler of POST requests. Given the headers and the body, it returns a status and a sentence."""
 
 
 def serve(
@@ -108,7 +107,10 @@ def serve(
 
 
 class _Bounded(ThreadingHTTPServer):
-    """A server with at most `MOST` connections. One more closes the oldest, which must be idle: requests take milliseconds."""
+    """A server with at most `MOST` connections.
+
+    A further one closes the oldest, which must be idle, because requests take milliseconds.
+    """
 
     request_queue_size = BACKLOG
 

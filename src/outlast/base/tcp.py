@@ -1,4 +1,4 @@
-"""TCP connections to machines that may be lost: addresses, and socket options that soon break a dead connection."""
+"""Parses TCP addresses, and makes connections break soon after the other machine is lost."""
 
 from __future__ import annotations
 

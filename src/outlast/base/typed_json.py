@@ -1,4 +1,4 @@
-"""JSON from other processes, machines and versions, as typed values. Pure.
+"""Decodes JSON from other processes, machines and versions into typed values. Pure.
 
     decode(Report, {"run": "r", "id": 3, "standing": "waiting", "newer": 1})  ->  Report("r", 3, MemberState.WAITING)
 
@@ -6,7 +6,7 @@ The fields of a dataclass describe a message. Fields of newer versions are ignor
 of the wrong type are rejected. Supported types:
 
     bool, str, Any, enums, Literal[...], X | None, dataclasses
-    int                             an integer in [0, 2**53): no message has a negative one
+    int                             an integer in [0, 2**53), because no message has a negative one
     float                           a finite number below 1e300
     tuple[X, ...], tuple[X, Y]      an array
     Mapping[str, X]                 an object
@@ -34,7 +34,7 @@ class _Unfit(ValueError):
 
 
 def decode(kind: type[T], value: object, name: str = "") -> T:
-    """Convert a parsed JSON value to a type. Raises ValueError, which calls the value `name` and names the wrong field."""
+    """Convert a parsed JSON value to a type. Raises ValueError, whose message names the value (`name`) and the wrong field."""
     name = name or f"a {kind.__name__.lower()}"
     try:
         decoded: T = _reader(cast(Any, kind))(value)

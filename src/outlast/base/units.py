@@ -5,7 +5,7 @@
     "500m", "2", 0.5     <->  cores (float)      cores, cores_text
     "5m", "200 steps"    <->  Every              Every.parse, str()
 
-`x` parses the text returned by `x_text` to the same value. Quantities are as in Kubernetes
+A parser `x` turns the text that `x_text` returns into the same value again. Quantities are as in Kubernetes
 (https://kubernetes.io/docs/reference/kubernetes-api/common-definitions/quantity/). Parsers raise ValueError with the rest of a
 sentence that begins with the value: `5 min` *is not a duration; write 90s, 5m, 1h30m or 2d*.
 """
@@ -20,7 +20,7 @@ from decimal import Decimal
 
 _NUMBER = r"[0-9]+(?:\.[0-9]+)?"
 DURATION_PATTERN = rf"^(?:{_NUMBER}[dhms])+$|^{_NUMBER}$"
-"""These patterns are for schemas. They are also valid RE2, which Kubernetes' API server uses."""
+"""This pattern and the next two are for schemas. They are also valid RE2, which Kubernetes' API server uses."""
 QUANTITY_PATTERN = rf"^{_NUMBER}(m|k|M|G|T|P|E|Ki|Mi|Gi|Ti|Pi|Ei|[eE][+-]?[0-9]{{1,2}})?$"
 EVERY_PATTERN = rf"{DURATION_PATTERN}|^[0-9]+ ?steps?$"
 
@@ -30,7 +30,7 @@ _BINARY = {"Ki": 2**10, "Mi": 2**20, "Gi": 2**30, "Ti": 2**40, "Pi": 2**50, "Ei"
 
 
 def duration(value: str | int | float | timedelta) -> timedelta:
-    """Parse `90s`, `5m`, `1h30m`, `2d`, or a number of seconds, exactly to the microsecond."""
+    """Parse `90s`, `5m`, `1h30m`, `2d`, or a number of seconds, to the nearest microsecond."""
     if isinstance(value, timedelta):
         return value
     text = _plain(value).replace(" ", "")
@@ -81,7 +81,7 @@ def cores(value: str | int | float) -> float:
 
 
 def cores_text(value: float) -> str:
-    """Format whole cores as `2`, and others in thousandths as `500m`."""
+    """Format cores: a whole number as `2`, and any other number in thousandths, as `500m`."""
     thousandths = round(value * 1000)
     return f"{thousandths}m" if thousandths % 1000 else str(thousandths // 1000)
 
@@ -110,7 +110,7 @@ class Every:
         return every
 
     def __str__(self) -> str:
-        """Return `300s` or `200 steps`, the inverse of `parse`."""
+        """Return text such as `300s` or `200 steps`, which `parse` accepts."""
         if self.duration is not None:
             return f"{_seconds(self.duration // timedelta(microseconds=1))}s"
         return f"{self.steps} step" if self.steps == 1 else f"{self.steps} steps"
@@ -163,7 +163,7 @@ def _quantity(value: str | int | float, example: str) -> Decimal:
 
 
 def _plain(value: object) -> str:
-    """Return text, or a number without an exponent as text, or else `?`, which no parser accepts."""
+    """Return a text as it is, a number as text without an exponent, and anything else as `?`, which no parser accepts."""
     if isinstance(value, str):
         return value.strip()
     if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):

@@ -1,4 +1,7 @@
-"""Unix sockets at paths of any length. Linux limits addresses to 107 bytes, so they are relative to the socket's directory."""
+"""Opens Unix sockets at paths of any length.
+
+Linux limits addresses to 107 bytes, so these functions use addresses relative to the socket's directory.
+"""
 
 from __future__ import annotations
 
@@ -24,7 +27,7 @@ def connect(path: str | Path, timeout_s: float = 5.0) -> socket.socket:
 
 
 def listening(path: Path) -> socket.socket:
-    """Return a socket that listens at `path`, to which only this user can connect. Replaces an existing file."""
+    """Return a socket that listens at `path` and accepts connections only from this user. Replaces an existing file."""
     path.unlink(missing_ok=True)
     sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
     here = os.getcwd()

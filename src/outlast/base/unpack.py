@@ -35,7 +35,7 @@ from outlast.base.errors import OutlastError, Stopped, importing
 TARS = (".tar", ".tar.gz", ".tgz", ".tar.bz2", ".tbz", ".tbz2", ".tar.xz", ".txz", ".tar.zst", ".tzst")
 COMPRESSED = (".gz", ".bz2", ".xz", ".zst")
 _HEADER_BYTES = 1 << 20
-"""Maximum length of a tar header in bytes, because tarfile reads a header of any length into memory."""
+"""Maximum length of a tar header in bytes. Without a limit, tarfile would read a header of any length into memory."""
 _CHUNK = 1 << 20
 _LINK_BYTES = 4096
 _DAMAGED = (
@@ -57,12 +57,12 @@ class Limits:
     """Limits for unpacking an archive, and wording for error messages."""
 
     what: str
-    """Contents of the archive: `code` or `data`."""
+    """What the archive contains, in error messages: `code` or `data`."""
     entries: int
     size: int
     """Unpacked bytes allowed for any archive."""
     ratio: int = 0
-    """Unpacked bytes allowed per byte of the archive, if that is more than `size`."""
+    """Unpacked bytes allowed per byte of the archive, where this allows more than `size`."""
     instead: str = "keep data elsewhere"
     """Remedy for an archive that is too large."""
     again: str = "make it again"
@@ -88,7 +88,7 @@ def checksum(path: Path, algorithm: str = "sha256") -> str:
 
 
 def extract(archive: Path, into: Path, *, name: str, limits: Limits, kind: str = "", stop: threading.Event | None = None) -> None:
-    """Unpack an archive into an empty directory. `name` is its name in error messages.
+    """Unpack an archive into an empty directory. `name` is the archive's name in error messages.
 
     `kind` is `zip` or `tar`; if empty, the file's name decides. Raises OSError, OutlastError if the archive is damaged, too
     large, or has forbidden entries, and Stopped soon after `stop` is set.
@@ -226,7 +226,7 @@ class _Tree:
         return self._root / path
 
     def _new(self, member: str) -> Path:
-        """Return the path of a new file or link, after removing an earlier one."""
+        """Return the path for a new file or link, after removing an earlier entry at this path."""
         path = self._place(member)
         if path == self._root:
             self.refuse(member, "a file without a name")

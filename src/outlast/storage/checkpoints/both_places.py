@@ -1,4 +1,4 @@
-"""A run's checkpoints, both on this machine's disk and in a store."""
+"""Finds a run's checkpoints on this machine's disk and in a store."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ class Saved:
 
     @property
     def where(self) -> str:
-        """`here`, `store` or `both`."""
+        """Where the checkpoint is: `here`, `store` or `both`."""
         return "both" if self.here and self.there else "here" if self.here else "store"
 
     @property
@@ -58,7 +58,7 @@ class Saved:
         }
 
     def sizes(self) -> dict[str, int]:
-        """Return the size of each file in bytes, by name."""
+        """Return the sizes of the files in bytes, keyed by name."""
         if self.here:
             return {path.name: path.stat().st_size for path in sorted(self.here.path.iterdir())}
         files = self.there.commit.files if self.there and self.there.commit else {}
@@ -83,7 +83,7 @@ class Places:
     there: in_store.Checkpoints | None
 
     def list_(self, say: Callable[[str], None]) -> list[Saved]:
-        """Return all checkpoints by step. If the store is unreachable, reports that to `say` and returns the local ones."""
+        """Return all checkpoints in order of step. If the store is unreachable, tells `say` and returns the local ones."""
         here = on_disk.list_(self.directory) if self.directory else []
         there: list[in_store.Checkpoint] = []
         if self.there:
@@ -103,12 +103,15 @@ class Places:
         return sorted(found, key=lambda saved: (saved.step, saved.where))
 
     def ranks(self, candidates: Sequence[Saved]) -> dict[int, int]:
-        """Return the rank of each checkpoint that has a metric, by step. Rank 1 is the best."""
+        """Return the rank of each checkpoint that has a metric, keyed by step. Rank 1 is the best."""
         own = (saved for saved in candidates if not saved.here or saved.here.run in (self.run, ""))
         return {saved.step: rank for rank, saved in enumerate(retention.ranked(own), 1)}
 
     def fetched(self, saved: Saved, directory: Path, **options: Any) -> on_disk.Checkpoint:
-        """Return a checkpoint's local copy, after fetching it to `directory` if necessary. Options are those of `fetch`."""
+        """Return a checkpoint's local copy, after fetching it to `directory` if necessary.
+
+        `options` are those of `in_store.Checkpoints.fetch`.
+        """
         if saved.here is not None and not saved.here.problem:
             return saved.here
         assert self.there is not None
@@ -117,7 +120,7 @@ class Places:
 
 
 def of(place: Backend, name: str, url: str | None = None) -> Places:
-    """Return the places of a job's checkpoints; `url` replaces the job's store. Raises NotFound."""
+    """Return the places of a job's checkpoints. `url` overrides the URL of the job's store. Raises NotFound."""
     status, output = place.status(name), place.output(name)
     directory = output / contract.CHECKPOINTS if isinstance(output, Path) else None
     url = url or (status.store.url if status.store else None)
@@ -133,7 +136,7 @@ def of(place: Backend, name: str, url: str | None = None) -> Places:
 
 
 def chosen(candidates: Sequence[Saved], step: int | None, *, best: bool = False) -> Sequence[Saved]:
-    """Return the best candidate, the candidates at `step`, or all of them. Raises NotFound."""
+    """Return the best candidate if `best` is set, else the candidates at `step`, or all if `step` is None. Raises NotFound."""
     if best and step is not None:
         raise OutlastError(f"the best checkpoint and that of step {step} are two; name one of them")
     if best:

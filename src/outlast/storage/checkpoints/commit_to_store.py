@@ -1,4 +1,4 @@
-"""One checkpoint's files in a store, and its COMMIT, which is written last and deleted first."""
+"""Transfers and verifies one checkpoint's files in a store, where COMMIT is written last and deleted first."""
 
 from __future__ import annotations
 
@@ -20,10 +20,10 @@ from outlast.storage.store import Store
 _BLOCK = 8 << 20
 _AT_ONCE = 8
 WITHDRAWN = "WITHDRAWN"
-"""New name of a withdrawn checkpoint's COMMIT."""
+"""The name to which a withdrawn checkpoint's COMMIT is renamed."""
 
 Progress = Callable[[int], None]
-"""Called from many threads with the number of bytes transferred since the last call."""
+"""A callback. Many threads call it with the number of bytes transferred since its last call."""
 
 
 class Damaged(OutlastError):
@@ -65,7 +65,7 @@ class Parts:
         return commit
 
     def commit(self, commit: on_disk.Commit) -> None:
-        """Write COMMIT unless a valid one exists, for example because an earlier response was lost."""
+        """Write COMMIT unless a valid one exists already, for example because an earlier response was lost."""
         key, text = self.key(contract.COMMIT), commit.text().encode()
         if not self.store.conditional():
             try:
@@ -84,7 +84,7 @@ class Parts:
                 self.store.replace(key, text, entry.etag)
 
     def problem(self, *, deep: bool, progress: Progress = lambda _: None, stop: threading.Event | None = None) -> str | None:
-        """Return the first problem, or None. With `deep`, all files are read and their checksums verified."""
+        """Return the checkpoint's first problem, or None. With `deep`, all files are read and their checksums verified."""
         try:
             files = self.read_commit().files
         except Damaged as damage:
@@ -112,7 +112,7 @@ class Parts:
     def send(
         self, path: Path, commit: on_disk.Commit, *, journals: Path, progress: Progress, stop: threading.Event | None
     ) -> tuple[str, ...]:
-        """Send the files that the store lacks, and return the names of those that this machine lacks, too. Raises DamagedHere."""
+        """Send the files that the store lacks. Returns the names of those that this machine lacks as well. Raises DamagedHere."""
         from outlast.storage.sync import push_and_pull
 
         sizes = self.sizes()
@@ -131,7 +131,7 @@ class Parts:
         return tuple(name for name in absent if name not in local)
 
     def receive(self, into: Path, commit: on_disk.Commit, *, progress: Progress, stop: threading.Event | None) -> None:
-        """Durably fetch the checkpoint's missing files to `into`, and delete damaged and foreign files there. Raises Damaged."""
+        """Fetch the files that `into` lacks, durably, after deleting damaged and foreign files from it. Raises Damaged."""
         from outlast.storage.sync import push_and_pull
 
         if problem := _wrong_sizes(commit.files, self.sizes()):
@@ -154,7 +154,7 @@ class Parts:
                 raise Damaged(problem)
 
     def withdraw(self) -> None:
-        """Rename COMMIT, so that the checkpoint no longer counts. Its files stay."""
+        """Rename COMMIT, so that the checkpoint no longer counts. The other files are kept."""
         with contextlib.suppress(Missing):
             self.store.put(self.key(WITHDRAWN), self.store.get(self.key(contract.COMMIT)))
             self.store.delete([self.key(contract.COMMIT)])

@@ -30,9 +30,10 @@ def restore(output: Path, place: store.Store, run: str, say: Callable[[str], Non
 
 
 def evaluated(output: Path, place: store.Store | None, run: str, args: Sequence[str]) -> list[str]:
-    """Fetch the checkpoint that an evaluation requests, and return its arguments with the checkpoint replaced by its step.
+    """Fetch the checkpoint that an evaluation's arguments request, and return the arguments with its step as the value.
 
-    `--checkpoint=best` is the best one on this machine or in the store. Raises NotFound, Damaged and store.StoreError.
+    `--checkpoint=best` requests the best checkpoint on this machine or in the store. Raises NotFound, Damaged and
+    store.StoreError.
     """
     requested = [each for each in args if each.startswith(contract.EVALUATED)]
     if not requested:

@@ -1,12 +1,14 @@
-"""Commits, fetches, verifies and prunes a run's checkpoints in a store, below the run's prefix:
+"""Commits, fetches, verifies and prunes a run's checkpoints in a store.
+
+Below the run's prefix, the store contains
 
     checkpoints/latest                                the register: the owner and the committed checkpoints (`register`)
     checkpoints/step-00001200/<run>-g4-5f3a9c01/      the files that generation 4 saved, and COMMIT (`commit_to_store`)
-    checkpoints/step-00001200/READING-<id>            lease of a reader of that step
+    checkpoints/step-00001200/READING-<id>            the lease of a process that reads a checkpoint of this step
 
 Whichever process dies and whichever response is lost, every checkpoint in the register is complete and has one writer. A
-generation commits nothing once its successor has begun. The newest step goes back only if checkpoints with wrong state are
-withdrawn: WITHDRAWN then replaces their COMMIT. The last two checkpoints are kept, and all that are being read. See
+generation commits nothing once its successor has begun. The newest step in the register decreases only if checkpoints with wrong
+state are withdrawn: WITHDRAWN then replaces their COMMIT. The last two checkpoints and all that are being read are kept. See
 docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
@@ -75,7 +77,7 @@ class Outcome:
     """The outcome of a push."""
 
     kind: Literal["committed", "there", "expired", "waiting", "damaged"]
-    """In order: committed, already in the store, too old to keep, waiting for another machine's files, damaged here."""
+    """The kinds mean: committed, already in the store, too old to keep, waiting for another machine's files, damaged locally."""
     reason: str
     missing: tuple[str, ...] = ()
 
@@ -111,7 +113,7 @@ class Checkpoints:
         return latest
 
     def list_(self) -> list[Checkpoint]:
-        """Return the committed checkpoints by step, including those with an unreadable COMMIT."""
+        """Return the committed checkpoints in order of step, including those with an unreadable COMMIT."""
         latest = register.read(self.store, self.run)
         if latest is None:
             return []
@@ -142,11 +144,11 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> Outcome:
-        """Commit a local checkpoint in the store. Call `acquire` first.
+        """Upload a local checkpoint and commit it in the store. Call `acquire` first.
 
-        Files already in the store are not sent again. If a checkpoint is spread over machines, each pushes its own files, and the
-        last one commits. `journals` is a directory for the journals of unfinished uploads. Raises Superseded, Stopped, OSError
-        and StoreError; the next call resumes the push.
+        Files already in the store are not sent again. If a checkpoint is spread over several machines, each pushes its own files,
+        and the last machine commits. `journals` is a directory for the journals of unfinished uploads. Raises Superseded,
+        Stopped, OSError and StoreError. After an error, the next call resumes the push.
         """
         if self._generation is None:
             raise ValueError("acquire() comes before push()")
@@ -177,7 +179,7 @@ class Checkpoints:
             if missing:
                 more = f" (and {len(missing) - 1} more)" if len(missing) > 1 else ""
                 return Outcome("waiting", f"{local.path.name} waits for {missing[0]}{more}, which another machine has", missing)
-            self._fenced()  # optional, but zombies then leave fewer objects behind
+            self._fenced()  # optional, but superseded processes then leave fewer objects behind
             self._parts(place).commit(commit)
             latest = self._register.add(place, self._generation, instead)
         if latest.at(place.step) == place:
@@ -186,14 +188,14 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """Raise Superseded if this generation may no longer commit, else return the register."""
+        """Return the register, or raise Superseded if this generation may no longer commit."""
         latest = register.read(self.store, self.run)
         if reason := register_rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)
         return latest
 
     def next_(self, waiting: Sequence[on_disk.Checkpoint], retention: Retention) -> on_disk.Checkpoint:
-        """Return the local checkpoint to push next (`register_rules.pressing`)."""
+        """Return the checkpoint in `waiting` to push next, as `register_rules.pressing` chooses it."""
         latest = self._fenced() if retention.best and len(waiting) > 1 else None
         return register_rules.pressing(self._counted(latest, retention) if latest else (), waiting, retention)
 
@@ -204,7 +206,10 @@ class Checkpoints:
         return counted
 
     def forget(self, journals: Path) -> None:
-        """Abort unfinished uploads once there is nothing left to push. `journals` must contain only checkpoints' journals."""
+        """Abort unfinished uploads. Call this once there is nothing left to push.
+
+        `journals` must contain only the journals of checkpoints.
+        """
         for journal in sorted(journals.glob("*.upload")):
             self.store.forget(journal)
 
@@ -224,10 +229,11 @@ class Checkpoints:
     def fetch(
         self, checkpoint: Checkpoint, directory: Path, *, progress: Progress = lambda _: None, stop: threading.Event | None = None
     ) -> on_disk.Checkpoint:
-        """Fetch a checkpoint to `directory`, verified and durable, unless a valid local one is as new.
+        """Fetch a checkpoint to `directory`, verify it, and make it durable.
 
-        Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError or StoreError, the
-        next call fetches only the missing files.
+        If `directory` already contains a valid checkpoint at the same step from the same or a later generation, that one is
+        returned instead. Raises Damaged if the stored checkpoint differs from its COMMIT or was removed. After Stopped, OSError
+        or StoreError, the next call fetches only the missing files.
         """
         parts = self._parts(checkpoint.place)
         if here := _valid_here(directory, checkpoint, self.run):
@@ -254,7 +260,10 @@ class Checkpoints:
         progress: Progress = lambda _: None,
         stop: threading.Event | None = None,
     ) -> on_disk.Checkpoint | None:
-        """Fetch the newest valid checkpoint at a step above `above`, or return None. Raises Stopped, OSError and StoreError."""
+        """Fetch the newest valid checkpoint at a step above `above`, or return None if there is none.
+
+        Raises Stopped, OSError and StoreError.
+        """
         skipped: set[Place] = set()
         # List again each time, because another machine may have committed a checkpoint.
         ways = on_disk.ways_back(directory, self.run)
@@ -274,7 +283,7 @@ class Checkpoints:
 
     @contextlib.contextmanager
     def reading(self, place: Place) -> Iterator[None]:
-        """Protect a checkpoint from removal with a lease. Raises Damaged if the removal has begun.
+        """Protect a checkpoint from removal with a lease. Raises Damaged if its removal has begun.
 
         A remover updates the register before it lists leases, and a reader writes its lease before it reads the register, so at
         least one notices the other.
@@ -308,7 +317,7 @@ class Checkpoints:
     # Removing
 
     def withdraw(self, ways_back: Sequence[tuple[int, int]]) -> None:
-        """Unregister the checkpoints that no longer count because the run went back. Their files stay."""
+        """Remove from the register the checkpoints that no longer count because the run went back. Their files are kept."""
         latest = register.read(self.store, self.run)
         places = [each for each in latest.places if withdrawn(each.generation, each.step, ways_back)] if latest else []
         for place in places:
@@ -317,7 +326,10 @@ class Checkpoints:
             self._register.drop(places, withdrawn=True)
 
     def prune(self, retention: Retention, *, dry_run: bool = False) -> list[Place]:
-        """Remove expired checkpoints and what dead writers left behind. Returns the expired ones. Raises StoreError."""
+        """Remove expired checkpoints and the files that dead writers left behind. Raises StoreError.
+
+        Returns the expired checkpoints. With `dry_run`, nothing is removed.
+        """
         latest = register.read(self.store, self.run)
         if latest is None:
             return []

@@ -4,17 +4,17 @@ The training library writes checkpoints, the command line lists them, and agents
 directory `checkpoints/` contains
 
     step-00001200/              a checkpoint: torch.distributed.checkpoint's files, and COMMIT, which was written last
-    step-00001300.saving-g4/    a checkpoint that generation 4 is writing, or did not finish
-    step-00001300.fetching/     a checkpoint that is being fetched from a store or another disk (locked), or was not finished
+    step-00001300.saving-g4/    a checkpoint that generation 4 is writing, or has left unfinished
+    step-00001300.fetching/     a checkpoint whose fetch from a store or another disk is in progress (locked) or was interrupted
     step-00001300.replaced-0/   a damaged checkpoint, or one of an earlier generation, whose step was saved again
     step-00001300.withdrawn-0/  a checkpoint with wrong bits (`withdraw`); never removed
     FENCE                       the {run, generation} that may commit, whether the disk is rank 0's (`first`), and the run's
-                                `ways_back`; read and written while `.lock` is held
+                                `ways_back`; written only while `.lock` is held
 
-A directory named `step-N` that has a COMMIT is complete, whenever a process dies: its files were durable before COMMIT was
-written, and it was renamed last. A replaced generation cannot commit, because its successor moved the fence. Readers hold a
-shared lock on COMMIT (`reading`), and removal needs an exclusive one. Checksums are crc32 (11 GB/s per core, sha256: 2 GB/s),
-which detects bit rot and truncation, but not malice.
+A directory named `step-N` that has a COMMIT is complete, no matter when a process was killed: its files were durable before
+COMMIT was written, and the directory was renamed last. A superseded generation cannot commit, because FENCE names its successor.
+Readers hold a shared lock on COMMIT (`reading`), and removal needs an exclusive one. Checksums are crc32, which takes a fifth of
+the time of sha256 (11 GB/s per core instead of 2), and detects bit rot and truncation but not tampering.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ class _Fence:
 
     @classmethod
     def read(cls, directory: Path) -> _Fence:
-        """Read FENCE. If it is missing or damaged, only the next generation may commit."""
+        """Read FENCE. If it is missing or damaged, no generation may commit until `acquire` has written a new one."""
         try:
             return decode(cls, json.loads((directory / _FENCE).read_text()))
         except (FileNotFoundError, ValueError):
@@ -85,7 +85,7 @@ class Checkpoint:
 
 
 def list_(directory: Path) -> list[Checkpoint]:
-    """Return the committed checkpoints in `directory` by step, including those with an unreadable COMMIT."""
+    """Return the committed checkpoints in `directory` in order of step, including those with an unreadable COMMIT."""
     try:
         names = os.listdir(directory)
     except FileNotFoundError:
@@ -131,7 +131,7 @@ class Commit:
 
     @classmethod
     def parse(cls, text: bytes) -> Commit:
-        """Parse a COMMIT. Raises ValueError with the reason, also for file names that lead out of the directory."""
+        """Parse a COMMIT. Raises ValueError if it is invalid, for example if a file name leads out of the directory."""
         document = json.loads(text.decode())
         if not isinstance(document, dict):
             raise ValueError("not a mapping")
@@ -149,7 +149,7 @@ class Commit:
         return cls(**{name: document[name] for name in _REQUIRED}, metric=Metric.of(document.get("metric")))
 
     def text(self) -> str:
-        """Return the COMMIT as JSON, the inverse of `parse`."""
+        """Return the content of COMMIT as JSON, which `parse` accepts."""
         document = {name: getattr(self, name) for name in _REQUIRED} | {"files": dict(self.files)}
         return json.dumps(document | ({"metric": self.metric.plain()} if self.metric else {}))
 
@@ -173,12 +173,12 @@ def latest(checkpoints: Iterable[Checkpoint], run: str) -> Checkpoint | None:
 
 
 def expired(checkpoints: Iterable[Checkpoint], retention: Retention) -> list[Checkpoint]:
-    """Return the checkpoints to remove. Checkpoints with an unreadable COMMIT are kept and do not count."""
+    """Return the checkpoints to remove. Those with an unreadable COMMIT are kept, and do not count towards `retention`."""
     return retention.expired(checkpoint for checkpoint in checkpoints if not checkpoint.problem)
 
 
 def verify(path: Path, part: int = 0, parts: int = 1) -> str | None:
-    """Verify a checkpoint, or every `parts`-th of its files starting with file `part`. Returns the first problem, or None."""
+    """Verify every `parts`-th file of a checkpoint, beginning with file `part`. Returns the first problem, or None."""
     try:
         files = sorted(read(path).files.items())
     except (OSError, ValueError) as error:
@@ -200,12 +200,12 @@ def verify_file(path: Path, name: str, expected: Mapping[str, int], *, deep: boo
 
 
 def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if the size is wrong."""
+    """Return a sentence about a wrong size, or None if the size is right."""
     return None if size == expected["size"] else f"{name} has {size} bytes instead of {expected['size']}"
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence if the checksum is wrong."""
+    """Return a sentence about a wrong checksum, or None if the checksum is right."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 
@@ -215,15 +215,16 @@ def checksum(path: Path) -> int:
 
 
 def saving(directory: Path, step: int, generation: int) -> Path:
-    """Return the directory into which `generation` writes the checkpoint before its commit."""
+    """Return the directory into which `generation` writes the checkpoint at `step` before committing it."""
     return directory / f"{contract.checkpoint_name(step)}.saving-g{generation}"
 
 
 def abandon(directory: Path, generation: int) -> None:
-    """Remove unfinished checkpoints of earlier generations and earlier attempts, which may fill the disk.
+    """Remove unfinished checkpoints of earlier generations and attempts, to free disk space.
 
-    If a writer died after moving a checkpoint aside to replace it, the newest valid one is put back. Call this after `acquire`,
-    so that no earlier attempt can still commit, and before the current attempt saves.
+    If a writer died between moving a checkpoint aside and replacing it, the checkpoint is put back; if several were moved aside,
+    the newest valid one is. Call this after `acquire`, so that no earlier generation can still commit, and before the current
+    attempt saves.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         aside = [path for path in directory.glob("*.replaced-*") if _LEFTOVER.fullmatch(path.name)]
@@ -239,7 +240,7 @@ def abandon(directory: Path, generation: int) -> None:
 
 @contextlib.contextmanager
 def reading(path: Path) -> Iterator[None]:
-    """Protect a checkpoint from removal with a shared lock. Raises FileNotFoundError if the removal has begun."""
+    """Protect a checkpoint from removal with a shared lock. Raises FileNotFoundError if its removal has begun."""
     fd = os.open(path / contract.COMMIT, os.O_RDONLY)
     try:
         if not file_locks.acquire(fd, share=True) or not _is(fd, path / contract.COMMIT):
@@ -278,17 +279,17 @@ def owner(directory: Path) -> str:
 
 
 def first(directory: Path, run: str) -> bool:
-    """Return whether `directory` is on rank 0's disk, whose checkpoints count if disks are separate. True if unknown."""
+    """Return whether `directory` is on rank 0's disk, or True if unknown. On separate disks, only rank 0's checkpoints count."""
     fence = _Fence.read(directory)
     return fence.first or fence.run != run
 
 
 def acquire(directory: Path, run: str, generation: int | None, *, first: bool | None = None) -> int:
-    """Move the fence to `generation` of `run`, by default the next one, so that earlier generations can no longer commit.
+    """Fence off the generations of `run` before `generation`, by default the next one, so that they can no longer commit.
 
-    `first` says whether the disk is rank 0's; None keeps the old value. The fence of another run is taken over. An up-to-date
-    fence is not written, so another attempt of the same generation needs no disk space. Raises OSError, and Superseded if a later
-    generation has moved the fence.
+    Returns the generation that may commit. `first` says whether the disk is rank 0's; None keeps the old value. A FENCE of
+    another run is replaced. A FENCE that is up to date is not written again, so another attempt of the same generation needs no
+    disk space. Raises OSError, and Superseded if a later generation has already acquired the directory.
     """
     fence = _Fence.read(directory)
     if (fence.run, fence.generation) == (run, generation) and first in (None, fence.first):
@@ -318,9 +319,9 @@ def ways_back(directory: Path, run: str) -> list[tuple[int, int]]:
 
 
 def withdraw(directory: Path, run: str, ways: Collection[tuple[int, int]]) -> None:
-    """Record where `run` went back to, and rename the checkpoints that no longer count. Raises OSError.
+    """Record the steps that `run` went back to, and rename the checkpoints that no longer count. Raises OSError.
 
-    Call this again after `acquire`, because replaced generations may commit such checkpoints until then.
+    Call this again after `acquire`, because until then earlier generations can commit more such checkpoints.
     """
     with file_locks.attempted(directory / _LOCK, wait=True):
         fence = _Fence.read(directory)
@@ -339,10 +340,11 @@ def _aside(path: Path, word: str) -> Path:
 
 
 def commit(written: Path, checkpoint: Checkpoint, content: Mapping[str, Mapping[str, int]]) -> Checkpoint:
-    """Turn the durable files in `written` into the checkpoint `checkpoint.path`, durably.
+    """Commit the files in `written`, which must be durable already, as the checkpoint `checkpoint`, and return it.
 
-    `content` maps file names to `{size, crc32}`. A valid checkpoint at that step from the same or a later generation takes
-    precedence and is returned; any other one is moved aside. Raises Superseded if another generation owns the directory.
+    `content` maps file names to `{size, crc32}`. If the run already has a valid checkpoint at the same step, from the same or a
+    later generation, that one takes precedence and is returned. Any other existing checkpoint at this step is moved aside. Raises
+    Superseded if another generation owns the directory.
     """
     directory = checkpoint.path.parent
     stamp = (checkpoint.run, checkpoint.step, checkpoint.generation, checkpoint.world_size, checkpoint.time)
@@ -375,7 +377,7 @@ def _put(written: Path, checkpoint: Checkpoint, *, instead: bool = False) -> Che
 
 @contextlib.contextmanager
 def fetching(directory: Path, step: int) -> Iterator[Path]:
-    """Yield a locked directory in which to assemble the checkpoint at `step`. It may contain files of a killed process."""
+    """Yield a locked directory in which to assemble the checkpoint at `step`. It may contain files that a killed process left."""
     path = directory / f"{contract.checkpoint_name(step)}.fetching"
     while True:
         path.mkdir(parents=True, exist_ok=True)
@@ -393,9 +395,10 @@ def fetching(directory: Path, step: int) -> Iterator[Path]:
 
 
 def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint:
-    """Turn the durable files in `fetched` into the checkpoint at `commit.step`, which the store or another disk has committed.
+    """Turn the files in `fetched`, which must be durable already, into the checkpoint that `commit` describes, and return it.
 
-    Unless `instead` is set, an existing checkpoint may take precedence and be returned, as in `commit`.
+    Unless `instead` is set, an existing checkpoint takes precedence, and is returned, under the same conditions as in the
+    function `commit`.
     """
     directory = fetched.parent
     new = _committed(directory / contract.checkpoint_name(commit.step), commit)
@@ -407,8 +410,9 @@ def place(fetched: Path, commit: Commit, *, instead: bool = False) -> Checkpoint
 def sweep(directory: Path, newest: Checkpoint, retention: Retention) -> list[Checkpoint]:
     """Delete a run's expired checkpoints after the commit of `newest`, and return them.
 
-    Also deletes old replaced checkpoints and what dead generations did not finish. Checkpoints at higher steps stay but do not
-    count, because the run has skipped them as damaged. A checkpoint that is being read stays until the next call.
+    Also deletes old replaced checkpoints and what earlier generations left unfinished. Checkpoints at steps above that of
+    `newest` are kept but do not count, because the run has skipped them as damaged. A checkpoint that is being read is kept until
+    the next call.
     """
     own = [c for c in list_(directory) if c.run == newest.run and c.step <= newest.step]
     deleted = [checkpoint for checkpoint in expired(own, retention) if remove(checkpoint)]
@@ -445,6 +449,6 @@ def remove(checkpoint: Checkpoint) -> bool:
                 shutil.rmtree(aside)
             checkpoint.path.rename(aside)
         shutil.rmtree(aside)
-    except FileNotFoundError:  # a zombie sweeps at the same time
+    except FileNotFoundError:  # a superseded process sweeps at the same time
         pass
     return True

@@ -1,10 +1,10 @@
-"""A run's register in a store: its owner and its committed checkpoints. No other object has several writers.
+"""Keeps a run's register in a store: which generation may commit, and which checkpoints are committed.
 
-`Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap. `Named` is for stores without compare-and-swap
-(`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`, each written by one generation and never
-rewritten. With both, a committed checkpoint stays committed until it expires or is withdrawn, a generation commits nothing once a
-later one has begun, and a writer that dies or loses a response may start over. See docs/decisions/0007-commits-in-a-store.md and
-0069-the-way-back.md.
+Nothing else in the store has several writers. `Swapped` is one object, `checkpoints/latest`, replaced by compare-and-swap.
+`Named` is for stores without compare-and-swap (`rclone serve s3`, directories): a set of names below `checkpoints/latest.<run>/`,
+each written by one generation and never rewritten. With both, a committed checkpoint stays committed until it expires or is
+withdrawn, a generation commits nothing once a later one has begun, and a writer that dies or loses a response may start over. See
+docs/decisions/0007-commits-in-a-store.md and 0069-the-way-back.md.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from outlast.storage.store import Store
 
 LATEST = f"{contract.CHECKPOINTS}/latest"
 _ATTEMPTS = 50
-"""Number of lost races after which contention is reported. Arbitrary."""
+"""Number of lost races after which contention is reported. The value is arbitrary."""
 
 
 class Register(Protocol):
@@ -33,13 +33,13 @@ class Register(Protocol):
         """Begin `generation`, so that earlier ones can no longer commit. Raises Superseded if a later generation has begun."""
 
     def add(self, place: Place, generation: int, instead: Place | None = None) -> Latest:
-        """Commit a checkpoint, which replaces the damaged one `instead`, and return the new content. Raises Superseded.
+        """Commit a checkpoint, in place of the damaged one `instead` if given, and return the new register. Raises Superseded.
 
-        Checkpoints that are `register_rules.refused`, or whose step already has another one, are not added.
+        A checkpoint is not added if it is `register_rules.refused`, or if another one is registered at its step.
         """
 
     def drop(self, places: Sequence[Place], *, withdrawn: bool = False) -> Latest | None:
-        """Remove the obsolete ones of these checkpoints (with `withdrawn`, all of them), and return the new content."""
+        """Remove those of `places` that are obsolete (with `withdrawn`, all of them), and return the new register."""
 
 
 def open_(store: Store, run: str) -> Register:
@@ -48,7 +48,7 @@ def open_(store: Store, run: str) -> Register:
 
 
 def read(store: Store, run: str) -> Latest | None:
-    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if there are none."""
+    """Read a run's register, or rebuild it from the run's checkpoints without writing it. Returns None if the run has neither."""
     latest, _ = _object(store)
     if latest:
         return latest if latest.run == run else None
@@ -86,7 +86,7 @@ class Swapped:
     run: str
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`, also of a new run that owns the store's `run.json`; see `Register`."""
+        """Begin `generation`, even if the register is another run's, as long as this run owns `run.json`; see `Register`."""
         for _ in range(_ATTEMPTS):
             current, etag = _object(self.store)
             latest = current
@@ -169,7 +169,7 @@ class Named:
         return content
 
     def acquire(self, generation: int) -> Latest:
-        """Begin `generation`, and commit the proposals of the previous one, which may have reported them as committed."""
+        """Begin `generation`, and commit the previous generation's proposals, which it may have reported as committed."""
         content = self.names()
         if content.latest and content.latest.generation == generation == content.announced:
             return content.latest
@@ -191,7 +191,7 @@ class Named:
             self.store.delete([LATEST])
         self._write(register_rules.ownership(generation))
         self._check(self.names(), generation)
-        # Names of the previous owner stay until the next one, for listings in progress.
+        # Names of the previous owner stay until the next generation begins, for listings in progress.
         old = [name for name in self.store.names(self._below) if (register_rules.generation_of(name) or 0) < latest.generation]
         self.store.delete([f"{self._below}/{name}" for name in old])
         return dataclasses.replace(latest, generation=generation)

@@ -8,7 +8,7 @@ A checkpoint is
     expired    if enough counted checkpoints have higher steps, and it is not one of the best: it will be removed
     obsolete   if two committed checkpoints of its own or a later generation have higher steps: it may never be added (again)
 
-Every expired checkpoint is and stays obsolete, so any process, even a zombie, may delete its files at any time. See
+Every expired checkpoint is and stays obsolete, so any process, even a superseded one, may delete its files at any time. See
 docs/decisions/0007-commits-in-a-store.md.
 """
 
@@ -40,7 +40,7 @@ class Place:
 
     @property
     def key(self) -> str:
-        """The name below `checkpoints/`."""
+        """Path of the checkpoint's directory below `checkpoints/`."""
         return f"{contract.checkpoint_name(self.step)}/{self.parts}"
 
     @classmethod
@@ -52,7 +52,7 @@ class Place:
 
     @classmethod
     def parse(cls, key: str, run: str) -> Place | None:
-        """Return the place in `run` that contains a key below `checkpoints/`, or None."""
+        """Return the place of the checkpoint of `run` to which a key below `checkpoints/` belongs, or None."""
         step, _, rest = key.partition("/")
         parts = rest.partition("/")[0]
         number = on_disk.step_of(step)
@@ -66,9 +66,9 @@ class Latest:
 
     run: str
     generation: int
-    """The owner; earlier generations can no longer commit."""
+    """The generation that owns the register. Earlier ones can no longer commit."""
     places: tuple[Place, ...] = ()
-    """The committed checkpoints by step, one per step."""
+    """The committed checkpoints in order of step, one per step."""
 
     @property
     def step(self) -> int:
@@ -126,7 +126,7 @@ def superseded(latest: Latest | None, run: str, generation: int) -> str:
 
 
 def pressing(stored: Sequence[Committed], waiting: Sequence[C], retention: Retention) -> C:
-    """Return the local checkpoint to push next: the newest, or a best one that one more commit would make `obsolete`."""
+    """Return the local checkpoint to push next: the newest, or one of the best, if one more commit would make it obsolete."""
     waiting = sorted(waiting, key=lambda each: each.step)
     here = {each.step for each in waiting}
     committed: list[Committed] = [*waiting, *(each for each in stored if each.step not in here)]
@@ -149,7 +149,10 @@ def _above(stored: Sequence[Committed], checkpoint: Committed) -> int:
 
 
 def refused(latest: Latest, place: Place) -> str:
-    """Return why a checkpoint must not be added, or an empty string. Callers also check for another one at the same step."""
+    """Return why a checkpoint must not be added, or an empty string.
+
+    Callers must also check whether another checkpoint is registered at the same step.
+    """
     if obsolete(latest, place):
         above = ", ".join(str(other.step) for other in latest.places if other.step > place.step)
         return f"step {place.step} is older than what the store keeps (steps {above})"
@@ -160,9 +163,10 @@ def refused(latest: Latest, place: Place) -> str:
 
 
 def acquired(latest: Latest, generation: int, finished: Iterable[Place]) -> Latest:
-    """Return the register once `generation` has begun. Finished checkpoints have a COMMIT and all their files.
+    """Return the register as it is after `generation` has begun.
 
-    Finished checkpoints of the previous generation are added, because their writers may have died before registering them.
+    `finished` are the checkpoints that have a COMMIT and all their files. Those of the previous generation are added, because
+    their writers may have died before registering them.
     """
     previous = (place for place in finished if place.generation == latest.generation)
     return replace(completed(latest, previous), generation=generation)
@@ -178,7 +182,10 @@ def completed(latest: Latest, places: Iterable[Place]) -> Latest:
 
 
 def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
-    """Rebuild a lost register from finished checkpoints, with the latest generation's for each step."""
+    """Rebuild a lost register from finished checkpoints, or return None if there are none.
+
+    If several are at the same step, that of the latest generation counts.
+    """
     places = {place.step: place for place in sorted(finished)}
     if not places:
         return None
@@ -190,7 +197,7 @@ def rebuilt(run: str, finished: Iterable[Place]) -> Latest | None:
 
 @dataclass(frozen=True)
 class Names:
-    """The content of a register that consists of names below `checkpoints/latest.<run>/`:
+    """The content of a register that consists of names below `checkpoints/latest.<run>/`.
 
     g0000000005                                          generation 5 has announced itself
     g0000000005.step-00001200.<parts>.proposed           ... proposes to commit this checkpoint
@@ -246,7 +253,7 @@ def commitment(generation: int, place: Place, *, proposed: bool = False) -> str:
 
 
 def generation_of(name: str) -> int | None:
-    """Return the generation that wrote a name, if it has the right form."""
+    """Return the generation that wrote a name of the register; None for other names."""
     match = re.match(r"g(\d+)(?:\.|$)", name)
     return int(match[1]) if match else None
 
@@ -258,5 +265,8 @@ RENEW_S = 60.0
 
 
 def being_read(readers: Sequence[float], now: float) -> bool:
-    """Return whether any lease is valid. `readers` are the times of the last renewals, by the store's clock."""
+    """Return whether any lease is still valid.
+
+    `readers` are the times at which leases were last renewed. These and `now` are by the store's clock.
+    """
     return any(now - since < LEASE_S for since in readers)

@@ -1,8 +1,8 @@
-"""Which committed checkpoints to keep: one rule for disks and stores. Pure.
+"""Decides which committed checkpoints to keep, both on disks and in stores. Pure.
 
-The `keep` newest checkpoints stay, and the `best` ones with the best metrics. A checkpoint that a later generation skipped as
-damaged, by resuming from an earlier step, counts as neither. A run always resumes from the newest checkpoint, not from the best.
-See docs/decisions/0029-best-checkpoints.md.
+The `keep` newest checkpoints are kept, and the `best` checkpoints with the best metrics. A checkpoint that a later generation
+skipped as damaged, by resuming from an earlier step, counts as neither. A run always resumes from the newest checkpoint, not from
+the best. See docs/decisions/0029-best-checkpoints.md.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from outlast.base.errors import NotFound
 from outlast.job.contract import Env
 
 LEAST = 2
-"""Minimum number of newest checkpoints to keep: the newest one may turn out to be damaged."""
+"""Minimum number of newest checkpoints to keep, because the newest one may turn out to be damaged."""
 
 Mode = Literal["min", "max"]
 
@@ -41,7 +41,7 @@ class Metric:
         return cls(float(value), by, mode) if math.isfinite(value) else None
 
     def plain(self) -> dict[str, Any]:
-        """Return the metric as JSON, the inverse of `of`."""
+        """Return the metric as a JSON object, which `of` accepts."""
         return asdict(self)
 
 
@@ -67,15 +67,14 @@ C = TypeVar("C", bound=Committed)
 def withdrawn(generation: int, step: int, ways_back: Iterable[tuple[int, int]]) -> bool:
     """Return whether a state no longer counts, because the run went back to an earlier one.
 
-    `ways_back` are (generation, step): states after `step` are wrong if that generation or an earlier one computed them. See
-    docs/decisions/0069-the-way-back.md.
+    `ways_back` are pairs (generation, step): states after `step` are wrong if that generation or an earlier one computed them.
+    See docs/decisions/0069-the-way-back.md.
     """
     return any(generation <= last and step > agreed for last, agreed in ways_back)
 
 
 def counted(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints in order of step, without those that a later generation superseded by resuming from an
-    earlier step."""
+    """Return in order of step the checkpoints that no later generation skipped by resuming from an earlier step."""
     stays, newest = [], -1
     for each in sorted(checkpoints, key=lambda each: each.step):
         if each.generation >= newest:
@@ -85,9 +84,9 @@ def counted(checkpoints: Iterable[C]) -> list[C]:
 
 
 def ranked(checkpoints: Iterable[C]) -> list[C]:
-    """Return the checkpoints that have a metric, best first; of equal ones, the older comes first.
+    """Return the checkpoints that have a metric, best first; of equally good ones, the older comes first.
 
-    Checkpoints whose metric has another name or direction than the newest one are omitted, because they cannot be compared.
+    Checkpoints whose metric has another name or direction than the newest one's are omitted, because they cannot be compared.
     """
     measured = [(each, each.metric) for each in counted(checkpoints) if each.metric and math.isfinite(each.metric.value)]
     if not measured:
@@ -138,11 +137,11 @@ class Retention:
         return Metric(value, self.by, self.mode) if value is not None and math.isfinite(value) else None
 
     def needs_commit(self, checkpoint: Committed) -> bool:
-        """Return whether `expired` needs the COMMIT of a registered checkpoint."""
+        """Return whether a registered checkpoint's COMMIT must be read before calling `expired`, because it may have a metric."""
         return self.best > 0 and checkpoint.metric is None
 
     def expired(self, checkpoints: Iterable[C]) -> list[C]:
-        """Return the checkpoints to remove, by step."""
+        """Return the checkpoints to remove, in order of step."""
         checkpoints = sorted(checkpoints, key=lambda each: each.step)
         newest = counted(checkpoints)[-max(LEAST, self.keep) :]
         if len(newest) < max(LEAST, self.keep):

@@ -1,4 +1,4 @@
-"""Runs in a store: which run owns a URL (`owner`, in `run.json`), and its heartbeat (`heartbeat`, in `alive.json`)."""
+"""Keeps records of a run in a store: which run owns the URL (`owner`, in `run.json`), and its heartbeat (`heartbeat`)."""
 
 from __future__ import annotations
 

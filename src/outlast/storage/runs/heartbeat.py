@@ -1,8 +1,8 @@
-"""A run's heartbeat in a store: `alive.json`, written every BEAT_S while the run trains.
+"""Sends and reads a run's heartbeat: `alive.json` in a store, which is written every BEAT_S while the run trains.
 
-`run.json` stays when a run's owner dies, so a worker on another machine or in another cluster reads the heartbeat first: a run
-with a recent one is not taken over unless the user requests it. Workers with the same `where` are one owner. Times are by the
-store's clock.
+`run.json` remains when a run's owner dies. So before a worker on another machine or in another cluster takes over the run, it
+reads the heartbeat, and if that is recent, it takes over only at the user's request. Workers with the same `where` are one owner.
+Times are by the store's clock.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ class Beat:
     left: bool = False
     """True in the last heartbeat of an owner that has stopped training."""
     leaving: bool = False
-    """True if worker 0 has left. If others still train, one of them sends a heartbeat within BEAT_S."""
+    """True if worker 0 has left. If other workers still train, one of them sends a heartbeat within BEAT_S."""
     etag: str = dataclasses.field(default="", compare=False)
     modified: float = dataclasses.field(default=0.0, compare=False)
 
@@ -79,7 +79,7 @@ def held(place: Store, run: str, where: str) -> tuple[Beat, float] | None:
 def wait(
     place: Store, run: str, where: str, *, advice: str, say: Callable[[str], None], pause: Callable[[float], object] = time.sleep
 ) -> None:
-    """Wait until another owner's heartbeat has expired. Raises AlreadyRunning if that owner sends a new one."""
+    """Wait until another owner's heartbeat, if any, has expired. Raises AlreadyRunning if that owner sends a new one."""
     current = held(place, run, where)
     if current is None:
         return
@@ -105,9 +105,9 @@ def release(place: Store) -> str:
 
 
 class Heartbeats:
-    """A thread that sends a run's heartbeats, until another owner has taken over and `lost` is called.
+    """Sends a run's heartbeats from a thread. If another owner takes over, the thread calls `lost` with a sentence and ends.
 
-    Worker 0 sends them; another worker does only if the store has no recent one.
+    Worker 0 always sends heartbeats. Another worker sends one only if the store has no recent one.
     """
 
     def __init__(
@@ -118,14 +118,14 @@ class Heartbeats:
         self._stop = threading.Event()
         self._etag = ""
         self._doubted = False
-        """True if another owner's heartbeat has replaced the last one sent from here."""
+        """True if another owner's heartbeat has replaced the last one that this worker saw."""
         self.silent = False
         """True once another owner has taken over."""
         self._thread = threading.Thread(target=self._live, name="outlast-heart", daemon=True)
         self._thread.start()
 
     def stop(self, *, left: bool = False) -> None:
-        """Stop the heartbeats. With `left`, a last heartbeat says that training has stopped here."""
+        """Stop the heartbeats. With `left`, a last heartbeat says that this owner has stopped training."""
         self._stop.set()
         self._thread.join(_POLL_S)
         if left and not self._thread.is_alive() and not self.silent:

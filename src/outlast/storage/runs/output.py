@@ -1,6 +1,6 @@
-"""A run's output in a store: which files a sync skips, and readers of logs, metrics and the ledger.
+"""Reads logs, metrics and the ledger from a run's output in a store, and decides which files of an output a sync skips.
 
-The command line uses these readers when the machine that wrote the files is gone.
+The command line uses the readers when the machine that wrote the files is gone.
 """
 
 from __future__ import annotations
@@ -22,7 +22,7 @@ _PROTOCOL = {OWN, contract.TRACKING, contract.CHECKPOINTS, runs.PREVIOUS, runs.R
 
 
 def skipped(path: str) -> bool:
-    """Return whether a sync skips a path in the output: Outlast's own, unfinished and growing files."""
+    """Return whether a sync skips a path in the output: one of Outlast's own files, an unfinished or a growing file."""
     first, _, rest = path.partition("/")
     name = rest.rpartition("/")[2] if rest else first
     own = first in _PROTOCOL or growing_files.grows(path) or growing_files.is_part(path)

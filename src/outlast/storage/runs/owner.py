@@ -1,7 +1,8 @@
-"""A run's record in a store, `run.json`: which run owns the store's URL, and how a new run claims it.
+"""Reads and writes `run.json`, the record of the run that owns a store's URL.
 
-A new run first claims the URL, then moves the objects of earlier runs to `previous/<run>/`. Meanwhile its record has `aside` set,
-and it writes nothing else. If it is killed, it continues the move when it resumes. See docs/decisions/0007-commits-in-a-store.md.
+A new run first claims the URL, then moves the objects of earlier runs to `previous/<run>/`. Until these are moved, the new run's
+record has `aside` set, and the run writes nothing else. If it is killed, it continues the move when it resumes. See
+docs/decisions/0007-commits-in-a-store.md.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from outlast.storage.store import Store
 RUN = "run.json"
 PREVIOUS = "previous"
 FINAL = ("Succeeded", "Failed", "Cancelled")
-"""The final states in `status.State`, which is slow to import."""
+"""The final states in `status.State`, repeated because `status` is slow to import."""
 _PROBE = ".outlast-probe-"
 _VERSION = 1
 _AT_ONCE = 64
@@ -39,11 +40,11 @@ class Run:
     submitted: float
     """Time of submission, in seconds since the epoch."""
     state: str = "Pending"
-    """A `status.State`."""
+    """The run's `status.State`."""
     reason: str = ""
     exit_code: int | None = None
     owner: str = ""
-    """Nonce of the machine that last acquired the run; other machines are zombies."""
+    """Nonce of the machine that last acquired the run. Other machines may no longer write to the run."""
     before: tuple[str, ...] = ()
     """Earlier owners, most recent last."""
     aside: str = ""
@@ -60,7 +61,7 @@ class Run:
         return self.state == "Succeeded"
 
     def text(self) -> bytes:
-        """Return the record as JSON, the inverse of `parse`."""
+        """Return the record as JSON, which `parse` accepts."""
         return json.dumps(dataclasses.asdict(self), indent=1).encode() + b"\n"
 
     @classmethod
@@ -101,7 +102,7 @@ def _superseded(store: Store, run: str, record: Run | None, lost: str = "gone") 
 
 
 def claim(store: Store, new: Run, *, replace: bool = False) -> Run:
-    """Claim the URL for `new`, and return its record, or the existing record if `new` owns the URL already.
+    """Claim the URL for the run `new`, and return the run's record, which is the existing one if the run already owns the URL.
 
     Call `archive` next. Raises AlreadyRunning if an unfinished run owns the URL, unless `replace` is set. Without conditional
     writes, two simultaneous claims may both seem to succeed; the loser's next `update` then raises Superseded.
@@ -161,15 +162,15 @@ def acquire(store: Store, run: str, owner: str) -> Run:
 
 
 def end(store: Store, run: str, state: str, reason: str, exit_code: int | None, *, by: str = "") -> Run:
-    """Record how a run has ended. Raises Superseded like `update`."""
+    """Record how a run has ended. Raises Superseded in the same cases as `update`."""
     return update(store, run, by=by, state=str(state), reason=reason, exit_code=exit_code)
 
 
 def archive(store: Store, run: str) -> int:
-    """Move the objects of earlier runs to `previous/<their run>/`, and return their number.
+    """Move the objects of earlier runs to `previous/<their run>/`, and return the number of objects moved.
 
-    An object is deleted only after it was copied, and while `aside` is set, so a killed or late process neither loses objects nor
-    deletes the new run's objects.
+    An object is deleted only after it has been copied, and only while `aside` is set, so a killed or late process neither loses
+    objects nor deletes the new run's objects.
     """
     moved = 0
 
@@ -217,7 +218,10 @@ def _load(store: Store) -> tuple[Run | None, str, str]:
 
 
 def _write(store: Store, record: Run, etag: str, conditional: bool) -> bool:
-    """Write the record if the stored one still has `etag`. Without conditional writes, read it back instead."""
+    """Write the record if the stored one still has `etag`. Returns whether it was written.
+
+    Without conditional writes, the record is written in any case, and read back to check that it is still there.
+    """
     if not conditional:
         store.put(RUN, record.text())
         return _load(store)[0] == record

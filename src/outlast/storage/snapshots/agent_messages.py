@@ -1,4 +1,4 @@
-"""Messages between agents and ranks: JSON lines, with file descriptors on Unix sockets and raw bytes on TCP.
+"""Sends messages between agents and ranks as JSON lines, with file descriptors over Unix sockets and raw bytes over TCP.
 
 On TCP, each line is authenticated with the run's key (`job.sealed_lines`), and raw bytes by their crc32 in such a line. Nothing
 is encrypted.
@@ -27,7 +27,7 @@ LINE = 64 << 10
 INDEX = 256 << 20
 """Maximum length of a rank's line to its own agent, which may contain an index."""
 TIMEOUT_S = 10.0
-"""Timeout without progress, in seconds. Arbitrary: twice as long as elsewhere, for machines that swap."""
+"""Timeout without progress, in seconds. The value is arbitrary, but twice as long as elsewhere, for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 

@@ -1,4 +1,4 @@
-"""The memory budget for a worker's snapshots, and how large a state fits into it. Pure. All sizes are in bytes.
+"""Computes the memory budget for a worker's snapshots, and how large a state fits into it. Pure. All sizes are in bytes.
 
 A worker holds two snapshots, the newest complete one and the one in progress. Each contains the state common to all ranks
 (`shared`), the state that only this worker's ranks have (`unique`), and `replicas` copies of other workers' unique state.

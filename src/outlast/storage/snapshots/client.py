@@ -1,4 +1,4 @@
-"""The rank's side of snapshots: writes parts into the agent's shared memory, and reads parts from this or other workers.
+"""Writes a rank's parts of snapshots into the agent's shared memory, and reads parts from this worker and others.
 
     client = connect(os.environ)                                        None if snapshots are off
     room = client.room(nbytes, at, complete)                            a buffer ("room") of the agent, mapped into this process
@@ -37,7 +37,7 @@ from outlast.storage.snapshots import agent_messages, part_format
 from outlast.storage.snapshots.part_format import Damaged, Item, OutOfReach, Part
 
 _REPLY_S = 60
-"""Timeout for replies from this worker's agent, in seconds. Arbitrary."""
+"""Timeout for replies from this worker's agent, in seconds. The value is arbitrary."""
 _STATES = 16
 _BATCH = 1024
 
@@ -47,7 +47,7 @@ class NoMemory(OutlastError):
 
 
 class Where(NamedTuple):
-    """A worker's location; empty if unknown."""
+    """A worker's location. Its fields are empty if unknown."""
 
     node: str
     zone: str
@@ -55,12 +55,12 @@ class Where(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Room:
-    """A buffer in the agent's memory, mapped into this process, with every page already touched."""
+    """A buffer in the agent's memory, mapped into this process, with every page already faulted in."""
 
     id: int
     view: memoryview
     whole: memoryview
-    """The whole mapping, aligned to pages, which stays the same each time the room is reused."""
+    """The whole mapping. It is aligned to pages, and stays the same each time the room is reused."""
 
 
 @dataclasses.dataclass
@@ -68,7 +68,7 @@ class _Lent:
     mapped: mmap.mmap
     size: int
     place: int
-    """Index of the buffer's part in the sizes that `reserve` was given."""
+    """Index, in the sizes passed to `reserve`, of the part that the buffer is for."""
     at: tuple[int, int] | None = None
 
 
@@ -76,7 +76,7 @@ _open: weakref.WeakSet[Client] = weakref.WeakSet()
 
 
 def _close_in_fork() -> None:
-    """Close the clients in a fork, such as a data loader's worker. An open copy would hide the rank's death from the agent."""
+    """Close the clients in a forked process, such as a data loader's worker, so that the agent notices when the rank dies."""
     for client in list(_open):
         client.close()
 
@@ -97,7 +97,7 @@ class Client:
         self._indices: dict[tuple[str, int], Sequence[Item]] = {}
         hello = connection.receive()["hello"]
         self.address: str = hello["address"]
-        """Empty if the agent has no data port."""
+        """Address of the agent's data port; empty if it has none."""
         self.where = Where(hello["node"], hello["zone"])
         self._key = bytes.fromhex(hello["key"])
         self._store = bool(hello.get("store"))
@@ -108,9 +108,10 @@ class Client:
         return self.rooms([nbytes], at, complete)[0]
 
     def rooms(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0)) -> list[Room]:
-        """Return memory for the parts of the snapshot `at`, (generation, step). Blocks unless memory is `spare`. Raises NoMemory.
+        """Return memory for the parts of the snapshot `at`, given as (generation, step). Raises NoMemory.
 
-        `sizes` are in bytes. Parts older than `complete`, the newest complete snapshot, may be overwritten.
+        `sizes` are in bytes. Parts older than `complete`, the newest complete snapshot, may be overwritten. Blocks while the
+        agent allocates memory, which is not necessary if `spare` returns True.
         """
         self.reserve(sizes, at, complete)
         rooms = []
@@ -122,7 +123,7 @@ class Client:
         return rooms
 
     def reserve(self, sizes: Sequence[int], at: tuple[int, int], complete: tuple[int, int] = (0, 0), session: str = "") -> None:
-        """Have the agent allocate what `rooms` will need, which takes half a minute for 100 GB. Raises NoMemory."""
+        """Have the agent allocate the memory that `rooms` will need. For 100 GB, this takes half a minute. Raises NoMemory."""
         fitting = self._fitting(sizes, complete, at)
         if 0 not in fitting:
             return
@@ -147,9 +148,7 @@ class Client:
         return 0 not in self._fitting(sizes, complete)
 
     def _fitting(self, sizes: Sequence[int], *used: tuple[int, int]) -> list[int]:
-        """Return, for each size, the id of the smallest room that can hold this part and holds none of the snapshots `used`, or
-        0.
-        """
+        """Return for each part the id of its smallest room that is large enough and holds none of the snapshots `used`, or 0."""
         free = sorted((lent.size, id, lent.place) for id, lent in list(self._lent.items()) if lent.at not in used)
         return [next((id for size, id, own in free if own == place and size >= nbytes), 0) for place, nbytes in enumerate(sizes)]
 
@@ -165,7 +164,7 @@ class Client:
     def publish(
         self, room: Room, part: Part, index: Sequence[Item], *, to: Sequence[str] = (), complete: tuple[int, int] = (0, 0)
     ) -> None:
-        """Publish a written part, whose replicas the agent sends to the agents at `to`. `poll` returns the progress."""
+        """Publish a written part. The agent sends replicas of it to the agents at `to`. `poll` returns the progress."""
         self._states[part.kind, part.step] = ""
         for old in list(self._states)[:-_STATES]:
             del self._states[old]
@@ -182,10 +181,10 @@ class Client:
             self._states[part.kind, part.step] = f"{part} cannot be kept: the agent is gone ({error})"
 
     def poll(self) -> Mapping[tuple[str, int], str]:
-        """Return the state of the latest published parts, by (kind, step). Does not block.
+        """Return the states of the latest published parts, keyed by (kind, step). Does not block.
 
-        A state is empty while the agent computes checksums, then `held`, `replicated`, or `held; ` and why a replica failed. Any
-        other state says why the agent does not hold the part.
+        A state is empty while the agent computes checksums, then `held`, `replicated`, or `held; ` followed by the reasons why
+        replicas failed. Any other state says why the agent does not hold the part.
         """
         if self._using.acquire(blocking=False):
             try:
@@ -229,7 +228,7 @@ class Client:
         return at and (int(at[0]), int(at[1]))
 
     def restore(self) -> None:
-        """Have the agent download the store's newest checkpoint, and wait for it. Raises StoreError."""
+        """Have the agent download the store's newest checkpoint, and wait until it is done. Raises StoreError."""
         self._stored({"restore": True})
 
     def _stored(self, message: dict[str, Any]) -> dict[str, Any]:
@@ -313,7 +312,7 @@ class Source:
     """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Read the part's index. Raises OSError, ValueError, and Damaged if it is damaged or another part's."""
+        """Read the part's index. Raises OSError, ValueError, and Damaged if it is damaged or belongs to another part."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()
@@ -325,7 +324,7 @@ class Source:
             raise
 
     def fetch(self, items: Iterable[tuple[int, memoryview]]) -> None:
-        """Read many items at once, each given as (number in the index, memory of its size). Raises Damaged, OutOfReach."""
+        """Read items, each given as its number in the index and memory of the item's size. Raises Damaged, OutOfReach."""
         blocks = []
         for i, into in items:
             item, memory = self.index[i], into.cast("B")
@@ -360,7 +359,7 @@ class _Block(NamedTuple):
 
 
 class _Local:
-    """Reads the memory of this worker's agent, in several threads, because checksums take most of the time."""
+    """Reads parts from the memory of this worker's agent, with several threads, because checksums take most of the time."""
 
     def __init__(self, fd: int, closed: Any) -> None:
         self._fd, self._closed = fd, closed

@@ -1,7 +1,7 @@
 """An agent's data port. Other agents send replicas to it, and ranks of other workers read parts from it.
 
 Any machine on the network can reach the port, so a peer must first prove that it has the run's key. If there are too many
-connections, the oldest unauthenticated one is closed. Invalid input only closes its connection.
+connections, the oldest unauthenticated one is closed. Invalid input closes only the connection that it came from.
 
     {"put": part, "tail": bytes, "complete": at}    -> {"soon": true} while memory is allocated, {"go": true}; then the peer
                                                        sends tail and blocks; -> {"held": true}
@@ -30,7 +30,7 @@ VARIABLES = ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME")
 
 
 def advertised(environ: Mapping[str, str]) -> tuple[str, bool]:
-    """Return the host to advertise, and whether to listen on all addresses. A single machine uses 127.0.0.1 only."""
+    """Return the host to advertise, and whether to listen on all addresses. A single machine uses only 127.0.0.1."""
     if Env.ADDRESS not in environ:
         return "127.0.0.1", False
     named = [name for variable in VARIABLES for name in prefixes(environ.get(variable, ""))]
@@ -55,7 +55,7 @@ def _address(prefixes: list[str]) -> str:
 
 _STRANGERS = 256
 _READERS, _REPLICAS = 512, 128
-"""Separate limits of concurrent readers and replica senders, so that neither can starve the other."""
+"""Separate limits for concurrent readers and replica senders, so that neither can starve the other."""
 _MOST = 768
 """Maximum number of connections; more wait in the listen queue. A process can usually open 1,024 files."""
 _BACKLOG = 1024

@@ -1,6 +1,6 @@
-"""In-memory files for snapshots, and how much of the machine's memory they may use.
+"""Allocates in-memory files for snapshots, and computes how much of the machine's memory they may use.
 
-A tenth of the memory always stays free: a worker without snapshots is better than one that is OOM-killed.
+A tenth of the memory always stays free, because a worker without snapshots is better than one that is OOM-killed.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ from outlast.storage.snapshots import budget, part_format
 
 
 class Machine(machine_memory.Machine):
-    """The machine's memory."""
+    """The machine's memory, with a budget for snapshots."""
 
     def budget(self, requested: budget.Requested, workers: int) -> budget.Budget:
         """Return one worker's memory budget, if `workers` workers share this machine."""
@@ -33,7 +33,8 @@ _PIECE = 4 << 30
 class File:
     """An in-memory file for one part: a header page, `size` bytes of data, and later a tail.
 
-    The constructor touches all pages, and calls `alive` between pieces. Raises OSError, and whatever `alive` raises.
+    The constructor allocates all pages, piece by piece, and calls `alive` between pieces. Raises OSError, and whatever `alive`
+    raises.
     """
 
     def __init__(self, size: int, alive: Callable[[], None] = lambda: None) -> None:

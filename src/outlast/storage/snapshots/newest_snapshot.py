@@ -33,9 +33,10 @@ class Candidate:
 
     at: At
     unique: tuple[Holders, ...]
-    """Holders of each unique part, by rank."""
+    """Holders of each unique part, in order of rank."""
     shared: tuple[tuple[Holders, ...], ...]
-    """Complete sets of shared parts, by local rank, the set that most workers hold first. Any set is enough."""
+    """Complete sets of shared parts, each in order of local rank. Any set is enough; the one that most workers hold comes first.
+    """
 
     @property
     def parts(self) -> list[Part]:
@@ -107,14 +108,14 @@ def _candidate(at: At, world: int, held: Sequence[Held]) -> Candidate | str:
 
 
 def _whole(by_local_rank: Mapping[int, Sequence[Held]]) -> tuple[Holders, ...]:
-    """Return a worker's shared parts by local rank; empty if a part is missing."""
+    """Return the holders of a worker's shared parts, in order of local rank; empty if a part is missing."""
     ranks = next(iter(by_local_rank.values()))[0].part.local_ranks
     shared = tuple(_same(by_local_rank.get(local, ())) for local in range(ranks)) if len(by_local_rank) >= ranks else ()
     return shared if all(shared) else ()
 
 
 def _same(held: Sequence[Held]) -> Holders:
-    """Return the holders of the valid copy. If copies differ, only the one on the worker that wrote the part is valid."""
+    """Return the holders of a part's valid copies. If copies differ, only those that equal the writer's own copy are valid."""
     originals = {each.part.digest for each in held if not each.part.replica}
     digests = originals or {each.part.digest for each in held}
     if len(digests) != 1:

@@ -1,6 +1,6 @@
 """The format of a part, which is one rank's share of a snapshot, in an in-memory file. Pure.
 
-    header page     magic; length and crc32 of a JSON document with the part and its tail's length; written last
+    header page     magic, length and crc32 of a JSON document, and this document: the part and its tail's length; written last
     data            the items, at the offsets in the index
     tail            number of blocks, crc32 of each (little-endian), the index (JSON)
 
@@ -31,7 +31,7 @@ _PIECE = 256 << 10
 ALIGNED = 64
 """Alignment of items in bytes: a cache line is enough for any dtype."""
 LONGEST_TAIL = 256 << 20
-"""Maximum size of a tail in bytes. Arbitrary: an index has about 150 bytes per tensor."""
+"""Maximum size of a tail in bytes. The value is arbitrary; an index has about 150 bytes per tensor."""
 _MAGIC = b"outlast1"
 _HEAD = struct.Struct("<8sII")
 
@@ -64,10 +64,10 @@ class Part:
     bytes: int = 0
     items: int = 0
     digest: Annotated[str, lambda digest: len(digest) in (0, 8)] = ""
-    """Checksum of the content, 8 hex digits."""
+    """Checksum of the content, in 8 hex digits."""
     replica: bool = False
     session: Annotated[str, lambda session: len(session) <= 64] = ""
-    """A nonce of each start of the world's processes: parts of two attempts are never combined."""
+    """A nonce that is new at each start of the world's processes, so that parts of two attempts are never combined."""
 
     @property
     def at(self) -> tuple[int, int]:
@@ -98,7 +98,7 @@ class Part:
 
 
 def catalog(documents: Iterable[object]) -> list[Part]:
-    """Parse parts from untrusted JSON, except those that only a newer version supports."""
+    """Parse parts from untrusted JSON, and skip those that this version does not support."""
     parts = []
     for each in documents:
         with contextlib.suppress(Damaged):
@@ -123,7 +123,7 @@ class Item:
     nbytes: int
 
     def blocks(self) -> list[tuple[int, int]]:
-        """Return (place, bytes) for each block."""
+        """Return the offset and the size of each block, in bytes."""
         return [(self.place + at, min(BLOCK, self.nbytes - at)) for at in range(0, self.nbytes, BLOCK)]
 
     @classmethod
@@ -161,7 +161,7 @@ def checksums(index: Sequence[Item], data: memoryview) -> list[int]:
 
 
 def filled(into: memoryview, fill: Callable[[int, memoryview], object]) -> int:
-    """Fill memory with `fill(offset, piece)`, and return its crc32, which is computed while a piece is in the CPU's cache."""
+    """Fill memory with `fill(offset, piece)`, and return its crc32, computed while each piece is in the CPU's cache."""
     crc = 0
     for start in range(0, len(into), _PIECE):
         piece = into[start : start + _PIECE]
@@ -221,7 +221,7 @@ def header(part: Part, tail: int) -> bytes:
 
 
 def read_header(page: bytes) -> tuple[Part, int]:
-    """Return the part and the length of its tail in bytes. Raises Damaged."""
+    """Return the part that a header page describes, and the length of its tail in bytes. Raises Damaged."""
     if len(page) < _HEAD.size:
         raise Damaged("a part of a snapshot has no header")
     magic, length, crc = _HEAD.unpack_from(page)

@@ -1,7 +1,7 @@
 """Decides which workers hold replicas (`holders`, pure), and sends replicas at a limited rate, so that training is not disturbed.
 
-No worker holds more than a fair share, so that memory can be planned. Workers on other nodes are preferred, then in other zones,
-then far away in the ring of ranks, because neighbours often share a rack.
+No worker holds more than a fair share, so that memory can be planned. Workers on other nodes are preferred, then workers in other
+zones, and then workers far away in the ring of ranks, because neighbours often share a rack.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ class Place:
     """A worker's location."""
 
     address: str
-    """Address of the agent's data port, if it has one."""
+    """Address of the agent's data port; empty if it has none."""
     node: str = ""
     zone: str = ""
 
@@ -82,7 +82,7 @@ class _Ring:
         return other != own and other not in self.peers[own]
 
     def _best(self, own: int) -> int | None:
-        """Return the first free peer, if possible on a node and in a zone without a copy of this worker's parts."""
+        """Return the first peer with capacity, if possible on a node and in a zone without a copy of this worker's parts."""
         nodes, zones = ({getattr(self._workers[each], name) for each in (own, *self.peers[own])} for name in ("node", "zone"))
         room = sum(self._free)
         least = sum(self._by_node[node] for node in nodes) == room, self._zoned and sum(self._by_zone[z] for z in zones) == room
@@ -99,16 +99,16 @@ class _Ring:
 
 
 SLOWEST = 50e6
-"""Minimum rate in bytes per second. A lower one would make snapshots rare."""
+"""Minimum rate in bytes per second. A lower rate would make snapshots rare."""
 _FIRST = 200e6
-"""Rate in bytes per second until an interval has been measured. Arbitrary."""
+"""Rate in bytes per second until an interval has been measured. The value is arbitrary."""
 
 
 def rate(nbytes: int, interval_s: float | None) -> float:
     """Return the rate, in bytes per second, at which sending a part takes a quarter of the interval between snapshots.
 
-    Half would be too long: the next snapshot waits for the replicas. If that wait has stretched the interval to two steps, a
-    quarter ends within one step, and the next interval is one step again.
+    Half of the interval would be too long, because the next snapshot waits until the replicas are sent. If such a wait has
+    stretched the interval to two steps, a quarter of it is less than one step, so the next interval is one step again.
     """
     return _FIRST if interval_s is None else max(SLOWEST, 4 * nbytes / max(interval_s, 1e-3))
 
@@ -121,7 +121,7 @@ class Sender:
         self._lock = threading.Lock()
         self._began: dict[tuple[object, ...], float] = {}
         self._idle: dict[str, list[agent_messages.Connection]] = collections.defaultdict(list)
-        """Idle connections by address, kept because connecting takes longer than sending a small part."""
+        """Idle connections, keyed by address. They are kept because connecting takes longer than sending a small part."""
 
     def send(self, part: Part, to: Sequence[str], complete: tuple[int, int]) -> list[str]:
         """Send a part to several agents, one after another. Returns a sentence for each failure."""

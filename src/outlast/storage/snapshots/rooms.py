@@ -1,7 +1,7 @@
-"""The shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot. Used by `server` and `data_port`.
+"""Manages the shared-memory buffers ("rooms") of one agent, each of which holds one part of a snapshot.
 
 The newest complete snapshot is always kept, and memory holds at most two snapshots. Rooms are reused, because memory that has
-been touched causes no page faults. They refuse parts of another run, of an earlier generation, or from processes that have ended.
+been touched causes no page faults. Parts of another run, of an earlier generation, or from processes that have ended are refused.
 A room is allocated outside the lock, because allocation takes a third of a second per GiB.
 """
 
@@ -20,12 +20,12 @@ from outlast.storage.snapshots.part_format import Damaged, Item, Part
 At = tuple[int, int]
 """(generation, step) of a snapshot; (0, 0) sorts before all snapshots."""
 _WASTE = 1.1
-"""A room is reused for a part only if it is at most this many times as large as the part; arbitrary."""
+"""A room is reused for a part only if it is at most this many times as large as the part. The value is arbitrary."""
 
 
 @dataclass(frozen=True)
 class View:
-    """The facts about a room that `choose` needs."""
+    """What `choose` needs to know about a room."""
 
     id: int
     size: int
@@ -37,7 +37,7 @@ class View:
 
 @dataclass(frozen=True)
 class Choice:
-    """The id of a room to `reuse`, or the ids of the rooms to `drop` before a new one is allocated, or the `problem`."""
+    """Where to put a part: the id of a room to `reuse`, or the ids of rooms to `drop` before allocating one, or a `problem`."""
 
     reuse: int | None = None
     drop: tuple[int, ...] = ()
@@ -55,8 +55,9 @@ def surplus(rooms: Sequence[View], previous: At) -> list[int]:
 
 
 def choose(rooms: Sequence[View], size: int, budget: int, at: At, complete: At, *, replica: bool = False) -> Choice:
-    """Choose a room for a part of `size` bytes. Replicas leave space for two snapshots of this worker, which may replace
-    replicas.
+    """Choose a room for a part of `size` bytes.
+
+    Replicas leave enough memory for two snapshots of this worker. A part of this worker may replace replicas that nobody uses.
     """
     idle = [room for room in rooms if free(room, at, complete)]
     retained = [room for room in rooms if room not in idle]
@@ -93,7 +94,7 @@ def _megabytes(size: int) -> str:
 
 
 _STALE_S = 20.0
-"""How long an allocation waits for dropped memory that is in use, in seconds. Shorter than the ranks' timeout."""
+"""Maximum time that an allocation waits for dropped rooms that are still in use, in seconds."""
 
 
 class Refused(OutlastError):
@@ -218,7 +219,7 @@ class Rooms:
         return choose(rooms, size, self.budget, at, self._complete, replica=replica)
 
     def use(self, room: Room, at: At) -> None:
-        """Mark a lent room as being written by its rank. The caller must `hold` or `release` it once more."""
+        """Mark a lent room as being written by its rank. The caller must later `hold` or `release` it once more."""
         with self._lock:
             room.part, room.at, room.users = None, at, room.users + 1
 
@@ -249,7 +250,7 @@ class Rooms:
         _free(dropped)
 
     def parts(self) -> list[Part]:
-        """Return the valid parts."""
+        """Return all valid parts."""
         with self._lock:
             return [room.part for room in self._rooms.values() if room.part and not room.stale and not room.file.torn]
 
@@ -272,7 +273,7 @@ class Rooms:
 
     @contextlib.contextmanager
     def opened(self, part: Part) -> Iterator[Room]:
-        """Like `open`, as a context manager."""
+        """Open a part like `open`, and release its room at the end of the `with` block."""
         room = self.open(part)
         try:
             yield room
@@ -280,7 +281,7 @@ class Rooms:
             self.release(room)
 
     def forget(self, keep: At | None) -> None:
-        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete one."""
+        """Drop all parts except those of the snapshot `keep`, which becomes the newest complete snapshot."""
         with self._lock:
             self._end_session()
             self._previous = self._complete = keep or (0, 0)
@@ -291,7 +292,7 @@ class Rooms:
                         room.clear()
 
     def close(self) -> None:
-        """Free all idle rooms. Others are freed when the process ends."""
+        """Free all idle rooms. Rooms in use are freed when the process ends."""
         with self._lock:
             self._closed = True
             dropped = [self._rooms.pop(id) for id in [id for id, room in self._rooms.items() if not room.users]]
@@ -299,6 +300,6 @@ class Rooms:
 
 
 def _free(rooms: Iterable[Room]) -> None:
-    """Free the memory of rooms. Slow: never call this under the lock."""
+    """Free the memory of rooms. This is slow: never call it while holding the lock."""
     for room in rooms:
         room.file.close()

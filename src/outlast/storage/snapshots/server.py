@@ -1,12 +1,12 @@
 """The agent's side of snapshots: lends memory to its worker's ranks, and runs the `data_port` for other agents.
 
-Ranks connect to `snapshots.sock` in the worker's state directory, which only its user can open. A rank requests a buffer (a
-"room"), writes a part into it, and publishes the part; the agent then computes checksums, writes the header, and sends replicas.
-So a rank that dies before it publishes leaves no part, and a rank that dies later leaves a complete one.
+Ranks connect to `snapshots.sock` in the worker's state directory, which only the worker's user can open. A rank requests a buffer
+(a "room"), writes a part into it, and publishes the part. The agent then computes checksums, writes the header, and sends
+replicas. So a rank that dies before it publishes leaves no part, and a rank that dies later leaves a complete one.
 
     agent -> rank   {"hello": {address, node, zone, budget, key, store}}
-    rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; it may be used
-                                                                       again until it is given back
+    rank -> agent   {"room": bytes, "at", "complete", "session"}    -> {"room": id, "size"} with a descriptor; the room may
+                                                                       be used again until it is given back
                     {"publish": id, "part", "index", "to", "complete"}   no response, but {"event": [kind, step, state],
                                                                          "digest"}; a null index stands for the
                                                                          last one of this kind and local rank
@@ -43,11 +43,12 @@ from outlast.storage.snapshots.rooms import Refused, Room, Rooms
 
 Query = Callable[[], object]
 _NEWEST_S = 3.0
-"""Timeout for a rank's `newest` request, in seconds. Its query began earlier, with `look`."""
+"""Timeout for a rank's `newest` request, in seconds. The store was usually asked earlier, at the rank's `look` request."""
 _FINISHERS = 8
 """Maximum number of checksum threads; one runs for every four cores."""
 _SMALL = part_format.BLOCK
-"""Up to this size in bytes, the receiving thread finishes a part itself: waking another thread would take as long."""
+"""A part of up to this many bytes is finished by the thread that receives it, because waking another thread would take as long.
+"""
 
 
 @dataclass(frozen=True)
@@ -62,9 +63,10 @@ class Publication:
 
 
 class Server:
-    """Serves one worker's ranks. To keep the agent responsive, its threads block or release the GIL.
+    """Serves one worker's ranks. Its threads wait or release the GIL, so that the agent stays responsive.
 
-    `restore` downloads the store's newest checkpoint; `newest` returns its (generation, step), or None.
+    The function `restore` downloads the store's newest checkpoint, and `newest` returns that checkpoint's (generation, step), or
+    None.
     """
 
     def __init__(self, environ: Mapping[str, str], budget: int, restore: Query, newest: Query = lambda: None) -> None:
@@ -112,7 +114,10 @@ class Server:
         return {"address": self.address, "budget": self.rooms.budget, "key": self._key.hex(), "store": True, **where}
 
     def publish(self, publication: Publication) -> None:
-        """Compute a part's checksums and write its header, then send its replicas. Large parts are finished by other threads."""
+        """Compute a part's checksums, write its header, and send its replicas.
+
+        Other threads do this for large parts.
+        """
         if publication.part.bytes <= _SMALL:
             self._finish(publication)
         else:
@@ -124,7 +129,7 @@ class Server:
             return _answered(self.fetch)
 
     def query_newest(self) -> queue.SimpleQueue[dict[str, object]]:
-        """Ask the store for its newest checkpoint in a thread. Returns a queue for the rank's reply."""
+        """Ask the store, in a thread, for its newest checkpoint. Returns a queue that will receive the reply for the rank."""
         answer: queue.SimpleQueue[dict[str, object]] = queue.SimpleQueue()
         _thread(lambda: answer.put(_answered(self.newest)), "look")
         return answer

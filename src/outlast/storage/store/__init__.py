@@ -1,4 +1,4 @@
-"""Objects in a store: S3 and compatible services, GCS, Azure, a directory, or memory.
+"""Reads and writes objects in a store: S3 and compatible services, GCS, Azure, a directory, or memory.
 
 objects = store.open_("s3://bucket/runs/digits")     keys are relative to this URL
 objects.upload(Path("logs/worker-0.log"), "logs/worker-0.log")

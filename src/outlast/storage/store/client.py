@@ -1,8 +1,8 @@
-"""A client for stores. The only module that uses obstore, which it imports when a store is opened.
+"""A client for object stores. This is the only module that uses obstore, which it imports when a store is opened.
 
 Transient errors are retried for about OUTLAST_STORE_TIMEOUT seconds (default 60). Then calls raise StoreError, whose `retry` is
 True if a later attempt can succeed. Calls block, release the GIL and are thread-safe; in the main thread, signals interrupt them.
-Do not use a store across a fork.
+Do not use a store in a process that was forked after the store was opened.
 """
 
 from __future__ import annotations
@@ -27,9 +27,9 @@ from outlast.storage.store.urls import normalised
 STALLED_S = 30.0
 """Read timeout in seconds: a connection that receives nothing for this long is closed."""
 SLOW_S = 300.0
-"""Read timeout in seconds for large uploads on a slow network: enough for 8 MiB at 28 KiB/s."""
+"""Read timeout in seconds for large uploads on a slow network: long enough to send 8 MiB at 28 KiB/s."""
 PAGE = 1000
-"""Number of keys listed or deleted at a time, S3's maximum."""
+"""Number of keys to list or delete per request. This is S3's maximum."""
 T = TypeVar("T")
 
 
@@ -54,7 +54,7 @@ class _Root:
     bucket: str
     raw: Any
     slow_raw: Any = None
-    """The same as `raw`, with a longer read timeout."""
+    """The same client as `raw`, but with a longer read timeout."""
     access: s3.Access | None = None
     timeout_s: float = backoff.DEFAULT_S
     conditional: bool | None = None
@@ -64,7 +64,7 @@ class _Root:
 
 
 class Store:
-    """The objects below a URL, as returned by `open_`."""
+    """The objects below a URL. Use `open_` to create a store."""
 
     def __init__(self, url: str, root: _Root, prefix: str) -> None:
         self.url = url
@@ -81,7 +81,7 @@ class Store:
         return Store(f"{self.url}/{key}", self._root, self._path(key)) if key else self
 
     def entries(self, below: str = "") -> Iterator[Entry]:
-        """Yield all objects below `below` (whole path segments), sorted by key (as UTF-8), as pages arrive."""
+        """Yield all objects whose keys start with the path segments `below`, in UTF-8 order of the keys, as pages arrive."""
         held: Entry | None = None
         for entry in map(self._entry, chain.from_iterable(self._pages(below))):
             # Consoles mark a directory with an empty object `directory/`; obstore drops the slash.
@@ -116,7 +116,7 @@ class Store:
             offset = page[-1]["path"]
 
     def names(self, below: str = "") -> list[str]:
-        """Return the sorted names directly below `below`: objects, and the first segments of deeper keys."""
+        """Return the sorted names of the objects and directories (first segments of longer keys) directly below `below`."""
         import obstore
 
         path = self._path(below) if below else self._prefix
@@ -125,7 +125,7 @@ class Store:
         return sorted({each.rstrip("/").rpartition("/")[2] for each in paths if each != path})
 
     def head(self, key: str) -> Entry:
-        """Return an object's size, etag and time. Raises Missing."""
+        """Return an object's size, etag and modification time. Raises Missing."""
         import obstore
 
         path = self._path(key)
@@ -134,7 +134,7 @@ class Store:
         except StoreError as error:
             if error.retry or isinstance(error, Missing):
                 raise
-        # An error response to HEAD has no body with the reason; one to GET does.
+        # An error response to HEAD has no body that could give a reason, but one to GET has.
         return self._entry(self._do("read", key, lambda: obstore.get(self._raw, path).meta))
 
     def get(self, key: str) -> bytes:
@@ -191,7 +191,7 @@ class Store:
             return None
 
     def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
-        """Write an object and return its etag. `mode` is obstore's; see `create` and `replace`."""
+        """Write an object and return its etag. `mode` is passed to obstore; `create` and `replace` set it."""
         import obstore
 
         root, path = self._root, self._path(key)
@@ -223,12 +223,12 @@ class Store:
         progress: Callable[[int], None] = lambda _: None,
         stop: threading.Event | None = None,
     ) -> str:
-        """Write a file, in parts if it is large, and return its etag. Uses bounded memory.
+        """Upload a file, in parts if it is large, in bounded memory, and return the object's etag.
 
         `journal` is a file that makes uploads to S3 resumable: the next call with the same journal sends only the missing parts,
-        or aborts the old upload if the file has changed. `progress` receives the number of bytes sent since the last call,
-        including those of an earlier attempt. Raises StoreError, Changed if the file changes during the upload, and Stopped soon
-        after `stop` is set.
+        or starts again if the file has changed. `progress` is called with the number of bytes sent since its last call, which
+        includes bytes that an earlier attempt sent. Raises StoreError, Changed if the file changes during the upload, and Stopped
+        soon after `stop` is set.
         """
         stop = stop or threading.Event()
         root = self._root
@@ -249,7 +249,7 @@ class Store:
         return etag
 
     def _stream(self, path: Path, key: str, size: int, progress: Callable[[int], None], stop: threading.Event) -> str:
-        """Upload a file with obstore, which cannot resume."""
+        """Upload a file with obstore, which cannot resume an upload."""
         import obstore
 
         target, part = self._path(key), multipart.part_size(size) // 2
@@ -273,7 +273,7 @@ class Store:
         return etag
 
     def forget(self, journal: Path) -> None:
-        """Abort the upload in a journal, if any, and remove the journal."""
+        """Abort the upload that is recorded in a journal, if any, and remove the journal."""
         if (note := multipart.read_journal(journal)) and self._root.access:
             bucket, _, path = note["key"].partition("/")
             key = path.removeprefix(f"{self._prefix}/" if self._prefix else "")
@@ -282,9 +282,9 @@ class Store:
         journal.unlink(missing_ok=True)
 
     def create(self, key: str, data: bytes) -> str:
-        """Write an object that must not exist yet, and return its etag. Needs `conditional()`.
+        """Write an object that must not exist yet, and return its etag. The store must be `conditional`.
 
-        Raises Exists, unless the existing object has the same content: an earlier response may have been lost.
+        Raises Exists, unless the existing object has the same content, since an earlier attempt may have written it.
         """
         try:
             return self.put(key, data, "create")
@@ -294,7 +294,7 @@ class Store:
             raise
 
     def replace(self, key: str, data: bytes, etag: str) -> str:
-        """Write an object if it is still the version `etag`, and return its new etag. Needs `conditional()`.
+        """Write an object if it is still the version `etag`, and return its new etag. The store must be `conditional`.
 
         Raises Changed if the object has changed or is gone, unless it already has the same content.
         """
@@ -322,7 +322,7 @@ class Store:
         return ""
 
     def delete(self, keys: Iterable[str]) -> None:
-        """Delete objects, if they exist."""
+        """Delete objects. Missing ones are ignored."""
         import obstore
 
         rest = iter(keys)
@@ -338,7 +338,7 @@ class Store:
                 self._tidy(paths)
 
     def _tidy(self, paths: list[str]) -> None:
-        """Remove directories that have become empty, because object stores have none."""
+        """Remove directories that have become empty, because object stores have no directories."""
         top = Path("/") / self._prefix
         for path in paths:
             for directory in (Path("/") / path).parents:
@@ -350,7 +350,7 @@ class Store:
                     break
 
     def copy(self, key: str, to: str) -> None:
-        """Copy an object on the server, below the same URL."""
+        """Have the server copy an object to another key of this store."""
         import obstore
 
         path, target = self._path(key), self._path(to)
@@ -359,11 +359,11 @@ class Store:
         except StoreError as error:
             if self._root.access is None or isinstance(error, (Missing, NoBucket, Denied, Unreachable)):
                 raise
-        entry = self.head(key)  # it may be too large for one request: S3 copies up to 5 GiB
+        entry = self.head(key)  # the object may be too large for one request: S3 copies up to 5 GiB
         self._multipart(to).copied(path, entry.size, entry.etag)
 
     def conditional(self) -> bool:
-        """Return whether this store supports conditional writes. The first call writes and deletes a probe. Raises Denied."""
+        """Return whether this store supports conditional writes. The first call writes and deletes an object. Raises Denied."""
         if self._root.conditional is None:
             self._root.conditional = self._probe(f".outlast-probe-{uuid.uuid4().hex[:16]}")
         return self._root.conditional
@@ -444,8 +444,8 @@ _memories_lock = threading.Lock()
 def open_(url: str, *, timeout_s: float | None = None) -> Store:
     """Open a store: `s3://bucket/prefix`, `gs://`, `az://container/prefix`, `file:///directory` or `memory://name`.
 
-    Credentials come from the environment, in each store's standard way. Sends no request. `timeout_s` limits retries, by default
-    to OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
+    Credentials come from the environment, in each store's standard way. No request is sent. `timeout_s` limits retries; the
+    default is OUTLAST_STORE_TIMEOUT or 60 seconds. Raises StoreError if the URL is invalid or there are no credentials.
     """
     url = normalised(url)
     scheme, _, rest = url.partition("://")

@@ -1,6 +1,6 @@
 """Maps exceptions of obstore and botocore to StoreErrors, with remedies. Called only by `store`.
 
-Both libraries keep the store's response only as text; tests/storage/test_store_faults.py has real responses.
+Both libraries keep the store's response only as text; tests/storage/test_store_faults.py contains real responses.
 """
 
 from __future__ import annotations
@@ -141,7 +141,10 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
 
 
 def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """Return the error for missing credentials. obstore tries the machine's metadata server last."""
+    """Return the error for missing credentials.
+
+    obstore tries the machine's metadata server last, so its error is about that server.
+    """
     first = text.splitlines()[0].removeprefix("Generic ")
     if scheme == "gs":
         looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"

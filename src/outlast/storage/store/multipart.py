@@ -1,8 +1,8 @@
-"""Multipart uploads to S3, which resume after a kill. Called by `store.Store.upload`.
+"""Runs multipart uploads to S3, and resumes them if the process was killed. Used by `store.Store.upload`.
 
-A journal records the upload before the first part: {key, upload, size, mtime_ns, inode, part}. If the file is unchanged, a later
-call with the same journal sends only the missing parts; otherwise it aborts the upload. `etag` is added once all parts have
-arrived, to recognise a completed upload whose response was lost.
+Before the first part is sent, a journal records the upload: {key, upload, size, mtime_ns, inode, part}. If the file is unchanged,
+a later call with the same journal sends only the missing parts; otherwise it aborts the upload and starts another. `etag` is
+added to the journal once all parts have arrived, to recognise a completed upload whose response was lost.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from outlast.storage.store.s3 import Access
 SMALL = 8 << 20
 """Maximum size of a file sent in one request, in bytes."""
 PART = 16 << 20
-"""Bytes per part; parts are larger if the file would otherwise need more than MAX_PARTS."""
+"""Bytes per part. Parts are larger if a file would otherwise need more than MAX_PARTS of them."""
 MAX_PARTS = 9_500  # S3 allows 10,000
 AT_ONCE = 8
 COPIED = 1 << 30
@@ -153,7 +153,7 @@ class Upload:
             self.do("write", lambda: self._request("abort_multipart_upload", UploadId=upload))
 
     def copied(self, source: str, size: int, etag: str) -> None:
-        """Copy an object that is too large for one copy request, on the server."""
+        """Have the server copy an object that is too large for one copy request."""
         note = self._begun({"size": size})
         try:
             etags = []
@@ -182,7 +182,11 @@ class Upload:
     def _resumable(
         self, identity: dict[str, int], note: dict[str, Any] | None
     ) -> tuple[dict[str, Any] | None, dict[int, tuple[str, int]] | None]:
-        """Return the earlier upload if the file is unchanged, and its parts, which are None if the store lacks the upload."""
+        """Return the upload in the journal `note`, and its parts that have arrived.
+
+        The parts are None if the store no longer has the upload. Both are None if there is no journal for this object, or if the
+        file has changed, in which case the upload is aborted.
+        """
         if note is None or note["key"] != f"{self.bucket}/{self.key}":
             return None, None
         if identity.items() <= note.items():
@@ -280,7 +284,7 @@ class Upload:
         return str(head["ETag"])
 
     def _completed(self, note: Mapping[str, Any]) -> str:
-        """Return the object's etag if this upload created it."""
+        """Return the object's etag if this upload created the object, otherwise an empty string."""
         with contextlib.suppress(Missing):
             head = self.do("read", lambda: self._request("head_object"))
             if note.get("etag") and head["ContentLength"] == note["size"] and head["ETag"].strip('"') == note["etag"]:
@@ -297,7 +301,7 @@ def _identity(stat: os.stat_result) -> dict[str, int]:
 
 
 def _etag(parts: list[str]) -> str:
-    """Return the etag of an object with these parts; empty if etags are not MD5 sums, as with KMS."""
+    """Return the etag of an object made of these parts; empty if their etags are not MD5 sums, as with KMS encryption."""
     with contextlib.suppress(ValueError):
         whole = hashlib.md5(b"".join(bytes.fromhex(etag.strip('"')) for etag in parts), usedforsecurity=False)
         return f"{whole.hexdigest()}-{len(parts)}"

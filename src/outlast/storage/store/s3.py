@@ -1,4 +1,4 @@
-"""Credentials, region and endpoint for S3. The only module that uses botocore.
+"""Finds credentials, region and endpoint for S3. This is the only module that uses botocore.
 
 `access` searches the same sources as the AWS command line: the environment, profiles and SSO in ~/.aws, a web identity (EKS,
 GitHub), pod identity, ECS, and the instance's metadata. It imports botocore only if the environment is insufficient.
@@ -31,9 +31,9 @@ class Access:
 
     region: str
     endpoint: str
-    """Empty for AWS."""
+    """URL of the service; empty for AWS."""
     style: str
-    """Where URLs have the bucket's name: path, virtual (in the host name), or auto."""
+    """Where URLs contain the bucket's name: `path`, `virtual` (in the host name), or `auto`."""
     keys: tuple[str, str, str] | None
     """Static access key, secret and session token (which may be empty); None for other credentials."""
     anonymous: bool
@@ -66,7 +66,10 @@ class Access:
         return {**options, "access_key_id": key, "secret_access_key": secret, **({"session_token": token} if token else {})}
 
     def fresh(self) -> dict[str, Any]:
-        """Return credentials for some minutes. botocore renews them 10 minutes before they expire, obstore 5 minutes before."""
+        """Return credentials that stay valid for 10 minutes, because botocore renews them that long before they expire.
+
+        obstore calls this again 5 minutes before the credentials expire.
+        """
         with _mapped_errors("the credentials for S3"):
             frozen = self.credentials.get_frozen_credentials()
         return {
@@ -185,7 +188,7 @@ def _endpoint(session: Any) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(what: str) -> Iterator[None]:
-    """Map botocore's errors, such as an expired SSO login."""
+    """Map errors of botocore, such as an expired SSO login, to Unreachable and Denied."""
     errors = import_module("botocore.exceptions")
     try:
         yield
@@ -196,7 +199,7 @@ def _mapped_errors(what: str) -> Iterator[None]:
 
 
 def find_certificates(environ: MutableMapping[str, str]) -> None:
-    """Use botocore's CA certificates if this machine has none: without certificates, obstore cannot create a client."""
+    """Use botocore's CA certificates if this machine has none, because obstore needs certificates to create a client."""
     given = environ.get("SSL_CERT_FILE") or environ.get("SSL_CERT_DIR")
     if given or any(os.path.exists(path) for path in _CERTIFICATES):
         return

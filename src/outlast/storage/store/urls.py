@@ -1,4 +1,4 @@
-"""Store URLs and object names. Pure; called by `store.client`.
+"""Normalises store URLs, and checks the names of objects. Pure; called by `store.client`.
 
 URLs are literal: there is no percent-encoding, and `#` and `?` are ordinary characters.
 """
@@ -11,7 +11,7 @@ import re
 from outlast.base.errors import StoreError
 
 PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
-"""The kind of thing that a URL's first segment names, by scheme."""
+"""What the first segment of a URL names, keyed by scheme."""
 _BUCKET = {
     "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
     "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
@@ -46,7 +46,7 @@ def normalised(url: str) -> str:
 
 
 def impossible(key: str, scheme: str) -> str:
-    """Return why `key` cannot be an object's name, or an empty string."""
+    """Return why `key` cannot be an object's name in a store of this scheme, or an empty string."""
     if not key:
         return "it is empty"
     segments = key.split("/")

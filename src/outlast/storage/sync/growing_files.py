@@ -1,13 +1,15 @@
-"""Files that only grow: logs, the ledger, metrics. A push adds their new bytes to the store as objects that are never replaced.
+"""Pushes and fetches files that only grow: logs, the ledger, and metrics.
+
+A push adds the new bytes of a file to the store, as objects ("parts") that are never replaced:
 
     logs/worker-0.log                                              the file
-    logs/worker-0.parts/00000000-0-8c736521.log                    its objects, one per push: number, offset, crc32
+    logs/worker-0.parts/00000000-0-8c736521.log                    its parts, named by number, offset and crc32
     logs/worker-0.parts/00000001-5242880-11cdfc7b.log
 
 If a file was truncated (`metrics.jsonl`, when a run resumes from an earlier step), the next part begins before the end of the
-last one, and writing all parts in order yields the file (`as_file`). Logs and ledgers are never truncated, so the store keeps
-bytes that a machine has lost (`pieces`). The parts are the only state: a sender continues after the last part that matches the
-file. See docs/decisions/0019-growing-files.md.
+last one. Writing all parts in order then yields the file (`as_file`). Logs and ledgers are never truncated: where their parts
+overlap, a machine has lost bytes, which the store keeps (`pieces`). The parts are the only state: a sender continues after the
+last part that matches the file. See docs/decisions/0019-growing-files.md.
 """
 
 from __future__ import annotations
@@ -37,7 +39,7 @@ _PIECE = 1 << 20
 AHEAD = 32
 _HELD = 64 << 20
 _HELD_READ = 8 << 20
-"""Number of concurrent requests, and bytes read ahead per fetch and per stream. There may be many streams."""
+"""Limits of concurrent requests, of bytes that a fetch reads ahead, and of bytes that each of many streams reads ahead."""
 _RECENT = 16
 """Number of parts per file that the sender caches. If none matches the file, the sender lists all parts."""
 _NAME = re.compile(r"(\d{8,})-(\d+)-([0-9a-f]{8})")
@@ -99,9 +101,9 @@ def parts(store: Store, path: str) -> list[Part]:
 
 
 def as_file(parts: Sequence[Part]) -> list[tuple[Part, int]]:
-    """Return the parts that make up the file, each with the offset from which later parts replace it.
+    """Return the parts that make up a file, each with the offset at which later parts take over.
 
-    If two senders wrote parts with the same number, the one that later parts continue from is used.
+    If two senders wrote parts with the same number, the one that later parts continue is used.
     """
     made, limit = [], None
     for _, group in itertools.groupby(reversed(parts), lambda part: part.number):
@@ -129,7 +131,7 @@ class Sender:
         self._parts.pop(path, None)
 
     def push(self, paths: Iterable[str], stop: threading.Event) -> int:
-        """Send the new bytes of these files, and return how many were sent. Raises Stopped, and errors that affect all files."""
+        """Send the new bytes of these files, and return their number. Raises Stopped, and errors that affect all files."""
         self.failed = []
         with ThreadPoolExecutor(_AT_ONCE, "outlast-growing") as pool:
             return sum(pool.map(lambda path: self._try(path, stop), paths))
@@ -187,7 +189,7 @@ class Sender:
         return Part(key, number, start, len(data), crc), data
 
     def _behind(self, file: int, size: int, path: str) -> int:
-        """Return the end of the last part that matches the file."""
+        """Return the end of the last part that matches the file, or 0."""
         recent = self._parts[path]
         at = self._matching(file, size, recent)
         if at is None and len(recent) == _RECENT:

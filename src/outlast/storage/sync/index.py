@@ -1,4 +1,4 @@
-"""Rules for `push_and_pull`: how files compare with objects in the manifest. Pure.
+"""Compares files with the objects in the manifest, for `push_and_pull`. Pure.
 
 Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
 """
@@ -18,8 +18,8 @@ VERSION = 1
 CHECK_EVERY_S = 86_400.0
 """The store is listed again after this many seconds, because other programs may write to it without updating the manifest."""
 GRANULARITY_NS = 2_000_000_000
-"""Granularity of mtimes: two seconds on FAT. A file that was written less than this before it was read may be written again with
-the same mtime, so it is read once more. Git calls such files racy."""
+"""Granularity of mtimes, in nanoseconds: two seconds on FAT. A file that was written less than this before it was read may be
+written again with the same mtime, so it is read once more. Git calls such files racy."""
 
 
 class Stat(NamedTuple):
@@ -56,7 +56,7 @@ class Verdict(enum.Enum):
     SAME = enum.auto()
     DIFFERENT = enum.auto()
     UNKNOWN = enum.auto()
-    """The file must be read."""
+    """The file must be read to find out."""
 
 
 def compare(file: Stat, seen: Seen | None, object: Object, clean_before: int) -> Verdict:
@@ -170,7 +170,7 @@ class State:
     seen: dict[str, Seen] = field(default_factory=dict)
 
     def stale(self, now: float) -> bool:
-        """Return whether the store must be listed again, also because the clock was set back."""
+        """Return whether the store must be listed again, because the last listing is old or the clock was set back."""
         return not 0 <= now - self.checked < CHECK_EVERY_S
 
     def encode(self) -> bytes:
@@ -182,7 +182,7 @@ class State:
 
     @classmethod
     def decode(cls, data: bytes) -> State:
-        """The inverse of `encode`. Raises ValueError."""
+        """Decode what `encode` returned. Raises ValueError."""
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
@@ -219,7 +219,7 @@ def _document(data: bytes) -> dict[str, Any]:
 
 @contextlib.contextmanager
 def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would otherwise take half of the time."""
+    """Pause the garbage collector, which would otherwise take half of the time needed to decode."""
     enabled = gc.isenabled()
     gc.disable()
     try:

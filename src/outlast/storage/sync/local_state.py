@@ -1,7 +1,7 @@
-"""The local state of a sync, from which an interrupted sync resumes.
+"""Keeps the local state of a sync, from which the sync resumes after an interruption.
 
     state           files and objects (`index.State`), replaced as a whole
-    state.done      log of later transfers, one line per file
+    state.done      log of the transfers since `state` was written, one line per file
     state.lock      held by the syncing process
     state.uploads/  journals of large uploads (`Store.upload`)
 
@@ -23,11 +23,11 @@ from outlast.base.errors import AlreadyRunning, OutlastError
 from outlast.storage.sync.index import Object, Seen, State
 
 _FLUSH_S = 1.0
-"""Interval between flushes of the log, in seconds. A kill loses the log since the last flush; an exception loses nothing."""
+"""Interval between flushes of the log, in seconds. If the process is killed, the log since the last flush is lost."""
 
 
 class StateFile:
-    """The state of one tree and one store, while this process holds the lock."""
+    """The local state of a sync between one tree and one store. This process holds its lock."""
 
     def __init__(self, path: Path, place: str) -> None:
         self._path = path
@@ -47,7 +47,7 @@ class StateFile:
         self._replayed = bool(self.fresh)
 
     def _replay(self) -> None:
-        """Apply the log, whose last line may be incomplete."""
+        """Apply the log to the state. The last line of the log may be incomplete."""
         with contextlib.suppress(FileNotFoundError, ValueError, TypeError), self._done.open() as lines:
             if json.loads(next(lines, "null")) != {"place": self.state.place, "after": self._id}:
                 return
@@ -96,7 +96,7 @@ class StateFile:
 
 
 def _id(path: Path) -> str:
-    """Identify the version of the state that a log continues."""
+    """Return an id of the version of the state that a log continues."""
     stat = path.stat()
     return f"{stat.st_ino}-{stat.st_mtime_ns}-{stat.st_size}"
 

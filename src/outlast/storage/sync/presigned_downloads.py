@@ -31,7 +31,7 @@ _END = b"\r\n\r\n"
 
 
 class Direct:
-    """One connection per thread. `link` returns the URL of a key, or None."""
+    """Downloads objects over one connection per thread. `link` returns the presigned URL of a key, or None."""
 
     def __init__(self, link: Callable[[str], str | None]) -> None:
         self._link = link
@@ -43,7 +43,8 @@ class Direct:
     def fetch(self, key: str, file: int, start: int, end: int, whole: bool) -> int | None:
         """Write bytes `start` to `end` of an object to the same offset of an open file, and return their crc32.
 
-        Returns None if the caller must use the store's client. `whole` means that the range is the entire object. Raises OSError.
+        Returns None if the caller must use the store's client. `whole` says whether the range is the entire object. Raises
+        OSError.
         """
         if self._failures >= _MOST_FAILURES or (url := self._link(key)) is None:
             return None
@@ -135,7 +136,7 @@ class _Connection:
         self._socket.close()
 
     def fetch(self, parts: SplitResult, file: int, start: int, end: int, whole: bool) -> int | None:
-        """Fetch bytes like `Direct.fetch`. Raises _Closed if the server sends no response."""
+        """Do what `Direct.fetch` does, over this connection. Raises _Closed if the server sends no response."""
         target = f"{parts.path}?{parts.query}" if parts.query else parts.path
         byte_range = "" if whole else f"Range: bytes={start}-{end - 1}\r\n"
         filled = 0
@@ -170,7 +171,7 @@ class _Connection:
         )
 
     def _body(self, begin: int, filled: int, file: int, start: int, end: int) -> int | None:
-        """Write the response's body, and return its crc32; None if the connection breaks."""
+        """Write the response's body to a file, and return its crc32, or None if the connection breaks."""
         crc = 0
         while start < end:
             count = min(_BUFFER - begin, end - start)

@@ -2,9 +2,9 @@
 
 A push writes a manifest to the store, with the names, sizes, times and checksums of all objects. A local state file records the
 manifest and the local files that match it, so an unchanged tree of any size costs one walk and one request. Objects are written
-first, then the manifest, then the state: whenever a process dies, every object in the manifest exists, and every file that
-matches the state has been transferred. Other writers' changes are noticed if they change the manifest, otherwise once a day or
-with `check`.
+first, then the manifest, then the state. Therefore, whenever a process is killed, every object in the manifest exists, and every
+file that matches the state has been transferred. Changes by other writers are noticed at once if the manifest changes too, and
+otherwise once a day or with `check`.
 """
 
 from __future__ import annotations
@@ -48,14 +48,14 @@ class Progress:
 
 @dataclasses.dataclass
 class Report:
-    """The result of a push or pull, or in a `dry_run` the expected result."""
+    """The result of a push or pull or, with `dry_run`, the expected result."""
 
     transferred: int = 0
     bytes: int = 0
     unchanged: int = 0
     deleted: int = 0
     failed: list[tuple[str, str]] = dataclasses.field(default_factory=list)
-    """Failed paths, with reasons."""
+    """Paths that could not be read, transferred or deleted, with reasons."""
     ignored: list[tuple[str, str]] = dataclasses.field(default_factory=list)
     """Paths that are not files, with reasons."""
     changing: list[str] = dataclasses.field(default_factory=list)
@@ -70,9 +70,9 @@ class Options:
 
     manifest: str = MANIFEST
     skip: Callable[[str], bool] = lambda relative: False
-    """Accepts paths to ignore on both sides."""
+    """Returns True for paths to ignore, both in the directory and in the store."""
     delete: bool = False
-    """True to delete what the source lacks, unless a transfer has failed."""
+    """True to delete from the target what the source lacks, unless a transfer has failed."""
     check: bool = False
     """True to list the store instead of trusting its manifest."""
     dry_run: bool = False
@@ -91,9 +91,10 @@ def push(
 ) -> Report:
     """Upload the files in `source` that are missing or different in `store`.
 
-    `state` is a local file that records both sides. Files that `leave` accepts are not sent, but their objects stay. Unless
-    `delete` is set, objects without a file are deleted only if `expired` accepts them. Raises NotFound if there is no source,
-    AlreadyRunning if another process uses the state, StoreError, and Stopped. Completed transfers are always recorded.
+    `state` is the path of the local state file. Files for which `leave` returns True are not sent, but their objects are kept.
+    Unless `delete` is set, an object without a file is deleted only if `expired` returns True for its path. Raises NotFound if
+    `source` does not exist, AlreadyRunning if another process uses `state`, StoreError, and Stopped. Transfers that were
+    completed before an error are recorded.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -132,9 +133,10 @@ def push(
 
 
 def pull(store: Store, target: Path, state: Path, options: Options = Options(), *, only_missing: bool = False) -> Report:
-    """Download the objects in `store` that are missing or different in `target`. The errors are those of `push`.
+    """Download the objects in `store` that are missing or different in `target`. Raises the same errors as `push`.
 
-    With `only_missing`, existing files stay unchanged. Nothing is written outside `target`: links to files are replaced.
+    With `only_missing`, existing files are left unchanged. Nothing is written outside `target`, because a link to a file is
+    replaced and not followed.
     """
     skip = options.skip
     with local_state.opened(state, f"{store.url}/{options.manifest}") as file:
@@ -184,7 +186,7 @@ class _Run:
         self._refusal: StoreError = StoreError("")
 
     def load(self, check: bool) -> dict[str, Object]:
-        """Load the store's objects from the manifest or, if it is not recent enough or `check` is set, from a listing."""
+        """Load the store's objects from the manifest, or from a listing if `check` is set or the manifest is too old."""
         state, store = self._state, self._store
         try:
             if not state.etag or store.head(self._key).etag != state.etag:
@@ -234,7 +236,7 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Return the paths that are valid object names, and report the others."""
+        """Return the paths that are valid object names, and report the other paths as failed."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -242,7 +244,7 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths that can be written here, and report the others."""
+        """Return the paths at which a file can be written locally, and report the other paths as failed."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:
@@ -291,7 +293,7 @@ class _Run:
         meter.tick(last=True)
 
     def receive(self, paths: list[str]) -> None:
-        """Download objects and record them. An object that is replaced meanwhile is tried once more."""
+        """Download objects and record them. An object that is replaced during its download is downloaded once more."""
         self._done, objects = "written", self._state.objects
         meter = _Meter(self._progress, len(paths), sum(objects[path].size for path in paths))
         replaced = self._receive(paths, meter)
@@ -343,7 +345,7 @@ class _Run:
         self.report.bytes += object.size
 
     def _failed(self, path: str, error: BaseException | None) -> None:
-        """Report that one file failed. Raises errors that would affect every file."""
+        """Record the failure of one file in the report. Raises errors that would affect every file."""
         match error:
             case NoBucket():
                 raise error

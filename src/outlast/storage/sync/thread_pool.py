@@ -1,7 +1,7 @@
-"""A thread pool for many small jobs in bounded memory, such as requests to a store.
+"""Runs many small jobs, such as requests to a store, in a thread pool with bounded memory.
 
-The pool doubles while throughput grows: loopback needs 8 threads, a distant store 100. The caller receives all outcomes in one
-thread and needs no locks.
+The number of threads doubles while throughput grows: a store on this machine needs 8 threads, a distant one 100. The caller
+receives all outcomes in one thread and needs no locks.
 """
 
 from __future__ import annotations
@@ -49,10 +49,10 @@ def work(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[T], None, None]:
-    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, or one job that needs more.
+    """Run jobs in threads and yield their outcomes as they end. Uses at most MEMORY bytes, unless one job needs more.
 
-    `tick` is called at least ten times a second. `stop`, or closing the generator, drops the queued jobs and sets `enough`, which
-    jobs should check. After `stop`, the outcomes of running jobs are yielded, and then Stopped is raised.
+    `tick` is called at least ten times a second. Setting `stop`, or closing the generator, drops the queued jobs and sets
+    `enough`, which jobs should check. After `stop`, the outcomes of running jobs are yielded, and then Stopped is raised.
     """
     source, out, cost = iter(jobs), 0, 0
     waiting = next(source, None)

@@ -81,11 +81,11 @@ def send(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, Sent]:
-    """Upload files, given as (path, key), and return the uploaded objects by key.
+    """Upload files, given as (path, key), and return the uploaded objects, keyed by `key`.
 
-    Large uploads resume after a kill from their journals in the directory `journals`. `progress` is called from many threads,
-    with the number of bytes sent since the last call. Raises the first StoreError or OSError, Changed if a file changes during
-    the upload, and Stopped soon after `stop` is set.
+    If the process is killed during large uploads, the next call resumes them from their journals in the directory `journals`.
+    `progress` is called from many threads, with the number of bytes sent since its last call. Raises the first StoreError or
+    OSError, Changed if a file changes during the upload, and Stopped soon after `stop` is set.
     """
     done = {}
     for (path, key), uploaded in _results(uploads(store, files, journals=journals, progress=progress, stop=stop)):
@@ -103,10 +103,10 @@ def receive(
     progress: Callable[[int], None] = lambda _: None,
     stop: threading.Event | None = None,
 ) -> dict[str, int]:
-    """Download objects to files, given as (key, size, path), and return their crc32s by key.
+    """Download objects, given as (key, size, path), to files, and return the files' crc32s, keyed by `key`.
 
-    A file gets its name once it is complete and, with `durable`, on the disk. `progress` is called as by `send`. Raises the first
-    StoreError (including Missing and Changed) or OSError, and Stopped soon after `stop` is set.
+    A file appears at its path once it is complete and, with `durable`, on the disk. `progress` is called in the same way as by
+    `send`. Raises the first StoreError (including Missing and Changed) or OSError, and Stopped soon after `stop` is set.
     """
     requests = (Download(key, size, str(path)) for key, size, path in objects)
     outcomes = downloads(store, requests, durable=durable, progress=progress, stop=stop)
@@ -132,7 +132,10 @@ def uploads(
     stop: threading.Event | None = None,
     tick: Callable[[], None] = lambda: None,
 ) -> Generator[Outcome[Uploaded], None, None]:
-    """Upload files and yield the outcome of each. With `snapshots`, a large file that changes meanwhile is copied first."""
+    """Upload files and yield the outcome of each.
+
+    With `snapshots`, a large file that changes during its upload is copied, and the copy is uploaded instead.
+    """
     enough = threading.Event()
 
     def job(path: Path, key: str) -> Uploaded:
@@ -243,7 +246,7 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object, downloaded in pieces. The thread with the last piece finishes the file, or raises the first error."""
+    """A large object that is downloaded in pieces. The thread that ends last completes the file, or raises the first error."""
 
     store: Store
     request: Download
@@ -263,7 +266,7 @@ class _Pieces:
         self.ended = False
 
     def fetch(self, start: int) -> Downloaded | None:
-        """Download the piece at `start`. Returns the result if this was the last piece, otherwise None."""
+        """Download the piece at `start`. Returns the result if this was the last piece to arrive, otherwise None."""
         with self._lock:
             self._left -= 1
             if self._error is None:

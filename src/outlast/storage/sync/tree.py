@@ -20,7 +20,7 @@ from outlast.base.errors import NotFound, OutlastError
 from outlast.storage.sync.index import Seen, Stat, seen
 
 PARTIAL = ".outlast-"
-"""The names of partial files begin with this and end in `.part`."""
+"""Prefix of the names of partial files, which end in `.part`."""
 _PIECE = 64 << 10
 """Number of bytes written at a time. Larger writes use larger page cache blocks, which are slow to allocate in a virtual machine
 that reports free pages to its host."""
@@ -29,7 +29,7 @@ ATTEMPTS = 3
 
 @dataclass
 class Scan:
-    """The result of a walk. Paths are relative, with slashes."""
+    """The result of a walk. Paths are relative to the root, and separated by slashes."""
 
     files: dict[str, Stat] = field(default_factory=dict)
     failed: dict[str, str] = field(default_factory=dict)
@@ -40,7 +40,10 @@ class Scan:
 
 
 def scan(root: str, *, skip: Callable[[str], bool] | None = None, own: str = "") -> Scan:
-    """Walk a tree. Omits the manifest `own`, and paths that `skip` accepts. Raises NotFound if `root` is not a directory."""
+    """Walk a tree, but omit the manifest `own` and paths for which `skip` returns True.
+
+    Raises NotFound if `root` is not a directory.
+    """
     if not os.path.isdir(root):
         if os.path.lexists(root):
             raise NotFound(f"{root} is not a directory; give a directory")
@@ -137,7 +140,10 @@ def version(stat: Stat) -> tuple[int, int]:
 
 
 def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
-    """Return a file's content, its stat, and whether it was stable meanwhile; None above `limit` bytes. Raises OSError."""
+    """Return a file's content, its stat, and whether the file stayed unchanged during the read. Raises OSError.
+
+    Returns None if the file has more than `limit` bytes.
+    """
     with open(path, "rb", buffering=0) as file:
         for _ in range(ATTEMPTS):
             stat = _stat(os.fstat(file.fileno()))
@@ -159,7 +165,7 @@ def write(file: int, data: bytes | memoryview, start: int) -> None:
 
 
 def checksum(path: str) -> Seen:
-    """Return a file's checksum and stat. The checksum is -1 if the file changes meanwhile. Raises OSError."""
+    """Return a file's checksum and stat. The checksum is -1 if the file changes during the read. Raises OSError."""
     began = time.time_ns()
     with open(path, "rb", buffering=0) as file:
         stat = _stat(os.fstat(file.fileno()))
@@ -185,7 +191,7 @@ class AtomicFile:
             os.pwrite(file.fd, ...)
             stat = file.finish(mtime)
 
-    Without `finish`, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
+    If `finish` is not called, the file is removed. Raises OSError, and OutlastError if `path` is a directory.
     """
 
     def __init__(self, path: str) -> None:
@@ -242,7 +248,7 @@ class AtomicFile:
 
 
 class Inside:
-    """Tells where files may be written: once all links are resolved, a path's directory must be inside the tree."""
+    """Tells at which paths files may be written: a file's directory must be inside the tree, once all links are resolved."""
 
     def __init__(self, root: str) -> None:
         self._root = root
@@ -282,7 +288,7 @@ def sweep(root: str, partials: list[str], before: float) -> None:
 
 
 def remove(root: str, paths: list[str]) -> Iterator[tuple[str, str]]:
-    """Delete files, and directories that become empty. Yields each path with the reason for a failure, or ""."""
+    """Delete files, and directories that become empty. Yields each path, and why it cannot be deleted, or ""."""
     emptied: set[str] = set()
     for path in paths:
         try:
