@@ -51,11 +51,9 @@ def serve(
     port: int = 0,
     orders: Mapping[str, Order] | None = None,
 ) -> str:
-    """Answer probes in background threads, and return the address `host:port`. Raises OutlastError if the port is taken.
-
-    Port 0 picks a free port; host "" listens on all addresses. `metrics` returns the text of `/metrics`, and `orders` maps paths
-    to handlers of POST requests.
-    """
+    """Answer probes in background threads, and return the address `host:port`. Raises OutlastError if the port is taken. Port 0
+    picks a free port; host "" listens on all addresses. `metrics` returns the text of `/metrics`, and `orders` maps paths to
+    handlers of POST requests."""
 
     class Handler(BaseHTTPRequestHandler):
         timeout = IDLE_S
