@@ -32,7 +32,8 @@ class Clock:
         self._started = self._apart = wall() - monotonic()
         self._lock = threading.Lock()
         self.broken_at = -math.inf
-        """Steady time of the last step or suspend; count silence only from then on."""
+        """Time on this clock at which the wall clock last stepped or the machine last slept. Measure silence only from then
+        on."""
 
     def __call__(self) -> float:
         """Return the steady time. Sets `broken_at` if the wall clock has stepped or the machine has slept since the last call."""

@@ -29,7 +29,7 @@ AGENT_SILENCE_S = 20.0
 BACKOFF_S = (0.0, 0.5, 1.0, 2.0, 5.0, 10.0, 30.0)
 """Backoff in seconds before restarting a worker that has not joined a world since its last start."""
 FIRST_S = 10.0
-"""Maximum seconds that the other workers wait for the first one, which then forks them. Arbitrary."""
+"""Maximum number of seconds to hold back the other workers until the first one can fork them. Arbitrary."""
 
 
 @dataclasses.dataclass

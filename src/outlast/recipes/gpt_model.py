@@ -379,7 +379,7 @@ def imported(weights: Mapping[str, Tensor], config: Config) -> dict[str, Tensor]
 
 @dataclass(frozen=True)
 class Pretrained:
-    """A trained model and its sizes."""
+    """A trained model's weights and configuration."""
 
     name: str
     config: Config

@@ -93,7 +93,7 @@ class Data:
 def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, small: bool = False) -> Data:
     """Open a directory of videos, or a directory or URL of shards. Raises OutlastError for unusable data.
 
-    `labels` is the path of a list of labels. `share` is the fraction of the videos in val, unless a directory is named val.
+    `labels` is the path of a list of labels. `share` is the fraction of videos to hold out as val if no directory is named val.
     """
     if "://" in place or (Path(place) / shard_format.MANIFEST).exists():
         return _prepared(place, config)

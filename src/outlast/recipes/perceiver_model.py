@@ -398,7 +398,7 @@ def fourier(at: list[Tensor], resolution: tuple[int, ...], bands: int) -> Tensor
 
 
 class Losses(NamedTuple):
-    """A micro-batch's losses, each summed over the clips with weight 1 and divided by the number of all clips."""
+    """A micro-batch's losses, each summed over the clips with weight 1 and divided by the total number of clips."""
 
     image: Tensor  # mean absolute difference of pixels from 0 to 1
     audio: Tensor  # mean absolute difference of audio samples from -1 to 1

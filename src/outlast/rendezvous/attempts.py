@@ -31,7 +31,8 @@ from outlast.rendezvous import restart_budget, root_cause
 from outlast.rendezvous.vocabulary import Address, Id
 
 REPEAT_S = 5.0
-"""Seconds after which an unanswered message is repeated. Arbitrary, because the mesh reports every failed delivery."""
+"""Seconds after which an unanswered message is repeated. The value matters little, because the mesh reports every failed
+delivery."""
 LATE_S = 2.0
 """Seconds after which a waiting member also reports to the coordinator."""
 TRIES, KILLED_TRIES = restart_budget.SAME_STEP - 1, 10

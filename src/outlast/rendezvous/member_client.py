@@ -22,7 +22,7 @@ from outlast.rendezvous.messages import Called, Closed, Published, Report
 from outlast.rendezvous.vocabulary import MemberState, World
 
 LAST_S = 1.0
-"""Maximum number of seconds for which a leaving member waits until the board has accepted its last report."""
+"""Maximum number of seconds that a leaving member waits for the board to accept its last report."""
 
 
 class Board(Protocol):

@@ -409,7 +409,7 @@ class Membership:
 
     def _read_steps(self) -> None:
         """Read the newest steps from the processes' records. The last world's values stay in effect until the new processes have
-        restored their step."""
+        restored their state."""
         records = [each for each in self._records() if each.phase not in ("started", "open", "restore")]
         if records:
             in_memory, self._saved = (max(getattr(each, name) for each in records) for name in ("snapshot", "committed"))

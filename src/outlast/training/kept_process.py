@@ -61,7 +61,8 @@ class Facts:
     """True if a module wrapped by `run.ddp` has hooks, or options that add hooks or name a process group."""
     backend: str = "gloo"
     compiled: bool = False
-    """True if torch has compiled code in this process. A new process would compile it differently, for other shapes."""
+    """True if torch has compiled code in this process. A new process would compile it for other shapes, which gives other
+    bits."""
     thread: bool = False
     """True if a thread other than the session's reads the Stream."""
 

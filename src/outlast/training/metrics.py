@@ -1,7 +1,7 @@
 """`metrics.jsonl`: the values that a run logs, one JSON object per line, with each step only once.
 
-A run that resumes from an earlier step cuts off the lines of later steps, which it repeats. If workers have separate disks, every
-disk has the lines up to its newest checkpoint, so rank 0 may run on any worker after a restart.
+A run that resumes from an earlier step removes the lines of later steps, because it repeats these steps. If workers have separate
+disks, every disk has the lines up to its newest checkpoint, so rank 0 may run on any worker after a restart.
 """
 
 from __future__ import annotations

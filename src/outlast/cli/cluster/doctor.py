@@ -34,9 +34,8 @@ def doctor(
 ) -> None:
     """Check that training would work on this machine and in a cluster.
 
-    Nothing is changed. With --image, one or two small pods are created, and deleted afterwards. They try the image, name
-    resolution (DNS), the network between nodes (with an all-reduce), and the store. The exit code is 1 if something would not
-    work.
+    Changes nothing, except that --image creates one or two small pods and deletes them afterwards. The pods test the image, name
+    resolution (DNS), the network between nodes (with an all-reduce), and the store. The exit code is 1 if a check fails.
 
     \b
     Examples:

@@ -81,8 +81,8 @@ def init(
 
 def job_file(file: str, args: Sequence[str], *, module: bool, workers: int, name: str | None, gpus: int, directory: Path) -> str:
     """Return the text of a job file in `directory` for a script. The job's code is the working directory if that contains the
-    script, so that the script finds the same files as with python; otherwise it is the script's directory. Raises NotFound if the
-    script does not exist."""
+    script, so that the script finds the same files as when python runs it; otherwise it is the script's directory. Raises
+    NotFound if the script does not exist."""
     from outlast.job import spec
 
     here = Path.cwd()

@@ -27,7 +27,7 @@ class Segment:
 
 @dataclasses.dataclass(frozen=True)
 class Goodput:
-    """The account of one job's time, up to its end or to now."""
+    """An account of how one job spent its time, up to its end, or up to now if it is still running."""
 
     start: float
     """Time of the first event, in seconds since the epoch."""

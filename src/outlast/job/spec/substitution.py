@@ -1,4 +1,4 @@
-"""References `$(NAME)` to environment variables in a job's `args` and `env`, as in a pod's containers. Pure.
+"""`$(NAME)` references to environment variables in a job's `args` and `env`, as in a pod's containers. Pure.
 
 A variable in `env` may refer to any other variable in `env`, before or after it, because API servers do not preserve the order.
 `$$(NAME)` stands for `$(NAME)` itself, and a reference to an undefined variable is left unchanged.

@@ -205,7 +205,7 @@ def wrong_size(name: str, size: int, expected: Mapping[str, int]) -> str | None:
 
 
 def wrong_crc(name: str, crc: int, expected: Mapping[str, int]) -> str | None:
-    """Return a sentence about a wrong checksum, or None if the checksum is right."""
+    """Return an error message if the checksum is wrong, or None."""
     return None if crc == expected["crc32"] else f"{name} has crc32 {crc} instead of {expected['crc32']}"
 
 

@@ -1,6 +1,6 @@
-"""Sends messages between agents and ranks as JSON lines, with file descriptors over Unix sockets and raw bytes over TCP.
+"""Sends messages between agents and ranks as JSON lines. Unix sockets also carry file descriptors, and TCP raw bytes.
 
-On TCP, each line is authenticated with the run's key (`job.sealed_lines`), and raw bytes by their crc32 in such a line. Nothing
+On TCP, each line is authenticated with the run's key (`job.sealed_lines`), and a crc32 in such a line verifies raw bytes. Nothing
 is encrypted.
 """
 
@@ -25,9 +25,9 @@ from outlast.job import sealed_lines
 LINE = 64 << 10
 """Maximum length of a line in bytes."""
 INDEX = 256 << 20
-"""Maximum length of a rank's line to its own agent, which may contain an index."""
+"""Maximum length in bytes of a line that a rank sends to its own agent. Such a line may contain an index."""
 TIMEOUT_S = 10.0
-"""Timeout without progress, in seconds. The value is arbitrary, but twice as long as elsewhere, for machines that swap."""
+"""Timeout without progress, in seconds. Arbitrary, but twice the timeout used elsewhere, to allow for machines that swap."""
 _CHUNK = 1 << 18
 _FDS = 8
 

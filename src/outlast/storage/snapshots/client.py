@@ -312,7 +312,8 @@ class Source:
     """A part that is open for reading."""
 
     def __init__(self, reader: _Local | _Peer, part: Part) -> None:
-        """Read the part's index. Raises OSError, ValueError, and Damaged if it is damaged or belongs to another part."""
+        """Read the part's index. Raises Damaged if the index is damaged or belongs to another part; also OSError and
+        ValueError."""
         self._reader = reader
         try:
             self.part, self.tail = reader.described()

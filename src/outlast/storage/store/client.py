@@ -412,7 +412,7 @@ class Store:
             raise StoreError(f"{path} cannot be {f'sent: {error}' if other else f'read: {error.strerror}'}") from error
 
     def impossible(self, key: str) -> str:
-        """Return why `key` cannot be an object's name, or an empty string."""
+        """Return the reason that `key` cannot be an object's name, or an empty string if it can."""
         return urls.impossible(key, "") or urls.impossible(self._whole(key), self._root.scheme)
 
     def _path(self, key: str) -> str:

@@ -90,7 +90,7 @@ class Upload:
     bucket: str
     key: str
     do: Callable[[str, Callable[[], Any]], Any]
-    """Runs a request, named by a verb, with retries and error mapping."""
+    """Runs a request with retries and error mapping. The first argument names the request in messages, such as `write`."""
     stop: threading.Event
 
     def send(self, path: Path, journal: Path | None, progress: Callable[[int], None]) -> str:

@@ -153,7 +153,8 @@ def access(environ: Mapping[str, str] = os.environ, *, timeout_s: float = 30) ->
 
 
 def answer(error: BaseException) -> tuple[int, str, str] | None:
-    """Return a botocore exception's status, code and message (0 and empty without a response); None for other exceptions."""
+    """Return a botocore exception's status, code and message, or None for any other exception. Without a response, the status is
+    0 and the others are empty."""
     response = getattr(error, "response", None)
     if isinstance(response, dict) and "Error" in response:
         details, status = response["Error"], response.get("ResponseMetadata", {}).get("HTTPStatusCode", 0)

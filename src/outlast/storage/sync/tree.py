@@ -157,7 +157,7 @@ def read(path: str | Path, limit: int) -> tuple[bytes, Stat, bool] | None:
 
 
 def write(file: int, data: bytes | memoryview, start: int) -> None:
-    """Write all of `data` at an offset of an open file. Raises OSError."""
+    """Write all of `data` to an open file, at offset `start`. Raises OSError."""
     view = memoryview(data)
     written = 0
     while written < len(view):

@@ -36,7 +36,7 @@ class _Offer:
 
 
 _UNREAD = -1
-"""The step in the offer of an unreadable disk."""
+"""Marks the offer of a disk that cannot be read, in place of a step."""
 _Offers = Mapping[int, _Offer]
 
 

@@ -60,7 +60,7 @@ class Saves:
         """Total seconds for which saves have stopped training, and total seconds that committed saves took."""
 
     def begin(self, state: Mapping[str, Any]) -> None:
-        """Save `state` from now on."""
+        """Set the state that later saves write."""
         self.state, self._loops = state, streams.loops()
 
     def close(self) -> None:

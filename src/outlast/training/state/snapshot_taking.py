@@ -183,8 +183,8 @@ class Snapshots:
         return max(self._taken, self._complete[1])
 
     def begin(self, state: dict[str, Any], complete: tuple[int, int], extra: Callable[[], dict[str, Any]], step: int = 0) -> None:
-        """Take snapshots of `state` from now on, in a run that has resumed from `step`. `extra` returns data that rank 0 adds.
-        `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
+        """Take snapshots of `state` from now on, in a run that has resumed from `step`. `extra` returns data that rank 0 adds to
+        each. `complete` is the (generation, step) of the snapshot that was loaded, or (0, 0) if there was none."""
         self._resumed, self._equal = step, {}
         local = self._place.local_rank, self._place.local_ranks
         if self._capture is not None:  # a new session, so that agents refuse parts of the old state

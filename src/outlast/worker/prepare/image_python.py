@@ -80,7 +80,7 @@ def own(environ: Mapping[str, str]) -> Base:
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:
-    """Return the image's first Python in which training can run (`Base.problem`). Raises OutlastError if there is none."""
+    """Return the first Python in the image that can run training; see `Base.problem`. Raises OutlastError if there is none."""
     needed = f"training needs Python {_dotted(OLDEST_PYTHON)} with PyTorch {_dotted(OLDEST_TORCH)}, or newer"
     remedy = "choose another image, or add them to this one"
     reasons = []

@@ -217,7 +217,7 @@ def _uv(environ: Mapping[str, str]) -> str | None:
 
 @contextlib.contextmanager
 def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
-    """Represent the base Python's packages to uv with stubs that contain their metadata. If uv replaces such a package, it
+    """Show the base Python's packages to uv as stubs that contain only their metadata. If uv replaces such a package, it
     removes only the stub's files, so the base Python remains intact."""
     for directory in below:
         for info in directory.glob("*.dist-info"):

@@ -180,7 +180,7 @@ class Results:
 
 
 def generation(output: Path) -> int:
-    """Return the last generation whose rank 0 worked in this output, or whose files were fetched to it; 0 if there is none."""
+    """Return the last generation whose rank 0 ran in this output directory or whose files were fetched into it, or 0."""
     try:
         return int((output / contract.WORK / contract.WORKED).read_text())
     except (OSError, ValueError):

@@ -54,8 +54,8 @@ class Run:
 
 
 class Sink(Protocol):
-    """A tracker. If a method raises any exception, the sink is opened again, and all values that have not arrived are sent again.
-    OutlastError means that a retry cannot help."""
+    """A connection to a tracker. After any exception, it is opened again, and all values that have not arrived are sent again. An
+    OutlastError means that this cannot help before the user has changed something."""
 
     title: str
     """The name in messages, such as `MLflow (http://mlflow:5000)`."""
