@@ -105,9 +105,12 @@ def pytest_collection_finish() -> None:
 
 
 @pytest.fixture(autouse=True)
-def _same_environment() -> Iterator[None]:
-    """A recipe that runs in this process sets variables of a run, which would be those of the tests after it, too."""
+def _same_environment(request: pytest.FixtureRequest) -> Iterator[None]:
+    """A recipe that runs in this process sets variables of a run, which would be those of the tests after it, too. The login of a
+    cluster's store is for tests of the cluster."""
     before = {name: value for name, value in os.environ.items() if name.startswith("OUTLAST_")}
+    if not request.node.get_closest_marker("cluster"):
+        before |= {name: os.environ.pop(name) for name in [*os.environ] if name.startswith("AWS_")}
     yield
     for name in [name for name in os.environ if name.startswith("OUTLAST_")]:
         if name not in before:
