@@ -314,10 +314,10 @@ def disrupted(reason: str, message: str) -> Document:
     return a_pod(phase="Failed", node="node-a", conditions=[target])
 
 
-def refused_to(name: str) -> Snapshot:
+def refused_to(name: str, **more: str) -> Snapshot:
     """A job without pods, and one of this name that may not have any."""
     said = "exceeded quota: team, requested: pods=1, used: pods=3, limited: pods=3"
-    other = {**a_job(), "metadata": {"name": name}}
+    other = {**a_job(), "metadata": {"name": name}, **more}
     return Snapshot("train", workload=a_job(), events=(an_event(other, "FailedCreate", said),))
 
 
@@ -427,6 +427,7 @@ SHOWN: tuple[tuple[Snapshot, str, str], ...] = (
         "it has no pod: the quota team of the namespace leaves too little: pods: a pod asks for 1, 3 of 3 are used",
     ),
     (refused_to("other"), "starting", "no worker has a pod yet, and no event says why"),
+    (refused_to("train-web-5d88f95f65", kind="ReplicaSet"), "starting", "no worker has a pod yet, and no event says why"),
     (
         dataclasses.replace(refused_to("train"), pods=running(), nodes=(a_node(),)),
         "training",  # the pods could not be made at first, and are there now

@@ -89,10 +89,10 @@ def failed_creations(snapshot: Snapshot, _: float) -> Iterator[Finding]:
 def _is_failed_creation(event: Document, snapshot: Snapshot) -> bool:
     """Return whether an event says that a pod of the workload, or of one of its ReplicaSets, could not be created."""
     involved, name = event.get("involvedObject", {}), pod_status.name(snapshot.workload)
-    matches = involved.get("name") == name or (
-        involved.get("kind") == "ReplicaSet" and str(involved.get("name")).startswith(f"{name}-")
-    )
-    return bool(event.get("reason") == "FailedCreate" and name and matches)
+    owner = str(involved.get("name"))
+    if involved.get("kind") == "ReplicaSet":  # named after its Deployment, with a hash
+        owner = owner.rpartition("-")[0]
+    return bool(event.get("reason") == "FailedCreate" and name and owner == name)
 
 
 # Queues
