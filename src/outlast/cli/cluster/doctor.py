@@ -32,7 +32,7 @@ def doctor(
     timeout: Annotated[float, typer.Option(metavar="SECONDS", min=10, help="Timeout of the pods.")] = _TIMEOUT_S,
     output: OutputOption = Output.TABLE,
 ) -> None:
-    """Check that training would work on this machine and in a cluster.
+    """Check that training would work here, and in a cluster.
 
     Changes nothing, except that --image creates one or two small pods and deletes them afterwards. The pods test the image, name
     resolution (DNS), the network between nodes (with an all-reduce), and the store. The exit code is 1 if a check fails.

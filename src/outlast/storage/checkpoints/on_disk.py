@@ -68,6 +68,7 @@ class Checkpoint:
     step: int
     """Number of optimizer steps completed when the checkpoint was saved."""
     path: Path
+    """Directory of the checkpoint."""
     run: str = ""
     """The run that wrote the checkpoint; empty if Outlast did not start it."""
     generation: int = 0
