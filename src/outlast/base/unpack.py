@@ -57,7 +57,7 @@ class Limits:
     """Limits for unpacking an archive, and wording for error messages."""
 
     what: str
-    """What the archive contains, in error messages: `code` or `data`."""
+    """Noun for the content of the archive in error messages: `code` or `data`."""
     entries: int
     size: int
     """Unpacked bytes allowed for any archive."""

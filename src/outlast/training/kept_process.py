@@ -44,7 +44,7 @@ _OPEN, _DDP, _RESUME = "session.open(keep_process=True)", "run.ddp()", "run.resu
 
 @dataclasses.dataclass(frozen=True)
 class Facts:
-    """What a session knows about its script. The default values let the process continue."""
+    """The facts about a script that decide whether its process can be kept. The default values let the process continue."""
 
     agent: bool = True
     """True if an agent has started this process."""

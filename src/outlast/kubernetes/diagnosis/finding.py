@@ -22,7 +22,7 @@ class Finding:
     """A machine-readable name, such as `out-of-memory`."""
     what: str
     remedy: str = ""
-    """What the user should do; empty if nothing needs to be done."""
+    """Instruction for the user; empty if nothing needs to be done."""
     evidence: tuple[str, ...] = ()
     """Verbatim messages or log lines."""
     outcome: Outcome = "fail"

@@ -41,7 +41,7 @@ class KueueObjects:
 @dataclass(frozen=True)
 class ClusterFeatures:
     groups: frozenset[str] = frozenset()
-    """Those API groups of Kueue and of the gang schedulers that the cluster serves."""
+    """API groups of Kueue and of the gang schedulers that the cluster serves."""
     kueue: KueueObjects | None = None
     """None until the watches on Kueue's objects are synced."""
 

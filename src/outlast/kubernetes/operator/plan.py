@@ -35,7 +35,7 @@ class Event:
 
 @dataclass(frozen=True)
 class Plan:
-    """What to write for one job now; empty for a job in a steady state. The fields are written in this order, except Events,
+    """The writes for one job; empty for a job in a steady state. The fields are written in this order, except Events,
     which are written in the background after the status."""
 
     prerequisites: tuple[Document, ...] = ()

@@ -25,7 +25,7 @@ _WASTE = 1.1
 
 @dataclass(frozen=True)
 class View:
-    """What `choose` needs to know about a room."""
+    """The facts about a room that `choose` needs."""
 
     id: int
     size: int

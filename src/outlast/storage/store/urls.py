@@ -11,7 +11,7 @@ import re
 from outlast.base.errors import StoreError
 
 PLACES = {"s3": "bucket", "gs": "bucket", "az": "container", "file": "directory", "memory": "name"}
-"""What the first segment of a URL names, keyed by scheme."""
+"""Nouns for the first segment of a URL in messages, keyed by scheme."""
 _BUCKET = {
     "s3": (re.compile(r"[a-zA-Z0-9][a-zA-Z0-9._-]{1,253}[a-zA-Z0-9]"), "3 to 63 of a-z, 0-9, `-` and `.`"),
     "gs": (re.compile(r"[a-z0-9][a-z0-9._-]{1,220}[a-z0-9]"), "3 to 63 of a-z, 0-9, `-`, `_` and `.`"),
