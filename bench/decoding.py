@@ -34,7 +34,8 @@ from typing import Any
 
 import numpy as np
 
-HERE = Path(__file__).parent
+import recovery
+
 SCENARIOS = {"photos": (500, 375, 256, 224, 600), "tiny": (64, 64, 64, 64, 6000)}
 """Width and height of the files, side of a packed image, side of the network's input, and number of images."""
 BATCH = 64
@@ -245,11 +246,7 @@ def main() -> None:
         "|---|---|---|---|---|---|---|---|---|",
         *rows,
     ]
-    print("\n" + "\n".join(report))
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-decoding.md"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Decoding", ""]), *report, "", ""]))
+    recovery.publish("decoding", "Decoding", report)
 
 
 if __name__ == "__main__":

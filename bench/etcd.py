@@ -189,14 +189,14 @@ class Node3(recovery.Torchrun):
         self._options, self._server = options, server
 
     def start(self, directory: Path, environ: dict[str, str]) -> None:
-        self._logs, self._nodes = [directory / f"node-{i}.log" for i in range(3)], []
+        self._nodes = []
         endpoint = self._server.endpoint if self._server else f"127.0.0.1:{etcds.ports.free()}"
         run = f"--rdzv-id={directory.name}"
         command = [sys.executable, "-m", "torch.distributed.run", "--nnodes=2:3", "--nproc-per-node=1", "--max-restarts=10", run]
-        for i, log in enumerate(self._logs):
+        for i in range(3):
             conf = "ttl=5" if self._server else f"is_host={int(i == 0)},{recovery.TUNED}"
             options = [*self._options, f"--rdzv-endpoint={endpoint}", f"--rdzv-conf={conf}"]
-            with log.open("wb") as file:
+            with (directory / f"node-{i}.log").open("wb") as file:
                 script = [str(recovery.HERE / "steps.py"), str(directory)]
                 self._nodes.append(subprocess.Popen([*command, *options, *script], env=environ, stdout=file, stderr=file))
             if i == 0:
@@ -250,10 +250,7 @@ def main() -> None:
         cells = [recovery.said([t.recovery_s for t in trials[f"{scenario} {kind}"]]) for kind in ("ours", "c10d")]
         rows.append(f"| {scenario} lost, `--nnodes=2:3`, until a step, s | {cells[0]} | {cells[1]} |")
     report = [f"## {time.strftime('%Y-%m-%d %H:%M')}", "", f"{recovery.machine()}. Load before: {load:.2f}. ttl 5 s.", "", *rows]
-    print("\n" + "\n".join(report))
-    path = recovery.HERE / "results" / f"{time.strftime('%Y-%m-%d')}-etcd.md"
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Rendezvous by etcd", ""]), *report, "", ""]))
+    recovery.publish("etcd", "Rendezvous by etcd", report)
 
 
 if __name__ == "__main__":

@@ -147,7 +147,7 @@ def trial(cluster: Cluster, scenario: str, memory: str, options: argparse.Namesp
     name, node = victim["metadata"]["name"], victim["spec"]["nodeName"]
     fault = time.time()
     if scenario == "process killed":
-        kill = "for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && kill -9 ${p#/proc/}; done; true"
+        kill = "for p in /proc/[0-9]*; do grep -q '^outlast: [r]ank' $p/cmdline && kill -9 ${p#/proc/}; done"
         cluster.kubectl("exec", name, "--", "sh", "-c", kill, check=False)
     elif scenario == "pod deleted":
         cluster.kubectl("delete", "pod", name, "--grace-period=0", "--force")

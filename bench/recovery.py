@@ -382,6 +382,15 @@ def recovery(args: argparse.Namespace, scenarios: list[str]) -> list[str]:
     return [*report, *(f"| {label} | {said(values)} |" for label, values in starts.items()), ""]
 
 
+def publish(name: str, title: str, report: list[str]) -> None:
+    """Print a report, and append it to results/<date>-<name>.md."""
+    print("\n" + "\n".join(report))
+    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-{name}.md"
+    path.parent.mkdir(exist_ok=True)
+    with path.open("a") as file:
+        file.write("\n".join([*([] if path.stat().st_size else [f"# {title}", ""]), *report, "", ""]))
+
+
 def main() -> None:
     """Measure and report."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -409,11 +418,7 @@ def main() -> None:
         "",
     ]
     report += recovery(args, chosen)
-    print("\n" + "\n".join(report))
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-recovery.md"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Recovery", ""]), *report, "", ""]))
+    publish("recovery", "Recovery", report)
 
 
 if __name__ == "__main__":

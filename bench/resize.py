@@ -1,4 +1,4 @@
-"""What a planned change of the number of workers costs: processes kept, processes replaced, and torchrun, in turn on one machine.
+"""Cost of a planned change of the number of workers: processes kept, processes replaced, and torchrun, in turn on one machine.
 
     python bench/resize.py                # 10 repeats, some ten minutes
     python bench/resize.py --repeats 1    # a look
@@ -114,10 +114,7 @@ def main() -> None:
                 shown = f"{statistics.median(again):g} ({min(again)} – {max(again)})" if again else ""
                 ratio = f"{medians['kept'] / medians[system]:.2f}"
                 report.append(f"| {change} | {system} | {recovery.said([s for s, _ in paid])} | {shown} | {ratio} |")
-    print("\n" + "\n".join(report))
-    path = Path(__file__).parent / "results" / f"{time.strftime('%Y-%m-%d')}-resize.md"
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Planned changes of the world", ""]), *report, "", ""]))
+    recovery.publish("resize", "Planned changes of the world", report)
 
 
 if __name__ == "__main__":

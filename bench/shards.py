@@ -28,7 +28,8 @@ from pathlib import Path
 
 import numpy as np
 
-from sync import BUCKET, HERE, KEY, SECRET, machine, server
+import recovery
+from sync import BUCKET, KEY, SECRET, machine, server
 
 BLOCK, BATCH, WINDOW, TURN = 128, 8, 4, 20
 SHARD = 128 << 10
@@ -157,11 +158,7 @@ def main() -> None:
     )
     report = [f"## {time.strftime('%Y-%m-%d %H:%M')}", "", f"{machine({'rclone': rclone})}. Load before: {load:.2f}."]
     report += [f"{size}; {args.repeats} repeats.", "", *rows(trials)]
-    print("\n" + "\n".join(report))
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-shards.md"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Shards", ""]), *report, "", ""]))
+    recovery.publish("shards", "Shards", report)
 
 
 def _short(done: dict) -> str:

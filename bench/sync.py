@@ -35,7 +35,8 @@ from pathlib import Path
 
 import psutil
 
-HERE = Path(__file__).parent
+import recovery
+
 KEY, SECRET, BUCKET = "AKIDBENCH", "secretbench", "bench"
 SCENARIOS = ("up", "down", "up-one", "down-one", "none")
 SYSTEMS = ("outlast", "rclone", "s5cmd", "aws")
@@ -289,11 +290,7 @@ def main() -> None:
         shutil.rmtree(directory, ignore_errors=True)
 
     report = [f"## {time.strftime('%Y-%m-%d %H:%M')}", "", f"{machine(programs)}. Load before: {load:.2f}.", "", *table(results)]
-    print("\n" + "\n".join(report))
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-sync.md"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Sync", ""]), *report, "", ""]))
+    recovery.publish("sync", "Sync", report)
 
 
 if __name__ == "__main__":

@@ -38,7 +38,8 @@ import time
 from collections.abc import Sequence
 from pathlib import Path
 
-HERE = Path(__file__).parent
+import recovery
+
 SCENARIOS = ("bpe", "char")
 SCRIPTS = {
     "bpe": "data/openwebtext/prepare.py",
@@ -295,11 +296,7 @@ def main() -> None:
 
     head = f"{about}. Load before: {load:.2f}. {len(documents):,} documents, {size / 1e6:.1f} MB; {args.vocab_size:,} tokens."
     report = [f"## {time.strftime('%Y-%m-%d %H:%M')}", "", f"{head} Medians of {repeats}.", "", *table(results, size)]
-    print("\n" + "\n".join(report))
-    path = HERE / "results" / f"{time.strftime('%Y-%m-%d')}-tokenizing.md"
-    path.parent.mkdir(exist_ok=True)
-    with path.open("a") as file:
-        file.write("\n".join([*([] if path.stat().st_size else ["# Tokenizing", ""]), *report, "", ""]))
+    recovery.publish("tokenizing", "Tokenizing", report)
 
 
 if __name__ == "__main__":
