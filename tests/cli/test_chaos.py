@@ -78,7 +78,7 @@ def test_a_rank_that_reports_to_its_agent_is_harmed(tmp_path: Path) -> None:
         (tmp_path / "progress-2.json").write_text(json.dumps({"rank": 4, "pid": 2**22 + 1}))  # of one that is gone
         said = fault_injection.inject(pod, a_pod(), "stop", random.Random(0))
         assert said == f"stopped rank 3 on worker 1 (pid {two.pid} in pod train-1)"
-        assert (one.status(), two.status()) == (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED)
+        until(lambda: (one.status(), two.status()) == (psutil.STATUS_SLEEPING, psutil.STATUS_STOPPED))
         two.resume()
         fault_injection.inject(pod, a_pod(), "kill-process", random.Random(0))
         until(lambda: two.status() == psutil.STATUS_ZOMBIE)
