@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import os
 import sys
 import threading
-import urllib.request
 import uuid
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -577,7 +575,6 @@ def test_what_is_public_needs_no_credentials(moto: Place, monkeypatch: pytest.Mo
     monkeypatch.setenv("AWS_SKIP_SIGNATURE", "true")
     place = store.open_(moto.url)
     assert place.get("x") == b"1"
-    assert place.link("x") is None
 
 
 def test_without_its_libraries_a_store_says_what_to_install(nobody: Place, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -610,16 +607,6 @@ def test_other_stores_say_what_they_lack(url: str, said: str, monkeypatch: pytes
         if name.startswith("AZURE_"):
             monkeypatch.delenv(name)
     assert refusal(lambda: store.open_(url)).startswith(said)
-
-
-def test_a_link_reads_an_object(url: str) -> None:
-    place = store.open_(url)
-    place.put("a b#%", b"hello")
-    link = place.link("a b#%")
-    assert (link is None) == (not url.startswith("s3://"))
-    if link:
-        with contextlib.closing(urllib.request.urlopen(link)) as answer:
-            assert answer.read() == b"hello"
 
 
 def test_azure_knows_no_backslash() -> None:

@@ -32,7 +32,6 @@ from outlast.storage import store
 from outlast.storage.store import Store
 from outlast.storage.sync import index, local_state, push_and_pull, thread_pool, transfer, tree
 from outlast.storage.sync.index import Object, Seen, Stat, Verdict
-from outlast.storage.sync.presigned_downloads import Direct
 from outlast.storage.sync.push_and_pull import Options, pull, push
 from servers import Place
 
@@ -487,120 +486,6 @@ def test_receive_leaves_nothing_behind_of_what_is_not_as_expected(place: Store, 
 
 
 # Plain HTTP
-
-
-class OddServer:
-    """Answers the n-th connection with the n-th of these, once, and hangs up."""
-
-    def __init__(self, *answers: bytes) -> None:
-        self.asked: list[bytes] = []
-        self._socket = socket.create_server(("127.0.0.1", 0))
-        self.url = f"http://127.0.0.1:{self._socket.getsockname()[1]}"
-        self._thread = threading.Thread(target=self._serve, args=(answers,))
-        self._thread.start()
-
-    def _serve(self, answers: tuple[bytes, ...]) -> None:
-        for answer in answers:
-            connection, _ = self._socket.accept()
-            with connection:
-                self.asked.append(connection.recv(65536))
-                connection.sendall(answer)
-
-    def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._socket.shutdown(socket.SHUT_RDWR)
-        self._socket.close()
-        self._thread.join()
-
-
-def directly(server: OddServer, file: Path, *wanted: tuple[int, int, bool]) -> list[int | None]:
-    """What reading (start, end, whole) from a server into a new file gives, one after the other on one thread."""
-    file.touch()
-    direct = Direct(lambda key: f"{server.url}/{key}?signed=1")
-    try:
-        with file.open("r+b") as target:
-            return [direct.fetch("a", target.fileno(), *one) for one in wanted]
-    finally:
-        direct.close()
-        server.close()
-
-
-OK = b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\n\r\nhello"
-
-
-def test_plain_answers_are_read_straight_into_the_file(tmp_path: Path) -> None:
-    part = b"HTTP/1.1 206 Partial\r\nContent-Length: 2\r\nContent-Range: bytes 1-2/5\r\n\r\nEL"
-    server = OddServer(OK, OK, part)  # which ends every connection after one answer, without saying so
-    file = tmp_path / "file"
-    crcs = directly(server, file, (0, 5, True), (0, 5, True), (1, 3, False))
-    assert crcs == [zlib.crc32(b"hello"), zlib.crc32(b"hello"), zlib.crc32(b"EL")]
-    assert file.read_bytes() == b"hELlo"
-    assert server.asked[0].startswith(b"GET /a?signed=1 HTTP/1.1\r\nHost: 127.0.0.1:")
-    assert b"Range: bytes=1-2\r\n" in server.asked[2]
-
-
-@pytest.mark.parametrize(
-    "answer",
-    [
-        b"",
-        b"nonsense",
-        b"\r\n\r\n",
-        OK[:-1],
-        OK.replace(b"5", b"6"),
-        OK.replace(b"200 OK", b"403 Forbidden"),
-        OK.replace(b"200 OK", b"307 Moved\r\nLocation: /b"),
-        OK.replace(b"1.1", b"1.0"),
-        b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n5\r\nhello\r\n0\r\n\r\n",
-        OK.replace(b"OK", b"OK\r\nContent-Encoding: gzip"),
-        OK.replace(b"OK", b"OK\r\nContent-Range: bytes 0-4/9"),
-        b"HTTP/1.1 200 OK\r\n" + b"X: y\r\n" * 100_000 + b"\r\n",
-    ],
-)
-def test_odd_answers_are_left_to_the_store(tmp_path: Path, answer: bytes) -> None:
-    assert directly(OddServer(answer), tmp_path / "file", (0, 5, True)) == [None]
-
-
-def test_a_thread_that_comes_after_the_end_connects_no_more(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    server = OddServer()
-    direct = Direct(lambda key: f"{server.url}/{key}")
-    direct.close()
-    with (tmp_path / "file").open("r+b") as target:
-        assert direct.fetch("a", target.fileno(), 0, 5, True) is None
-    server.close()
-
-
-def test_connections_are_closed_when_nobody_uses_them_any_more(
-    memory: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    left: list[list[str]] = []
-
-    def close(_: Direct) -> None:
-        left.append([thread.name for thread in threading.enumerate() if thread.name == "transfer"])
-
-    monkeypatch.setattr(Direct, "fetch", lambda *_: time.sleep(0.1))
-    monkeypatch.setattr(Direct, "close", close)
-    memory.put("a", b"hello")
-    with pytest.raises(Missing):
-        transfer.receive(memory, [("missing", 5, tmp_path / "x"), *(("a", 5, tmp_path / f"a{n}") for n in range(20))])
-    assert left == [[]]
-
-
-def test_a_server_that_never_answers_plainly_is_not_asked_for_long(tmp_path: Path) -> None:
-    server = OddServer(b"no", b"no", b"no")
-    assert directly(server, tmp_path / "file", *[(0, 5, True)] * 9) == [None] * 9
-    assert len(server.asked) == 3
-
-
-def test_proxies_are_left_to_the_store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("http_proxy", "http://127.0.0.1:9")
-    monkeypatch.delenv("no_proxy", raising=False)
-    server = OddServer()
-    assert directly(server, tmp_path / "file", (0, 5, True)) == [None]
-    assert server.asked == []
-
-
-# Names and kinds of files
 
 
 def test_what_is_no_file_is_named_and_left_out(memory: Store, tmp_path: Path) -> None:

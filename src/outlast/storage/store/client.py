@@ -178,18 +178,6 @@ class Store:
             raise Changed(f"{self._name(key)} has no such bytes: it was replaced by a shorter one", retry=True)
         return data
 
-    def link(self, key: str) -> str | None:
-        """Return a presigned URL for reading an object, valid for 15 minutes, or None if no URL can be signed."""
-        import obstore
-
-        if self._root.scheme in ("file", "memory") or (self._root.access and self._root.access.anonymous):
-            return None
-        path = self._path(key)
-        try:
-            return str(self._do("read", key, lambda: obstore.sign(self._raw, "GET", path, timedelta(minutes=15)), once=True))
-        except StoreError:
-            return None
-
     def put(self, key: str, data: bytes | bytearray | memoryview, mode: Any = "overwrite") -> str:
         """Write an object and return its etag. `mode` is passed to obstore; `create` and `replace` set it."""
         import obstore

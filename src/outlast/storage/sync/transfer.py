@@ -27,7 +27,6 @@ from outlast.base.errors import Changed, Denied, Missing, Stopped, StoreError, U
 from outlast.storage.store import Store
 from outlast.storage.sync import tree
 from outlast.storage.sync.index import Stat
-from outlast.storage.sync.presigned_downloads import Direct
 from outlast.storage.sync.thread_pool import Job, Outcome, work
 
 T = TypeVar("T")
@@ -203,32 +202,26 @@ def downloads(
 ) -> Generator[Outcome[Downloaded], None, None]:
     """Download objects and yield the outcome of each."""
     enough = threading.Event()
-    direct = Direct(store.link)
     begun: list[_Pieces] = []
 
     def small(one: Download) -> Downloaded:
-        for attempt in range(2):
-            with tree.AtomicFile(one.path) as partial:
-                arrived = direct.fetch(one.key, partial.fd, 0, one.size, True) if one.size and not attempt else None
-                if arrived is None:
-                    data, entry = store.read(one.key)
-                    if entry.size != one.size:
-                        raise _replaced(store, one, entry.size)
-                    arrived = crc32.update(data)
-                    tree.write(partial.fd, data, 0)
-                crc = arrived
-                if one.crc32 in (-1, crc):
-                    stat = partial.finish(one.mtime, durable=durable)
-                    progress(one.size)
-                    return Downloaded(crc, stat)
-        raise _damaged(store, one, crc)
+        data, entry = store.read(one.key)
+        if entry.size != one.size:
+            raise _replaced(store, one, entry.size)
+        if one.crc32 not in (-1, crc := crc32.update(data)):
+            raise _damaged(store, one, crc)
+        with tree.AtomicFile(one.path) as partial:
+            tree.write(partial.fd, data, 0)
+            stat = partial.finish(one.mtime, durable=durable)
+        progress(one.size)
+        return Downloaded(crc, stat)
 
     def jobs() -> Iterator[Job[Downloaded | None]]:
         for one in requests:
             if one.size <= SMALL:
                 yield Job(one, one.size, partial(small, one))
                 continue
-            pieces = _Pieces(store, one, direct, durable, progress, enough)
+            pieces = _Pieces(store, one, durable, progress, enough)
             begun[:] = [other for other in begun if not other.ended] + [pieces]
             for start in range(0, one.size, SMALL):
                 yield Job(one, SMALL, partial(pieces.fetch, start))
@@ -241,7 +234,6 @@ def downloads(
     finally:
         for pieces in begun:
             pieces.give_up()
-        direct.close()
 
 
 @dataclass(eq=False)
@@ -250,7 +242,6 @@ class _Pieces:
 
     store: Store
     request: Download
-    direct: Direct
     durable: bool
     progress: Callable[[int], None]
     enough: threading.Event
@@ -315,19 +306,16 @@ class _Pieces:
     def _write_piece(self, start: int) -> None:
         assert self._file is not None
         file, end = self._file.fd, min(start + SMALL, self.request.size)
-        crc = self.direct.fetch(self.request.key, file, start, end, False)
-        if crc is None:
-            try:
-                data = self.store.range(self.request.key, start, end)
-            except (Denied, Missing, Unreachable):
-                raise
-            except StoreError:  # stores report a range beyond the end in many ways
-                if (entry := self.store.head(self.request.key)).size != self.request.size:
-                    raise _replaced(self.store, self.request, entry.size) from None
-                raise
-            crc = crc32.update(data)
-            tree.write(file, data, start)
-        self._crcs[start] = crc
+        try:
+            data = self.store.range(self.request.key, start, end)
+        except (Denied, Missing, Unreachable):
+            raise
+        except StoreError:  # stores report a range beyond the end in many ways
+            if (entry := self.store.head(self.request.key)).size != self.request.size:
+                raise _replaced(self.store, self.request, entry.size) from None
+            raise
+        tree.write(file, data, start)
+        self._crcs[start] = crc32.update(data)
         self.progress(end - start)
 
     def _end(self) -> Downloaded:
