@@ -294,14 +294,6 @@ def refused(code: str, status: int = 403) -> Fault:
 denied = refused("AccessDenied")
 
 
-def skewed(exchange: Exchange) -> None:
-    """Respond as if the client's clock were 17 minutes slow."""
-    now = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime(time.time() + 1020))
-    more = f"<RequestTime>20261121T000000Z</RequestTime><ServerTime>{now}</ServerTime>"
-    message = "The difference between the request time and the current time is too large."
-    exchange.refuse(403, "RequestTimeTooSkewed", message, more)
-
-
 def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
     """Apply the fault to the first `n` requests, optionally only of a method or with a path."""
     left = [n]

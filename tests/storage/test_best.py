@@ -76,12 +76,6 @@ def test_the_newest_and_the_best_stay_and_nothing_else_that_counts(found: list[P
     assert rule.best_of(left) == rule.best_of(found)
 
 
-@given(histories(), st.integers(2, 4), st.integers(0, 3))
-def test_a_disk_and_a_store_agree(found: list[Place], keep: int, best: int) -> None:
-    here = [on_disk.Checkpoint(p.step, Path(str(p.step)), RUN, p.generation, metric=p.metric) for p in found]
-    assert steps(on_disk.expired(here, Retention(keep, best))) == steps(Retention(keep, best).expired(found))
-
-
 @given(st.lists(st.tuples(st.integers(1, 3), METRICS), max_size=12), st.integers(0, 3))
 def test_what_has_gone_would_never_have_come_back(later: list[tuple[int, Metric | None]], best: int) -> None:
     """So it does not matter that disks and stores forget at different times."""

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.util
 import json
 import os
 import tempfile
@@ -10,7 +9,6 @@ import threading
 import uuid
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
 
 import pytest
 from hypothesis import given, settings
@@ -47,20 +45,6 @@ def append(file: Path, data: bytes) -> None:
     file.parent.mkdir(parents=True, exist_ok=True)
     with file.open("ab") as opened:
         opened.write(data)
-
-
-def test_what_a_file_grows_by_is_sent_once(tmp_path: Path):
-    place = a_place()
-    sender = growing_files.Sender(place, tmp_path)
-    for n in range(50):
-        append(tmp_path / LOG, b"a line\n" * n)
-        sender.push([LOG], GO)
-        if n == 25:
-            sender = growing_files.Sender(place, tmp_path)  # it was killed
-    assert sender.push([LOG], GO) == 0
-    assert text(place, LOG) == (tmp_path / LOG).read_bytes()
-    assert bytes_in(place) == (tmp_path / LOG).stat().st_size
-    assert growing_files.files(place) == [LOG]
 
 
 def test_what_is_no_log_or_has_an_odd_name_keeps_no_other_from_being_pushed(tmp_path: Path):
@@ -115,23 +99,8 @@ def test_parts_are_no_larger_than_can_be_held(tmp_path: Path, monkeypatch: pytes
     assert (tmp_path / "fetched").read_bytes() == b"x" * 2500
 
 
-def test_many_small_parts_are_fetched_together_and_few_large_ones(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    place = a_place()
-    sender = growing_files.Sender(place, tmp_path)
-    for n in range(32):
-        append(tmp_path / LOG, b"%04d\n" % n)
-        sender.push([LOG], GO)
-    together, get = threading.Barrier(16), store.Store.range
-
-    def met(self: store.Store, *asked: Any) -> memoryview:
-        together.wait(60)
-        return get(self, *asked)
-
-    with monkeypatch.context() as patched:
-        patched.setattr(store.Store, "range", met)
-        assert growing_files.fetch(place, LOG, tmp_path / "fetched")
-        assert text(place, LOG, threads=16) == (tmp_path / "fetched").read_bytes() == (tmp_path / LOG).read_bytes()
-    asked = []
+def test_no_more_is_read_ahead_than_can_be_held():
+    asked: list[int] = []
     with ThreadPoolExecutor(4) as pool:
         for n, _ in enumerate(growing_files._ahead(pool, ((5, asked.append, (n,)) for n in range(32)), 20)):
             assert len(asked) <= n + 4
@@ -302,23 +271,6 @@ def test_whatever_fails_the_store_has_the_file_and_no_byte_of_it_twice(acts, pat
                     assert there[: len(here)] == here if cuts else there == here
         if not cuts and not disks:
             assert bytes_in(place) <= sum(len(b"%d," % n) for n in range(wrote))
-
-
-def test_a_run_sends_what_it_writes_and_its_account_is_true(tmp_path: Path):
-    """Two hours of what `bench/long_run.py` measures for a month."""
-    script = importlib.util.spec_from_file_location("long_run", Path(__file__).parents[2] / "bench" / "long_run.py")
-    assert script is not None
-    assert script.loader is not None
-    long_run = importlib.util.module_from_spec(script)
-    script.loader.exec_module(long_run)
-    long_run.DAY_S = 5400  # one failure
-    place = a_place()
-    written, _, true = long_run.write(tmp_path, 7200 / 5400, 10, place)
-    assert bytes_in(place) <= 1.1 * sum(written.values())
-    account = goodput.buckets(stored.events(place), None)
-    assert account.goodput == pytest.approx(true, rel=1e-3)
-    assert account.failures == 1
-    assert true < 0.98
 
 
 def test_a_ledger_is_in_the_store_soon_after_an_event_and_costs_a_request_a_minute_without_one(

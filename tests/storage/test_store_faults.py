@@ -21,7 +21,7 @@ from faults import Proxy, Request, always, first
 from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
 from outlast.storage import store
 from outlast.storage.store import client, error_mapping, multipart
-from servers import PAGE, Place
+from servers import PAGE
 
 MIB = 1 << 20
 pytestmark = pytest.mark.usefixtures("small_parts")
@@ -60,10 +60,8 @@ def deleted(place: store.Store, _: Path) -> list[str]:
     return [entry.key for entry in place.entries()]
 
 
-READ = ("b/x cannot be read", "s3:GetObject")
-LIST = (" cannot be listed", "s3:ListBucket")
-WRITE = ("new cannot be written", "s3:PutObject")
-OPERATIONS: dict[str, tuple[Operation, object, tuple[str, str]]] = {
+READ, LIST, WRITE = "b/x cannot be read", " cannot be listed", "new cannot be written"
+OPERATIONS: dict[str, tuple[Operation, object, str]] = {
     "head": (lambda place, _: place.head("b/x").size, len(OLD), READ),
     "get": (lambda place, _: place.get("b/x"), OLD, READ),
     "range": (lambda place, _: bytes(place.range("b/x", 10, 90_000)), OLD[10:90_000], READ),
@@ -72,11 +70,11 @@ OPERATIONS: dict[str, tuple[Operation, object, tuple[str, str]]] = {
     "put": (written, NEW, WRITE),
     "create": (created, NEW, WRITE),
     "replace": (replaced, NEW, READ),  # of its first step here
-    "copy": (copied, OLD, ("b/x cannot be copied", "s3:GetObject and s3:PutObject")),
-    "delete": (deleted, [], ("a cannot be deleted", "s3:DeleteObject")),
-    "upload": (uploaded, True, ("large cannot be written", "s3:PutObject")),
+    "copy": (copied, OLD, "b/x cannot be copied"),
+    "delete": (deleted, [], "a cannot be deleted"),
+    "upload": (uploaded, True, "large cannot be written"),
 }
-"""What is done, what it returns, and how an error says that it could not be done and which permission it needs."""
+"""What is done, what it returns, and how an error says that it could not be done."""
 
 
 def pairs(*faulty: Any, common: str = "") -> list[Any]:
@@ -229,51 +227,26 @@ def test_what_lasts_is_said_after_a_while(moto_proxy: Proxy, file: Path, name: s
     assert caught.value.retry
     if name in ("head", "replace"):  # an answer to HEAD has no body
         why = why[: why.find(":", 1)] if "HTTP" in why else why
-    for part in (f"{OPERATIONS[name][2][0]}:", place.url, why, moto_proxy.endpoint):
+    for part in (f"{OPERATIONS[name][2]}:", place.url, why, moto_proxy.endpoint):
         assert part in str(caught.value)
     assert "\n" not in str(caught.value)
     assert len(moto_proxy.requests) < 40
 
 
-@pytest.mark.parametrize("name", OPERATIONS)
-def test_a_refusal_says_what_is_needed(moto_proxy: Proxy, file: Path, name: str) -> None:
-    place = filled(moto_proxy)
-    moto_proxy.fault = always(faults.denied)
-    with pytest.raises(Denied) as caught:
-        OPERATIONS[name][0](place, file)
-    done, needed = OPERATIONS[name][2]
-    assert not caught.value.retry
-    assert f"{done}: access is denied (HTTP 403: AccessDenied: for a test); needed is {needed}" in str(caught.value)
-    assert len(moto_proxy.requests) <= 2
+REFUSED = [("AccessDenied", 403), ("InvalidAccessKeyId", 403), ("ExpiredToken", 400), ("RequestTimeTooSkewed", 403)]
 
 
 @pytest.mark.parametrize(
-    ("code", "status", "said"),
-    [
-        ("InvalidAccessKeyId", 403, "the access key is unknown to it (InvalidAccessKeyId); correct AWS_ACCESS_KEY_ID or the"),
-        ("SignatureDoesNotMatch", 403, "the secret is not that of the access key (SignatureDoesNotMatch); correct"),
-        ("ExpiredToken", 400, "the credentials have expired (ExpiredToken); renew them"),
-        ("InvalidToken", 400, "the session token is not valid (InvalidToken); correct AWS_SESSION_TOKEN"),
-    ],
+    ("name", "code", "status"), [*((name, *REFUSED[0]) for name in OPERATIONS), *(("upload", *each) for each in REFUSED[1:])]
 )
-@pytest.mark.parametrize("name", ["head", "upload"])
-def test_a_wrong_key_is_told_from_a_missing_permission(
-    moto_proxy: Proxy, file: Path, name: str, code: str, status: int, said: str
-) -> None:
+def test_a_refusal_quotes_the_store(moto_proxy: Proxy, file: Path, name: str, code: str, status: int) -> None:
     place = filled(moto_proxy)
     moto_proxy.fault = always(faults.refused(code, status))
     with pytest.raises(Denied) as caught:
         OPERATIONS[name][0](place, file)
-    assert said in str(caught.value)
-    assert "needed is" not in str(caught.value)
-
-
-@pytest.mark.parametrize("name", ["head", "put", "entries"])
-def test_a_wrong_clock_is_said(moto_proxy: Proxy, file: Path, name: str) -> None:
-    place = filled(moto_proxy)
-    moto_proxy.fault = always(faults.skewed)
-    with pytest.raises(Denied, match=r"this machine and of the store differ \(RequestTimeTooSkewed\); correct the clock"):
-        OPERATIONS[name][0](place, file)
+    assert not caught.value.retry
+    assert f"{OPERATIONS[name][2]}: access is denied (HTTP {status}: {code}" in str(caught.value)
+    assert len(moto_proxy.requests) <= 2
 
 
 def test_a_bucket_in_another_region_is_said(moto_proxy: Proxy) -> None:
@@ -304,10 +277,7 @@ Debug source:
         ("Precondition", "412 Precondition Failed", "ConditionNotMet", Changed, "az://box/x is no longer what it was"),
         ("Generic", "404 Not Found", "ContainerNotFound", NoBucket, "there is no container az://box; create it, or correct"),
         ("PermissionDenied", "403 Forbidden", "AuthorizationPermissionMismatch", Denied,
-         "az://box/x cannot be written: access is denied (HTTP 403: AuthorizationPermissionMismatch: The words); needed is the"
-         " role Storage Blob Data Contributor"),
-        ("PermissionDenied", "403 Forbidden", "AuthenticationFailed", Denied,
-         "az://box/x cannot be written: the store says that the key or token is wrong (AuthenticationFailed); correct AZURE_"),
+         "az://box/x cannot be written: access is denied (HTTP 403: AuthorizationPermissionMismatch: The words); correct"),
         ("Generic", "503 Service Unavailable", "ServerBusy", Unreachable,
          "az://box/x cannot be written: the store is not well (HTTP 503: ServerBusy: The words)"),
     ],
@@ -329,15 +299,13 @@ TOKEN = "Generic GCS error: Error performing token request: Error performing GET
     ("answer", "retry"),
     [("Server returned non-2xx status code: 404 Not Found: ", False), ("HTTP error: error sending request", True)],
 )
-def test_google_without_credentials_says_where_it_looked(answer: str, retry: bool) -> None:
+def test_google_without_credentials_says_what_to_do(answer: str, retry: bool) -> None:
     import obstore.exceptions
 
     mistake = error_mapping.mistake(obstore.exceptions.GenericError(TOKEN.format(answer)), "read", "gs://bucket/x")
     assert (type(mistake), mistake.retry) == (Denied, retry)
-    assert str(mistake).startswith(
-        "gs://bucket/x cannot be read: no credentials in GOOGLE_APPLICATION_CREDENTIALS, gcloud's default"
-    )
-    assert str(mistake).endswith("; gcloud auth application-default login")
+    assert str(mistake).startswith("gs://bucket/x cannot be read: there are no usable credentials (GCS error: ")
+    assert str(mistake).endswith("; set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login")
 
 
 def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
@@ -350,7 +318,7 @@ def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
 def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy) -> None:
     place = filled(moto_proxy)
     moto_proxy.fault = always(faults.denied, method="PUT")
-    with pytest.raises(Denied, match="needed is s3:PutObject"):
+    with pytest.raises(Denied, match="access is denied"):
         place.conditional()
     moto_proxy.fault = always(faults.unavailable)
     with pytest.raises(Unreachable):
@@ -622,15 +590,3 @@ place = store.open_(sys.argv[1])
         process.send_signal(signal.SIGINT)
         process.communicate(timeout=60)  # what hangs would do so for longer
     assert process.returncode == -signal.SIGINT
-
-
-@pytest.mark.slow
-def test_two_gigabytes_take_little_memory(rclone: Place, tmp_path: Path) -> None:
-    path = tmp_path / "huge.bin"
-    with path.open("wb") as file:
-        file.truncate(2 << 30)
-    program = f"{UPLOAD}\nprint(Path('/proc/self/status').read_text().partition('VmHWM:')[2].split()[0])"
-    command = [sys.executable, "-c", program, rclone.url, path, tmp_path / "journal"]
-    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
-    assert int(done.stdout.split()[-1]) < 128 << 10  # KiB
-    assert store.open_(rclone.url).head("x").size == 2 << 30

@@ -7,26 +7,16 @@ import random
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
 
 from outlast.storage import store
 from outlast.storage.sync import push_and_pull
-from servers import Place, enter, serve_rclone
+from servers import Place
 
 pytestmark = pytest.mark.slow
 OUTLAST = str(Path(sys.executable).with_name("outlast"))
-
-
-@pytest.fixture
-def alone(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch) -> Iterator[Place]:
-    """A fresh bucket of an rclone of its own: the shared one keeps gigabytes in memory that killed uploads have left."""
-    server = serve_rclone(tmp_path_factory.mktemp("rclone"))
-    yield from enter(server, monkeypatch)
-    server.process.kill()
-    server.process.wait()
 
 
 def contents(directory: Path) -> dict[str, bytes]:
@@ -113,17 +103,3 @@ def test_a_file_of_two_gibibytes_takes_little_memory(rclone: Place, tmp_path: Pa
     assert peak(OUTLAST, "sync", str(source), rclone.url, environ=environ) < 256
     assert peak(OUTLAST, "sync", rclone.url, str(target), environ=environ) < 256
     assert subprocess.run(["diff", "-r", str(source), str(target)], check=False).returncode == 0
-
-
-def test_ten_thousand_small_files(alone: Place, tmp_path: Path) -> None:
-    source, target = tmp_path / "source", tmp_path / "target"
-    for n in range(10_000):
-        path = source / f"{n // 100}" / f"{n}"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.write_bytes(b"%d" % n)
-    place = store.open_(alone.url)
-    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (10_000, 0, 0)
-    assert counts(push_and_pull.pull(place, target, tmp_path / "pull")) == (10_000, 0, 0)
-    assert contents(target) == contents(source)
-    assert counts(push_and_pull.push(source, place, tmp_path / "push")) == (0, 10_000, 0)
-    assert counts(push_and_pull.pull(place, target, tmp_path / "pull", push_and_pull.Options(check=True))) == (0, 10_000, 0)

@@ -15,7 +15,6 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
-import torch
 from torch.utils.data import DataLoader
 
 import small_disks
@@ -96,25 +95,6 @@ def test_a_dataset_larger_than_the_cache_trains_through(home: Path, tmp_path: Pa
         most = max(most, sum(1 for _ in (home / "shards").iterdir()))
     assert sorted(seen) == sorted([*range(360)] * 2)
     assert 4 < most <= 14
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize(("shuffle", "workers"), [(True, 2), (False, 0), (False, 2)])
-def test_every_way_of_reading_trains_through_a_small_cache(
-    home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, shuffle: bool, workers: int
-):
-    data = a_text(tmp_path / "data", 4000, shard=100)
-    monkeypatch.setenv("OUTLAST_CACHE_SIZE", str(16 * SHARD))
-    shards = Shards(f"file://{data}", block=10, window=4, transform=first if workers else None)
-    stream, seen = Stream(shards, 16, epochs=2, shuffle=shuffle, workers=workers), []
-    for batch in stream:
-        seen += [int(row if workers else row[0]) // 10 * 10 for rows, _ in batch.split() for row in rows]
-    assert sorted(seen) == sorted([i * 100 + j for i in range(40) for j in range(0, 90, 10)] * 2)
-    assert len(list((home / "shards").iterdir())) <= 20
-
-
-def first(tokens: torch.Tensor) -> int:
-    return int(tokens[0])
 
 
 def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):

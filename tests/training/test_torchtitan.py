@@ -322,23 +322,6 @@ def test_validation_leaves_no_trace_in_the_generators(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_with_torchtitans_own_checkpoints_the_loader_continues_the_order_and_dropout_is_another(tmp_path: Path) -> None:
-    from torchtitan.components.checkpointer import CheckpointManager
-
-    def own(directory: str) -> Any:
-        config = configured(tmp_path / directory)
-        config.checkpoint = CheckpointManager.Config(enable=True, interval=1, last_save_model_only=False)
-        return config
-
-    calm = trained(own("calm"))
-    with pytest.raises(Killed):
-        trained(own("struck"), at("train_step", 8, die))
-    last = trained(own("struck"))
-    assert last.dataloader.dataset.read == calm.dataloader.dataset.read[7 * BATCH :]
-    assert hashed(last) != hashed(calm)
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_of_torchtitan_is_imported_at_the_first_start_and_not_read_later(tmp_path: Path) -> None:
     from torchtitan.components.checkpointer import CheckpointManager
 
@@ -404,14 +387,3 @@ def test_another_torchtitan_is_told_by_its_version(tmp_path: Path, monkeypatch: 
         OutlastError, match=r"torchtitan \S+ has another Trainer.tokens_seen than this Outlast knows; tested: 0.3.0"
     ):
         trained(config)
-
-
-def test_the_command_line_of_torchtitan_changes_options(tmp_path: Path) -> None:
-    config = configured(tmp_path)
-    import tyro
-    from torchtitan.config.manager import custom_registry
-
-    options = ["--checkpoint.interval", "5", "--dataloader.seed", "3", "--dataloader.batch", "8"]
-    changed = tyro.cli(type(config), args=options, default=config, registry=custom_registry)
-    assert (changed.checkpoint.interval, changed.dataloader.seed, changed.dataloader.batch) == (5, 3, 8)
-    assert changed.dataloader.make is data

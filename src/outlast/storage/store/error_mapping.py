@@ -5,6 +5,8 @@ Both libraries keep the store's response only as text; tests/storage/test_store_
 
 from __future__ import annotations
 
+import errno
+import os
 import re
 
 from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
@@ -13,45 +15,20 @@ from outlast.storage.store.urls import PLACES
 
 _DONE = {"read": "read", "list": "listed", "write": "written", "delete": "deleted", "copy": "copied", "open": "opened"}
 
-_NEEDED = {
-    "s3": {
-        "read": "s3:GetObject (and s3:ListBucket: without it, what does not exist is refused as well)",
-        "list": "s3:ListBucket",
-        "write": "s3:PutObject",
-        "delete": "s3:DeleteObject",
-        "copy": "s3:GetObject and s3:PutObject",
-    },
-    "gs": {
-        "read": "storage.objects.get",
-        "list": "storage.objects.list",
-        "write": "storage.objects.create (and storage.objects.delete, to replace)",
-        "delete": "storage.objects.delete",
-        "copy": "storage.objects.get and storage.objects.create",
-    },
-    "az": {verb: f"the role Storage Blob Data {'Reader' if verb in ('read', 'list') else 'Contributor'}" for verb in _DONE},
+_DENIED = {
+    "InvalidAccessKeyId", "SignatureDoesNotMatch", "ExpiredToken", "TokenRefreshRequired", "InvalidToken", "AuthenticationFailed",
+    "RequestTimeTooSkewed", "RequestExpired",
+}  # fmt: skip
+_LOGIN = {
+    "s3": "correct the AWS credentials",
+    "gs": "set GOOGLE_APPLICATION_CREDENTIALS, or run gcloud auth application-default login",
+    "az": "set AZURE_STORAGE_ACCOUNT_KEY, or AZURE_CLIENT_ID and AZURE_CLIENT_SECRET",
 }
-
-_KEYS = {
-    "InvalidAccessKeyId": "the access key is unknown to it (InvalidAccessKeyId); correct AWS_ACCESS_KEY_ID or the profile",
-    "SignatureDoesNotMatch": "the secret is not that of the access key (SignatureDoesNotMatch); correct AWS_SECRET_ACCESS_KEY",
-    "ExpiredToken": "the credentials have expired (ExpiredToken); renew them (aws sso login, or new keys and token)",
-    "TokenRefreshRequired": "the credentials have expired (TokenRefreshRequired); renew them",
-    "InvalidToken": "the session token is not valid (InvalidToken); correct AWS_SESSION_TOKEN",
-    "AuthenticationFailed": "the key or token is wrong (AuthenticationFailed); correct AZURE_STORAGE_ACCOUNT_KEY",
-}
-_SKEWED = {"RequestTimeTooSkewed", "RequestExpired"}
 _REGIONS = {"AuthorizationHeaderMalformed", "PermanentRedirect", "IllegalLocationConstraintException", "TemporaryRedirect"}
 _PASSING = {
-    "RequestTimeout",
-    "SlowDown",
-    "ConditionalRequestConflict",
-    "OperationAborted",
-    "BadDigest",
-    "XAmzContentSHA256Mismatch",
-}
+    "RequestTimeout", "SlowDown", "ConditionalRequestConflict", "OperationAborted", "BadDigest", "XAmzContentSHA256Mismatch",
+}  # fmt: skip
 _NO_BUCKET = {"NoSuchBucket", "ContainerNotFound"}
-_DENYING_DISK = {1: "it is not permitted", 13: "permission denied", 30: "the file system is read-only"}
-_PASSING_DISK = {5: "input/output error", 28: "the disk is full", 122: "the quota is used up"}
 
 _CONNECTION = (
     (r"No CA certificates", "this machine has no CA certificates (install ca-certificates, or set SSL_CERT_FILE)"),
@@ -87,21 +64,19 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
         return StoreError(f"{undone}: this store does not know how ({quoted or f'{scheme}://'})")
     if code in _PASSING or status in (408, 429) or status >= 500:
         return Unreachable(f"{undone}: the store{where} is not well ({quoted})")
-    if code in _SKEWED:
-        clocks = "the clocks of this machine and of the store differ"
-        return Denied(f"{undone}: {clocks} ({code}); correct the clock, requests are valid for 15 minutes")
-    if code in _KEYS:
-        return Denied(f"{undone}: the store{where} says that {_KEYS[code]}")
     if code in _REGIONS or "without LOCATION" in text:
         region = re.search(r"<Region>([\w-]+)", text) or re.search(r"expecting '([\w-]+)'", text)
         return Denied(
             f"{undone}: {bucket} is in {f'the region {region[1]}' if region else 'another region'}; set AWS_REGION to it"
         )
     if "token request" in text or "UnauthenticatedError" in kind or "CredentialError" in kind:
-        return _without_credentials(scheme, undone, status, text)
-    if kind == "PermissionDeniedError" or status in (401, 403):
-        needed = _NEEDED.get(scheme, {}).get(verb, "the permission of the file system")
-        return Denied(f"{undone}: access is denied{f' ({quoted})' if quoted else ''}; needed is {needed}")
+        # obstore tries the machine's metadata server last, so its error is about that server
+        first = text.splitlines()[0].removeprefix("Generic ")
+        retry = scheme != "s3" and not 0 < status < 500
+        return Denied(f"{undone}: there are no usable credentials ({first}); {_LOGIN[scheme]}", retry=retry)
+    if code in _DENIED or kind == "PermissionDeniedError" or status in (401, 403):
+        remedy = "correct the credentials, their permissions, or this machine's clock"
+        return Denied(f"{undone}: access is denied{f' ({quoted})' if quoted else ''}; {remedy}")
     if kind == "FileNotFoundError" or status == 404:
         return Missing(f"{url} does not exist")
     if kind == "AlreadyExistsError":
@@ -112,14 +87,11 @@ def mistake(error: Exception, verb: str, url: str, *, endpoint: str = "") -> Sto
         return Unreachable(f"{undone}: somebody else writes it at this moment ({quoted})")
     if status == 416 or "nvalid range" in text or "InvalidRange" in text or "range was invalid" in text:
         return Changed(f"{url} has no such bytes: it was replaced by a shorter one", retry=True)
-    if scheme == "file" and (number := re.search(r"code: (\d+)", text)):
-        return _disk(int(number[1]), undone, text)
-    if kind == "InvalidPathError":
-        odd = re.search(r'[Pp]ath "([^"]*)"', text)
-        return StoreError(
-            f"{undone}: there is an object called {odd[1] if odd else '?'!r}, which cannot be a file: a segment of its name is"
-            " empty, `.` or `..` (scripts make such names by joining `dir/` and `/name`); rename or remove it"
-        )
+    if scheme == "file" and (match := re.search(r"code: (\d+)", text)):
+        number = int(match[1])
+        if number in (errno.EPERM, errno.EACCES, errno.EROFS):
+            return Denied(f"{undone}: {os.strerror(number)}")
+        return StoreError(f"{undone}: {os.strerror(number)}", retry=number in (errno.EIO, errno.ENOSPC, errno.EDQUOT))
     if words := next((words for pattern, words in _CONNECTION if re.search(pattern, f"{kind} {text}")), ""):
         remedy = "; correct AWS_ENDPOINT_URL if that is not its address" if endpoint else ""
         return Unreachable(f"{undone}: {words}{where}{remedy}")
@@ -138,27 +110,3 @@ def _response(error: Exception) -> tuple[int, str, str, str]:
     match = re.search(r"<Message>\s*([^<]*?)\.?\s*</Message>", text)
     message = match[1].splitlines()[0].rstrip(".") if match and match[1] else ""  # Azure appends the request and the time
     return int(status[1]) if status else 0, code[1] if code else "", message, text
-
-
-def _without_credentials(scheme: str, undone: str, status: int, text: str) -> StoreError:
-    """Return the error for missing credentials.
-
-    obstore tries the machine's metadata server last, so its error is about that server.
-    """
-    first = text.splitlines()[0].removeprefix("Generic ")
-    if scheme == "gs":
-        looked, way = "GOOGLE_APPLICATION_CREDENTIALS, gcloud's default login", "gcloud auth application-default login"
-    elif scheme == "az":
-        looked, way = "AZURE_STORAGE_ACCOUNT_KEY, AZURE_CLIENT_ID and _SECRET, a workload's identity", "set one of them"
-    else:
-        return Denied(f"{undone}: the credentials cannot be used: {first}")
-    return Denied(
-        f"{undone}: no credentials in {looked} or the metadata of this machine ({first}); {way}", retry=not 0 < status < 500
-    )
-
-
-def _disk(number: int, undone: str, text: str) -> StoreError:
-    if number in _DENYING_DISK:
-        return Denied(f"{undone}: {_DENYING_DISK[number]}")
-    message = re.search(r'message: "([^"]*)"', text)
-    return StoreError(f"{undone}: {_PASSING_DISK.get(number, message[1] if message else text)}", retry=number in _PASSING_DISK)

@@ -5,12 +5,10 @@ Times are in nanoseconds since the epoch; a crc32 of -1 means unknown.
 
 from __future__ import annotations
 
-import contextlib
 import enum
-import gc
 import json
 import zlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -152,8 +150,7 @@ def decode(data: bytes) -> tuple[dict[str, Object], int]:
     """Decode a manifest's objects and `clean_before`. Raises ValueError."""
     try:
         document = _document(zlib.decompress(data, 31))
-        with _uncollected():
-            return dict(zip(document["path"], _rows(Object, document), strict=True)), int(document["settled"])
+        return dict(zip(document["path"], _rows(Object, document), strict=True)), int(document["settled"])
     except (KeyError, TypeError, zlib.error) as error:
         raise ValueError(f"it is not a manifest: {error!r}") from error
 
@@ -186,9 +183,8 @@ class State:
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
-            with _uncollected():
-                objects = dict(zip(document["path"], _rows(Object, document), strict=True))
-                seen = dict(zip(document["path"], _rows(Seen, document, "seen_"), strict=True))
+            objects = dict(zip(document["path"], _rows(Object, document), strict=True))
+            seen = dict(zip(document["path"], _rows(Seen, document, "seen_"), strict=True))
         except (KeyError, TypeError) as error:
             raise ValueError(f"it is not a state: {error!r}") from error
         for rows, sizes in ((objects, document["size"]), (seen, document["seen_size"])):
@@ -215,15 +211,3 @@ def _document(data: bytes) -> dict[str, Any]:
     if not isinstance(document, dict) or document.get("version") != VERSION:
         raise ValueError("it is of another version of Outlast")
     return document
-
-
-@contextlib.contextmanager
-def _uncollected() -> Iterator[None]:
-    """Pause the garbage collector, which would otherwise take half of the time needed to decode."""
-    enabled = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if enabled:
-            gc.enable()

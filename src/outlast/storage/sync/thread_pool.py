@@ -1,7 +1,6 @@
 """Runs many small jobs, such as requests to a store, in a thread pool with bounded memory.
 
-The number of threads doubles while throughput grows: a store on this machine needs 8 threads, a distant one 100. The caller
-receives all outcomes in one thread and needs no locks.
+The caller receives all outcomes in one thread and needs no locks.
 """
 
 from __future__ import annotations
@@ -19,9 +18,8 @@ T = TypeVar("T")
 
 MEMORY = 64 << 20
 """Maximum size of file contents in memory, in bytes."""
-FEW, MANY = 8, 128
-_WINDOW_S = 0.5
-"""How long to measure throughput before adding threads, in seconds."""
+_THREADS = 32
+"""Number of threads, enough to hide the latency of a distant store (an arbitrary value)."""
 _LEAVE_S = 3.0
 """How long running jobs may continue after a stop, in seconds."""
 
@@ -59,11 +57,10 @@ def work(
     if waiting is None:
         return
     threads = _Threads()
-    begun, moved, previous = time.monotonic(), 0.0, 0.0
     deadline: float | None = None
     try:
         while True:
-            while deadline is None and out < 2 * threads.width:
+            while deadline is None and out < 2 * _THREADS:
                 waiting = waiting or next(source, None)
                 if waiting is None or (out and cost + waiting.cost > MEMORY):
                     break
@@ -87,11 +84,6 @@ def work(
             out, cost = out - 1, cost - job.cost
             if not isinstance(error, Stopped):
                 yield Outcome(job.key, result, error)
-            moved += 1 + job.cost / (1 << 20)
-            if (lasted := time.monotonic() - begun) > _WINDOW_S:
-                width, previous = widened(threads.width, previous, moved / lasted)
-                threads.grow(width)
-                begun, moved = time.monotonic(), 0.0
         if deadline is not None:
             raise Stopped("stopped; the same again goes on from here")
     finally:
@@ -99,29 +91,13 @@ def work(
         threads.leave(time.monotonic() + _LEAVE_S if deadline is None else deadline)
 
 
-def widened(width: int, previous: float, now: float) -> tuple[int, float]:
-    """Return the next number of threads, which doubles while throughput grows by a quarter, and the throughput to beat."""
-    if now < 1.25 * previous or width >= MANY:
-        return width, float("inf")
-    return min(2 * width, MANY), now
-
-
 class _Threads:
     def __init__(self) -> None:
         self.todo: queue.SimpleQueue[Any] = queue.SimpleQueue()
         self.done: queue.SimpleQueue[tuple[Any, Any, BaseException | None]] = queue.SimpleQueue()
-        self._threads: list[threading.Thread] = []
-        self.grow(FEW)
-
-    @property
-    def width(self) -> int:
-        return len(self._threads)
-
-    def grow(self, width: int) -> None:
-        while len(self._threads) < width:
-            # Daemon threads, so that a stalled connection does not keep the process alive.
-            thread = threading.Thread(target=self._work, name="transfer", daemon=True)
-            self._threads.append(thread)
+        # Daemon threads, so that a stalled connection does not keep the process alive.
+        self._threads = [threading.Thread(target=self._work, name="transfer", daemon=True) for _ in range(_THREADS)]
+        for thread in self._threads:
             thread.start()
 
     def _work(self) -> None:

@@ -222,7 +222,7 @@ def downloads(
                 yield Job(one, one.size, partial(small, one))
                 continue
             pieces = _Pieces(store, one, durable, progress, enough)
-            begun[:] = [other for other in begun if not other.ended] + [pieces]
+            begun[:] = [other for other in begun if not other.over] + [pieces]
             for start in range(0, one.size, SMALL):
                 yield Job(one, SMALL, partial(pieces.fetch, start))
 
@@ -238,7 +238,7 @@ def downloads(
 
 @dataclass(eq=False)
 class _Pieces:
-    """A large object that is downloaded in pieces. The thread that ends last completes the file, or raises the first error."""
+    """A large object that is downloaded in pieces. The last piece completes the file, and the first error ends the download."""
 
     store: Store
     request: Download
@@ -250,48 +250,38 @@ class _Pieces:
         self._lock = threading.Lock()
         self._file: tree.AtomicFile | None = None
         self._etag = ""
-        self._left = -(-self.request.size // SMALL)
-        self._busy = 0
         self._crcs: dict[int, int] = {}
-        self._error: BaseException | None = None
-        self.ended = False
+        self.over = False
+        """True once the file is complete, or given up."""
 
     def fetch(self, start: int) -> Downloaded | None:
         """Download the piece at `start`. Returns the result if this was the last piece to arrive, otherwise None."""
-        with self._lock:
-            self._left -= 1
-            if self._error is None:
-                try:
-                    self._begin()
-                except BaseException as error:
-                    self._error = error
-            going = self._error is None
-            self._busy += going
-        if going:
+        try:
+            with self._lock:
+                if self.over:
+                    return None
+                file = os.dup(self._opened().fd)  # `give_up` may close the file meanwhile
             try:
-                self._write_piece(start)
-            except BaseException as error:
-                self._error = self._error or error
-        with self._lock:
-            self._busy -= going
-            if self._left or self._busy:
-                self._drop_if_idle()
-                return None
-            self.ended = True
-            try:
-                if self._error is not None:
-                    raise self._error
-                return self._end()
+                crc = self._write_piece(file, start)
             finally:
-                if self._file is not None:
-                    self._file.close()
+                os.close(file)
+            with self._lock:
+                self._crcs[start] = crc
+                return self._end() if not self.over and len(self._crcs) * SMALL >= self.request.size else None
+        except BaseException:
+            if self.give_up():
+                raise
+            return None
 
-    def give_up(self) -> None:
+    def give_up(self) -> bool:
+        """Remove the file unless it is complete. Returns False if the download was over already."""
         with self._lock:
-            self._error = self._error or Stopped(f"the download of {self.request.key} was stopped")
-            self._drop_if_idle()
+            was_over, self.over = self.over, True
+            if self._file is not None:
+                self._file.close()
+            return not was_over
 
-    def _begin(self) -> None:
+    def _opened(self) -> tree.AtomicFile:
         if self.enough.is_set():
             raise Stopped(f"the download of {self.request.key} was stopped")
         if self._file is None:
@@ -302,10 +292,10 @@ class _Pieces:
                 self._etag = entry.etag
             self._file = tree.AtomicFile(self.request.path)
             os.truncate(self._file.fd, self.request.size)
+        return self._file
 
-    def _write_piece(self, start: int) -> None:
-        assert self._file is not None
-        file, end = self._file.fd, min(start + SMALL, self.request.size)
+    def _write_piece(self, file: int, start: int) -> int:
+        end = min(start + SMALL, self.request.size)
         try:
             data = self.store.range(self.request.key, start, end)
         except (Denied, Missing, Unreachable):
@@ -315,8 +305,8 @@ class _Pieces:
                 raise _replaced(self.store, self.request, entry.size) from None
             raise
         tree.write(file, data, start)
-        self._crcs[start] = crc32.update(data)
         self.progress(end - start)
+        return crc32.update(data)
 
     def _end(self) -> Downloaded:
         assert self._file is not None
@@ -327,11 +317,10 @@ class _Pieces:
             raise _damaged(self.store, one, crc)
         if self._etag and self.store.head(one.key).etag != self._etag:
             raise Changed(f"{self.store.url}/{one.key} was replaced while it was received", retry=True)
-        return Downloaded(crc, self._file.finish(one.mtime, durable=self.durable))
-
-    def _drop_if_idle(self) -> None:
-        if self._error is not None and not self._busy and self._file is not None:
-            self._file.close()
+        stat = self._file.finish(one.mtime, durable=self.durable)
+        self._file.close()
+        self.over = True
+        return Downloaded(crc, stat)
 
 
 def _replaced(store: Store, one: Download, size: int) -> Changed:

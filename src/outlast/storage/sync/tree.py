@@ -1,7 +1,8 @@
 """Walks directory trees, reads files consistently, and writes them atomically.
 
 A link to a file counts as a file. A link to a directory is followed if its target is inside the tree and does not contain the
-link. Names are UTF-8. Empty directories are ignored, because stores have no directories.
+link, because a script may resume through a link such as `latest`. Names are UTF-8. Empty directories are ignored, because stores
+have no directories.
 """
 
 from __future__ import annotations
