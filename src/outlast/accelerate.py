@@ -76,7 +76,6 @@ def _unsupported(accelerator: Any) -> str:
 
 
 def _training_loader(accelerator: Any, loader: Any) -> Any:
-    """Return the training loader. Raises OutlastError if it is ambiguous or unusable."""
     prepared = accelerator._dataloaders
     if loader is None and len(prepared) != 1:
         raise OutlastError(

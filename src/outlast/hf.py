@@ -78,7 +78,6 @@ def attach(trainer: Trainer, batch: int) -> None:
 
 
 def _unsupported(trainer: Trainer) -> str:
-    """Return why a trainer cannot resume exactly, and what to do, or an empty string if it can."""
     if not isinstance(trainer, Trainer):
         return f"a {type(trainer).__name__} is no Trainer of transformers"
     if isinstance(trainer, _Attached):
@@ -190,7 +189,6 @@ class _Attachment:
             return original(resume_from_checkpoint=resume_from_checkpoint, **options)
 
     def loader(self, original: Callable[[], DataLoader[Any]]) -> DataLoader[Any]:
-        """Return a loader like the Trainer's own, but with our order and seeded samples."""
         with seeded.preserved_generators():
             theirs = original()
         args = self.trainer.args
@@ -401,7 +399,6 @@ class _Position:
         self.step, self.owed = state["step"], dict(state["owed"])
 
     def write(self, directory: Path) -> str:
-        """Write the Trainer's own state file, and return its directory."""
         history = [json.loads(line) for line in self._saved["log"].splitlines()]
         state = json.loads(self._saved["state"]) | {"log_history": history}
         state["train_batch_size"] = self._attachment.trainer.args.train_batch_size

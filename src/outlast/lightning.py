@@ -99,7 +99,6 @@ def _at(trainer: Any, path: str) -> Any:
 
 
 def _problem(trainer: Any) -> str:
-    """Return why a trainer cannot resume exactly, and what to do, or an empty string if it can."""
     made = type(trainer)
     if not issubclass(made, Trainer):
         package = made.__module__.partition(".")[0]
@@ -130,7 +129,6 @@ def _problem(trainer: Any) -> str:
 
 
 def _missing(trainer: Any) -> str:
-    """Return the first method or attribute that we need and this Lightning lacks, or has with other parameters."""
     for path, mixin in _HOOKS.items():
         methods = {name: method for name, method in vars(mixin).items() if inspect.isfunction(method)}
         parameters = {name: tuple(inspect.signature(method).parameters)[1:] for name, method in methods.items()}
@@ -188,7 +186,6 @@ class _Attachment:
         return self.owing
 
     def loader(self, theirs: Any) -> Any:
-        """Return a loader like the user's, but with our order and seeded samples."""
         trainer = self.trainer
         several = "there are several loaders of training samples; give one" if self.order is not None else ""
         if problem := several or loader_order.unordered_loader(theirs):
@@ -247,7 +244,6 @@ class _Attachment:
         iter(fit._data_fetcher)  # the iterator made by `setup_data` begins with the first batch
 
     def begin_again(self) -> None:
-        """End the restart of the loops, and restore the random state."""
         self.owing = False
         fit = self.trainer.fit_loop
         for loop in (fit, fit.epoch_loop, fit.epoch_loop.val_loop):

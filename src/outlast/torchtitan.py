@@ -177,7 +177,6 @@ class CheckpointManager(checkpointer.CheckpointManager):
 
 
 def _unsupported(trainer: Any, loader: Any) -> str:
-    """Return why a Trainer cannot resume exactly, and what to do, or an empty string if it can."""
     if name := libraries.missing(checkpointer.CheckpointManager, _HOOKS):
         return _OTHER.format(f"CheckpointManager.{name}")
     if name := next((name for name in _TRAINER if not hasattr(trainer, name)), ""):

@@ -48,7 +48,6 @@ def truncate_after(path: Path, step: int) -> None:
 
 
 def _is_up_to(line: bytes, step: int) -> bool:
-    """Return whether a line is complete and not later than `step`."""
     try:
         return line.endswith(b"\n") and bool(json.loads(line)["step"] <= step)
     except (ValueError, KeyError, TypeError):
@@ -142,7 +141,6 @@ class Copy:
                 append(self.path, json.loads(line))
 
     def _summary(self) -> tuple[int, int, int]:
-        """Return the file's last step, its size in bytes, and its crc32."""
         try:
             file = self.path.open("rb", buffering=0)
         except FileNotFoundError:

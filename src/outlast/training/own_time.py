@@ -111,7 +111,6 @@ class OwnTimes:
 
 
 def _work(state: Mapping[str, Any], ranks: int) -> list[int]:
-    """Return the number of micro-batches, or samples, in each rank's share of a batch."""
     for stream in (thing for thing in state.values() if isinstance(thing, Stream)):
         shares = [share_of(-(-stream.batch // (stream.microbatch or 1)), ranks, rank) for rank in range(ranks)]
         return [max(1, end - start) for start, end in shares]

@@ -188,7 +188,6 @@ class Checkpoints:
         return Outcome("expired", reason) if reason else _present(place)
 
     def _fenced(self) -> Latest | None:
-        """Return the register, or raise Superseded if this generation may no longer commit."""
         latest = register.read(self.store, self.run)
         if reason := register_rules.superseded(latest, self.run, self._generation or 0):
             raise Superseded(reason)

@@ -275,7 +275,6 @@ class Client:
 
 @contextlib.contextmanager
 def _reading(what: str) -> Iterator[None]:
-    """Map exceptions to Damaged or OutOfReach."""
     try:
         yield
     except (Damaged, OutOfReach):

@@ -48,8 +48,6 @@ class Entry:
 
 @dataclass
 class _Root:
-    """A connection to a bucket."""
-
     scheme: str
     bucket: str
     raw: Any

@@ -189,7 +189,6 @@ def _endpoint(session: Any) -> str:
 
 @contextlib.contextmanager
 def _mapped_errors(what: str) -> Iterator[None]:
-    """Map errors of botocore, such as an expired SSO login, to Unreachable and Denied."""
     errors = import_module("botocore.exceptions")
     try:
         yield

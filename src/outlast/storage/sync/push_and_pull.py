@@ -236,7 +236,6 @@ class _Run:
         return todo
 
     def nameable(self, paths: list[str]) -> list[str]:
-        """Return the paths that are valid object names, and report the other paths as failed."""
         wrong = {path: reason for path in paths if (reason := self._store.impossible(path))}
         self.report.failed += [
             (path, f"it cannot be the name of an object: {reason}; rename it") for path, reason in wrong.items()
@@ -244,7 +243,6 @@ class _Run:
         return [path for path in paths if path not in wrong]
 
     def possible(self, paths: list[str]) -> list[str]:
-        """Return the paths at which a file can be written locally, and report the other paths as failed."""
         directories, inside = index.directories(self._state.objects), tree.Inside(self._root)
         possible = []
         for path in paths:

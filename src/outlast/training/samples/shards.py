@@ -128,7 +128,6 @@ class Shards:
         self._forget()
 
     def _samples(self, shard: Shard) -> int:
-        """Return a shard's number of samples. Raises OutlastError if `block` does not fit the kind of data."""
         text = self.manifest.kind == "text"
         if text != (self.block is not None) or (self.block is not None and self.block < 1):
             if text:
@@ -158,11 +157,9 @@ class Shards:
         self._forget()
 
     def __len__(self) -> int:
-        """Return the number of samples."""
         return int(self._ends[-1])
 
     def __getitem__(self, index: int) -> Any:
-        """Return one sample, transformed. Raises IndexError."""
         if not -len(self) <= index < len(self):
             raise IndexError(f"sample {index} of {len(self)}")
         batch = self.take(np.array([index % len(self)]))

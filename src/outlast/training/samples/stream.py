@@ -96,7 +96,6 @@ class Batch:
 
 @contextlib.contextmanager
 def _exchanging(net: Any, last: bool) -> Iterator[None]:
-    """Exchange gradients in this backward pass only if this is the `last` micro-batch."""
     if not last and hasattr(net, "no_sync"):  # DDP
         with net.no_sync():
             yield
@@ -119,8 +118,6 @@ def map_tensors(data: Any, change: Callable[[torch.Tensor], torch.Tensor]) -> An
 
 @dataclasses.dataclass(frozen=True)
 class _Plan:
-    """A batch whose samples have not been read yet."""
-
     epoch: int
     step: int
     start: int
@@ -294,7 +291,6 @@ class Stream:
         self._window = state["window"] if name == "windows" else 0
 
     def __len__(self) -> int:
-        """Return the number of batches still to come."""
         return max(0, self.total_steps - self.step)
 
     def __iter__(self) -> Iterator[Batch]:
@@ -350,7 +346,6 @@ class Stream:
             )
 
     def _plans(self, rank: int, ranks: int) -> Iterator[_Plan]:
-        """Yield the plans of this rank's batches, from the current position to the end."""
         epoch, start = self._next
         windows = self._windows
         for step in range(self.step, self.total_steps):

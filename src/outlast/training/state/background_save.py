@@ -60,7 +60,6 @@ class Copies:
         return copies
 
     def _room(self, key: str, tensor: torch.Tensor, pairs: list[memory_copies.Pair]) -> torch.Tensor:
-        """Return a buffer for the tensor, and append the copy to be made to `pairs`."""
         if isinstance(tensor, DTensor):
             mesh = tensor.device_mesh
             if mesh not in self._meshes:

@@ -116,7 +116,6 @@ def valid(search: Search, offered: Offered, after: tuple[int, int] | None = None
 
 
 def _offers(directory: Path, run: str) -> _Offers:
-    """Return the checkpoints on this disk that belong to the run or to an unknown run."""
     offers = {}
     try:
         for each in checkpoints.list_(directory):

@@ -169,8 +169,6 @@ class Disks:
 
 
 class _End:
-    """One end of a copy, which reads or writes the file. `close` reports errors."""
-
     def __init__(self, path: Path | None, part: Part, *, writes: bool) -> None:
         self._part, self._writes = part, writes
         self._file: IO[bytes] | None = None

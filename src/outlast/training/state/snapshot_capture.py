@@ -250,7 +250,6 @@ class Capture:
         return wait
 
     def _make_room(self, rooms: Sequence[Room]) -> None:
-        """Pin the memory of `rooms`, and release the least recently used rooms."""
         for room in rooms:
             entry = self._rooms.pop(room.id, None)
             if entry is None:
@@ -274,7 +273,6 @@ class Capture:
         self._release(list(self._rooms))
 
     def _into(self, content: Content, room: Room) -> list[torch.Tensor]:
-        """Return the tensors in `room`, one per chunk."""
         views = self._views.pop((content.kind, room.id, content.share), None)
         if views is None:
             memory = self._rooms[room.id][0][part_format.PAGE :]

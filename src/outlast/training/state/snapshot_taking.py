@@ -439,7 +439,6 @@ class Snapshots:
         return True
 
     def _choose(self, cost_s: float) -> None:
-        """Choose k on rank 0 from the ranks' mean cost of a snapshot."""
         if self._place.rank > 0 or len(self._steps_s) < _LEARN:
             return
         step_s = self._step_s()

@@ -76,7 +76,6 @@ class Stateful:
             return None
 
     def __len__(self) -> int:
-        """Return the number of batches still to come."""
         return self.total_steps - self.step
 
     def state_dict(self) -> dict[str, Any]:
