@@ -30,7 +30,7 @@ from outlast.cli import transfer_progress
 from outlast.cli.data import sync as command
 from outlast.storage import store
 from outlast.storage.store import Store
-from outlast.storage.sync import index, local_state, push_and_pull, transfer, tree
+from outlast.storage.sync import index, local_state, push_and_pull, transfer
 from outlast.storage.sync.index import Object, Seen, Stat, Verdict
 from outlast.storage.sync.push_and_pull import Options, pull, push
 from servers import Place
@@ -672,24 +672,6 @@ def test_what_arrived_before_a_stop_is_not_transferred_again(moto_proxy: Proxy, 
     moto_proxy.fault = lambda _: None
     assert counts(pull(place, target, tmp_path / "pull")) == (120 - arrived, arrived, 0)
     assert contents(target) == files
-
-
-def test_a_line_that_a_kill_cut_off_costs_one_file(memory: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {"a": b"1", "b": b"2", "c": b"3", "d": b"4"})
-
-    def killed_after(*names: str) -> None:
-        with local_state.opened(tmp_path / "push", f"{memory.url}/{push_and_pull.MANIFEST}") as known:
-            for name in names:
-                stat, content = tree.stat_of(source / name), (source / name).read_bytes()
-                there = Object(stat.size, stat.mtime, zlib.crc32(content), index.etag_hash(memory.put(name, content)))
-                known.add(name, there, Seen(*stat, zlib.crc32(content)))
-
-    killed_after("a", "b")
-    done = tmp_path / "push.done"
-    done.write_bytes(done.read_bytes()[:-10])
-    killed_after("c")
-    assert counts(push(source, memory, tmp_path / "push")) == (2, 2, 0)
-    assert objects(memory) == contents(source)
 
 
 def test_one_state_is_used_by_one_process(memory: Store, tmp_path: Path) -> None:

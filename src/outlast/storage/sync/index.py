@@ -165,6 +165,8 @@ class State:
     checked: float = 0.0
     objects: dict[str, Object] = field(default_factory=dict)
     seen: dict[str, Seen] = field(default_factory=dict)
+    fresh: set[str] = field(default_factory=set)
+    """Paths transferred by a sync that is not complete, and therefore not yet in the store's manifest."""
 
     def stale(self, now: float) -> bool:
         """Return whether the store must be listed again, because the last listing is old or the clock was set back."""
@@ -175,7 +177,7 @@ class State:
         head = {"place": self.place, "etag": self.etag, "settled": self.clean_before, "checked": self.checked}
         objects = _columns(Object, [self.objects.get(path, _UNKNOWN) for path in paths])
         files = _columns(Seen, [self.seen.get(path, _UNSEEN) for path in paths], "seen_")
-        return _text({**head, "path": paths, **objects, **files})
+        return _text({**head, "fresh": sorted(self.fresh), "path": paths, **objects, **files})
 
     @classmethod
     def decode(cls, data: bytes) -> State:
@@ -183,6 +185,7 @@ class State:
         try:
             document = _document(data)
             head = (str(document["place"]), str(document["etag"]), int(document["settled"]), float(document["checked"]))
+            fresh = set(document.get("fresh", ()))
             objects = dict(zip(document["path"], _rows(Object, document), strict=True))
             seen = dict(zip(document["path"], _rows(Seen, document, "seen_"), strict=True))
         except (KeyError, TypeError) as error:
@@ -190,7 +193,7 @@ class State:
         for rows, sizes in ((objects, document["size"]), (seen, document["seen_size"])):
             for path in [path for path, size in zip(document["path"], sizes, strict=True) if size < 0]:
                 del rows[path]
-        return cls(*head, objects, seen)
+        return cls(*head, objects, seen, fresh)
 
 
 def _columns(kind: Any, rows: list[Any], prefix: str = "") -> dict[str, list[int]]:

@@ -118,7 +118,7 @@ def push(
         report.failed.sort()
         if report.failed:
             doomed = []
-        if run.changed or file.fresh or doomed:
+        if run.changed or file.state.fresh or doomed:
             run.write(began - GRANULARITY_NS, doomed)
         if doomed:
             with run.doubting():  # the manifest is incomplete until the objects are deleted
@@ -193,7 +193,7 @@ class _Run:
                 data, entry = store.read(self._key)
                 state.objects, state.clean_before = index.decode(data)
                 state.etag = entry.etag
-                self._file.fresh.clear()  # another writer may have replaced these objects
+                state.fresh.clear()  # another writer may have replaced these objects
                 self._dirty = True
         except (Missing, ValueError):  # treat an unreadable manifest as a missing one
             state.etag, state.clean_before = "", 0
@@ -373,7 +373,7 @@ class _Run:
         try:  # merge with the manifest if another push has written one meanwhile
             if store.head(self._key).etag != state.etag:
                 theirs, _ = index.decode(store.get(self._key))
-                own = {path: state.objects[path] for path in self._file.fresh if path in state.objects}
+                own = {path: state.objects[path] for path in state.fresh if path in state.objects}
                 state.objects = {**(state.objects if self._listed else {}), **theirs, **own}
         except (Missing, ValueError):
             pass
