@@ -49,22 +49,6 @@ def test_one_worker_with_all_that_every_rank_had_is_enough():
     )
 
 
-def test_a_replica_stands_for_a_part_whose_worker_is_lost():
-    replica = Held(a_part(1, replica=True), "w0:1")
-    held = [each for each in whole() if each.address == "w0:1"]
-    assert steps(newest_snapshot.newest([*held, replica], "r", 2)) == [(2, 5)]
-
-
-def test_a_shared_set_of_a_worker_with_two_ranks_needs_both_of_them():
-    both = [
-        Held(a_part(rank, kind, worker=0, local_rank=rank, local_ranks=2), "w0:1")
-        for rank in (0, 1)
-        for kind in ("unique", "shared")
-    ]
-    assert steps(newest_snapshot.newest(both, "r", 2)) == [(2, 5)]
-    assert steps(newest_snapshot.newest(both[:-1], "r", 2)) == []
-
-
 def test_another_run_and_a_later_generation_do_not_count():
     found = newest_snapshot.newest([*whole(run="other"), *whole(generation=3)], "r", 2)
     assert steps(found) == []
@@ -72,12 +56,6 @@ def test_another_run_and_a_later_generation_do_not_count():
         "generation 3 is not over: its snapshot of step 5 is not for 2",
         "run other is another run than r: its snapshot of step 5 does not count",
     )
-
-
-def test_parts_of_two_attempts_of_a_generation_are_not_mixed():
-    first, second = whole(session="a"), whole(session="b")
-    assert steps(newest_snapshot.newest([*first[:2], *second[2:]], "r", 2)) == []
-    assert steps(newest_snapshot.newest([*first, *second[2:]], "r", 2)) == [(2, 5)]
 
 
 def test_a_replica_that_differs_from_its_original_is_left_out_and_two_that_differ_are_nobodys():

@@ -295,18 +295,6 @@ def test_an_upload_that_was_stopped_goes_on_under_the_next_generation(
     assert ours.verify(newest, deep=True) is None
 
 
-def test_uploads_that_nobody_goes_on_with_are_aborted(
-    moto: Bucket, moto_proxy: Proxy, large: checkpoints.Checkpoint, tmp_path: Path
-):
-    ours = in_store.Checkpoints(store.open_(f"{moto.url}/job"), RUN)
-    ours.acquire(1)
-    half_pushed(moto_proxy, ours, large, tmp_path / "journals", most=2)
-    assert moto.server.client.list_multipart_uploads(Bucket=moto.bucket)["Uploads"]
-    ours.forget(tmp_path / "journals")
-    assert "Uploads" not in moto.server.client.list_multipart_uploads(Bucket=moto.bucket)
-    assert not list((tmp_path / "journals").iterdir())
-
-
 def test_a_checkpoint_that_is_spread_over_machines_is_committed_by_the_last(place: Store, tmp_path: Path):
     whole = written(tmp_path / "one", 10)
     shutil.copytree(tmp_path / "one", tmp_path / "two")

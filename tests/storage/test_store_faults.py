@@ -18,7 +18,7 @@ import pytest
 
 import faults
 from faults import Proxy, Request, always, first
-from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, Stopped, StoreError, Unreachable
+from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
 from outlast.storage import store
 from outlast.storage.store import client, error_mapping, multipart
 from servers import PAGE
@@ -499,23 +499,6 @@ def test_a_completion_before_the_kill_is_recognised(moto_proxy: Proxy, file: Pat
     assert place.upload(file, "x", journal=journal) == etag
     assert bodies(moto_proxy) == 0
     assert not journal.exists()
-
-
-def test_a_stopped_upload_goes_on(proxy: Proxy, tmp_path: Path) -> None:
-    place, path, journal, stop = filled(proxy), large(tmp_path, 12), tmp_path / "journal", threading.Event()
-    proxy.fault = faults.parts_above(8, faults.hang)
-    with pytest.raises(Stopped):
-        place.upload(path, "x", journal=journal, stop=stop, progress=lambda n: stop.set() if n else None)
-    begun = {request.path.partition("uploadId=")[2].partition("&")[0] for request in proxy.requests} - {""}
-    proxy.fault = lambda _: None
-    proxy.forget()
-    place.upload(path, "x", journal=journal)
-    if proxy.place and proxy.place.server.name == "moto":  # which may refuse an upload of which a part came twice at once
-        (id,) = begun
-        parts = [request.path for request in proxy.requests if request.method == "PUT" and f"uploadId={id}" in request.path]
-        sent = {path.partition("partNumber=")[2].partition("&")[0] for path in parts}
-        assert 0 < len(sent - {""}) <= 11, "a busy server may be sent a part twice, but not one that it has"
-    assert place.get("x") == path.read_bytes()
 
 
 def test_a_forgotten_journal_leaves_nothing_in_the_store(proxy: Proxy, tmp_path: Path) -> None:
