@@ -68,4 +68,4 @@ def test_what_is_wrong_is_said_before_anything_starts(
 
 def test_a_bucket_that_may_only_be_read_is_said_before_anything_starts(machine: Machine, moto_proxy: Proxy) -> None:
     moto_proxy.fault = lambda request: denied if request.method == "PUT" else None
-    refusal(machine, "s3:PutObject", output=moto_proxy.url)
+    refusal(machine, "access is denied", output=moto_proxy.url)
