@@ -225,7 +225,7 @@ class Stream:
         """Advice to print if training waits for this stream."""
         if self._shards and self._shards.remote:
             return "the store delivers too slowly: name it under `data` in the job file, which fetches everything before training"
-        if self._arrays or self._workers:
+        if self._arrays is not None or self._workers:
             more = f"workers (now {self._workers})" if self._workers else f"prefetch (now {self._prefetch})"
             return f"raise {more} of the Stream, or put the data on a faster disk"
         return "let processes read the samples: Stream(..., workers=4); or prepare the data: outlast data prepare"
@@ -372,9 +372,11 @@ class Stream:
 
     def _read(self, plans: Iterator[_Plan]) -> Generator[tuple[_Plan, tuple[tuple[Any, float], ...]], None, None]:
         accelerator = device.find()
-        if arrays := self._arrays:
+        if (arrays := self._arrays) is not None:
             change = accelerator.pin if self._prefetch else lambda tensor: tensor  # pinned in the thread that reads ahead
-            read = ((plan, tuple((map_tensors(arrays.take(part), change), share) for part, share in plan.cuts)) for plan in plans)
+            read = (
+                (plan, tuple((map_tensors(_taken(arrays, part), change), share) for part, share in plan.cuts)) for plan in plans
+            )
             yield from _ahead(read, self._prefetch) if self._prefetch else read
             return
         samples, collate = Seeded(self._dataset, self.seed), self._collate
@@ -451,19 +453,15 @@ def _ahead(items: Iterator[Any], count: int) -> Iterator[Any]:
         end()
 
 
-@dataclasses.dataclass(frozen=True)
-class _Arrays:
-    arrays: Any
-    """A mapping, tuple or list of arrays, a single array, or Shards."""
-
-    def take(self, indices: Indices) -> Any:
-        if isinstance(self.arrays, Shards):
-            return self.arrays.take(indices)
-        if isinstance(self.arrays, Mapping):
-            return {name: _rows(array, indices) for name, array in self.arrays.items()}
-        if isinstance(self.arrays, tuple | list):
-            return tuple(_rows(array, indices) for array in self.arrays)
-        return _rows(self.arrays, indices)
+def _taken(arrays: Any, indices: Indices) -> Any:
+    """Return rows of a mapping, tuple or list of arrays, of a single array, or of Shards."""
+    if isinstance(arrays, Shards):
+        return arrays.take(indices)
+    if isinstance(arrays, Mapping):
+        return {name: _rows(array, indices) for name, array in arrays.items()}
+    if isinstance(arrays, tuple | list):
+        return tuple(_rows(array, indices) for array in arrays)
+    return _rows(arrays, indices)
 
 
 def _rows(array: Any, indices: Indices) -> torch.Tensor:
@@ -472,10 +470,10 @@ def _rows(array: Any, indices: Indices) -> torch.Tensor:
     return torch.from_numpy(np.asarray(array[indices]))
 
 
-def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
+def _source(dataset: Any, collate: Any) -> tuple[Any, int]:
     """Return the dataset's arrays (None if samples are read one by one) and its number of samples."""
     if isinstance(dataset, Shards):
-        return None if dataset.transform or collate else _Arrays(dataset), len(dataset)
+        return None if dataset.transform or collate else dataset, len(dataset)
     array = np.ndarray | torch.Tensor
     parts: dict[Any, Any] = {}
     if isinstance(dataset, Mapping):
@@ -502,7 +500,7 @@ def _source(dataset: Any, collate: Any) -> tuple[_Arrays | None, int]:
     lengths = {len(part) for part in parts.values()}
     if len(lengths) > 1:
         raise OutlastError(f"the arrays of the dataset have {sorted(lengths)} samples; they must have the same number")
-    return _Arrays(dataset), lengths.pop()
+    return dataset, lengths.pop()
 
 
 def _length(dataset: Any) -> int:
