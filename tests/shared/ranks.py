@@ -73,6 +73,13 @@ class Agents:
         """Wait until the agents hold the snapshots of ended ranks."""
         until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
 
+    def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
+        """Flip a bit of the data of parts."""
+        for part in self.servers[worker].rooms.parts():
+            if (part.kind, part.step, part.replica) == (kind, step, replica):
+                with self.servers[worker].rooms.opened(part) as room:
+                    room.file.data[0] ^= 1
+
 
 @pytest.fixture
 def agents(tmp_path: Path) -> Iterator[Agents]:

@@ -228,6 +228,23 @@ def test_without_a_number_from_outside_the_generation_is_above_those_of_all_disk
     assert [checkpoints.generation(tmp_path / name / "checkpoints", "r") for name in "ab"] == [7, 7]
 
 
+@pytest.mark.slow  # shards from one disk: tests/training/test_session.py
+def test_sharded_models_resume_from_the_disk_that_is_left(tmp_path: Path):
+    """FSDP2 in two workers, each of which has had a half."""
+    from ranks import sharded
+
+    whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
+    assert whole.codes == [0, 0], whole.errors
+    output = tmp_path / "two"
+    left = worlds.ended(worlds.started(functools.partial(sharded, 3), output, 2, disks="ab"), output)
+    assert left.codes == [75, 75], left.errors
+    worlds.again(left)
+    shutil.rmtree(output / "a")
+    again = worlds.ended(worlds.started(sharded, output, 2, generation=2, disks="ab"), output)
+    assert again.codes == [0, 0], again.errors
+    assert (output / "a" / "sums").read_text() == (tmp_path / "whole" / "sums").read_text()
+
+
 # No room
 
 
