@@ -43,12 +43,9 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = 
 
         roles.main(["agent"])
     from outlast.base.errors import InvalidJob, OutlastError
-    from outlast.cli import commands, gone, terminal
+    from outlast.cli import commands, terminal
 
     terminal.guard()
-    if instead := gone.sentence(sys.argv[1:] if args is None else args):
-        print(f"Error: {instead}", file=sys.stderr)
-        sys.exit(2)
     try:
         commands.command()(args=args, obj=backend, prog_name=name)
     except OutlastError as error:
