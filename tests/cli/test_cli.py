@@ -616,22 +616,17 @@ def test_a_report_is_a_page_of_one_job_or_of_several(backend: fake.FakeBackend, 
     assert "<h2>Time to train</h2>" in outlast(backend, "report", "one", "two", "-o", "html")[1]
 
 
-def test_several_jobs_are_compared_as_a_table_as_json_and_as_a_picture(backend, outlast, job_file, tmp_path) -> None:
+def test_several_jobs_are_compared_as_a_table_and_as_json(backend, outlast, job_file, tmp_path) -> None:
     a_machine_with_jobs(backend, outlast, job_file, "one", "two")
     (tmp_path / "two").mkdir()
     (tmp_path / "two" / "metrics.jsonl").write_text('{"step": 20, "loss": 0.25}\n')
-    code, out, err = outlast(backend, "report", "one", "two", "--plot", tmp_path / "plot.svg")
+    code, out, _ = outlast(backend, "report", "one", "two")
     assert (code, out.splitlines()[0].split()[:4], [line.split()[0] for line in out.splitlines()[1:]]) == (
         *(0, ["NAME", "STATE", "WORKERS", "TIME"]),
         ["one", "two"],
     )
-    assert err.endswith(f"drawn to {tmp_path}/plot.svg\n")
-    assert (tmp_path / "plot.svg").read_text().startswith("<?xml")
     first, second = json.loads(outlast(backend, "report", "one", "two", "-o", "json")[1])
     assert (first["speedup"], first["loss"], second["loss"]) == (1.0, None, 0.25)
-    assert outlast(backend, "report", "one", "--plot", "plot.svg")[2] == (
-        "Error: --plot plot.svg draws several runs; name two or more\n"
-    )
 
 
 def test_the_module_evaluates_and_its_exit_code_is_ours(backend: fake.FakeBackend, outlast: Outlast, job_file: Path) -> None:

@@ -180,8 +180,6 @@ def test_colours_are_where_they_are_wanted(environment: dict[str, str], tty: boo
     monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
     evil.runs["job"].lines[:] = [LogLine(1, "hello")]
     assert (printed(capsys, evil, "logs") == "\x1b[33mworker-1 | \x1b[0mhello\n") is coloured
-    monkeypatch.setattr(sys.stdout, "isatty", lambda: tty)
-    assert bool(re.search(r"\x1b\[[0-9;]*3[0-9]m", printed(capsys, evil, "report"))) is coloured
 
 
 def test_a_cell_and_a_field_stay_on_their_line() -> None:

@@ -72,7 +72,7 @@ STORIES: dict[str, list[tuple[str, Sequence[str]]]] = {
         ("run examples/digits.yaml --name digits-1 --set workers.replicas=1 --set workers.min=1", DIGITS),
         ("run examples/digits.yaml --name digits-2", DIGITS),
         ("run examples/digits.yaml --name digits-4 --set workers.replicas=4", DIGITS),
-        ("report digits-1 digits-2 digits-4 --plot scaling.svg", []),
+        ("report digits-1 digits-2 digits-4", []),
         (
             "run --workers 2 -m outlast.recipes.cifar10 --setting workshop --epochs=10 --batch-size=128 "
             "--model-file=/efs-shared/cifar10-model.pth /efs-shared/cifar-10-batches-py/",

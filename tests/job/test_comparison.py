@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-from outlast.base.errors import OutlastError
-from outlast.job.report import comparison, goodput, plot
+from outlast.job.report import comparison, goodput
 
 
 def events(workers: int, steps: int = 10, each: float = 2.0, *, ends: bool = True) -> list[dict[str, Any]]:
@@ -42,7 +39,7 @@ def test_more_workers_are_compared_by_the_time_from_submission_to_the_end() -> N
     one, two = a_run("one", 1, *metrics, each=3.0), a_run("two", 2)  # 10 + 30 s, 10 + 20 s
     assert (one.time_s, one.training_s, one.workers, one.steps, one.loss, one.throughput) == (
         *(40.0, 30.0, (1,), 10, 0.5),
-        ("images_per_s", 200.0),
+        {"images_per_s": 200.0},
     )
     assert one.steps_per_s == pytest.approx(1 / 3)
     first, second = comparison.compared([one, two])
@@ -61,7 +58,7 @@ def test_what_has_not_ended_or_has_changed_its_size_has_no_speedup_or_no_efficie
     told.insert(8, {"t": 15.0, "kind": "world", "source": "launcher", "generation": 2, "workers": [0, 1, 2]})
     resized = comparison.run("resized", goodput.buckets(told, 100.0), told, ["", "{", "[1]", '{"loss": true}'])
     rows = comparison.compared([a_run("one", 1), a_run("running", 2, ends=False), resized])
-    assert [(row.run.state, row.run.workers, row.speedup is None, row.efficiency is None) for row in rows] == [
+    assert [(row.state, row.workers, row.speedup is None, row.efficiency is None) for row in rows] == [
         ("Succeeded", (1,), False, False),
         ("Running", (2,), True, True),
         ("Succeeded", (2, 3), False, True),
@@ -73,22 +70,3 @@ def test_what_has_not_ended_or_has_changed_its_size_has_no_speedup_or_no_efficie
 def test_without_a_launcher_ranks_count() -> None:
     told = [event for event in events(4) if event["kind"] != "world"]
     assert comparison.run("plain", goodput.buckets(told, None), told, ()).workers == (4,)
-
-
-@pytest.mark.slow  # tests/cli/test_cli.py draws one
-@pytest.mark.parametrize("kind", plot.KINDS)
-def test_a_comparison_is_drawn(kind: str, tmp_path: Path) -> None:
-    runs = [a_run(f"{workers} workers", workers, each=4 / workers) for workers in (1, 2, 4)]
-    plot.write(tmp_path / "deep" / f"plot{kind}", comparison.compared(runs))
-    assert (tmp_path / "deep" / f"plot{kind}").stat().st_size > 5000
-
-
-def test_a_plot_that_cannot_be_is_refused_in_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(OutlastError, match=r"^--plot plot.bmp must end in .svg, .png or .pdf$"):
-        plot.check(Path("plot.bmp"))
-    (tmp_path / "file").touch()
-    with pytest.raises(OutlastError, match=r"plot.svg cannot be written: "):
-        plot.write(tmp_path / "file" / "plot.svg", comparison.compared([a_run("one", 1)]))
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    with pytest.raises(OutlastError, match=r"^drawing needs the library matplotlib; run: pip install 'outlast\[plots\]'$"):
-        plot.check(Path("plot.svg"))

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import enum
 import functools
 import sys
-from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import TYPE_CHECKING, Annotated, Literal
 
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import completion, find_job, tables, terminal
+from outlast.cli import completion, find_job, tables
 from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.cli.tables import Output
 from outlast.job import contract
@@ -19,15 +17,6 @@ from outlast.job import contract
 if TYPE_CHECKING:
     from outlast.job.ledger import Event
     from outlast.job.report.page import Run
-
-
-class Format(enum.StrEnum):
-    """Formats for `-o`."""
-
-    TABLE = "table"
-    JSON = "json"
-    YAML = "yaml"
-    HTML = "html"
 
 
 NamesArgument = Annotated[
@@ -45,10 +34,9 @@ def report(
     names: NamesArgument = None,
     namespace: NamespaceOption = None,
     context: ContextOption = None,
-    plot: Annotated[
-        Path | None, typer.Option(metavar="FILE", help="Draw the comparison of several runs, too: .svg, .png or .pdf.")
-    ] = None,
-    output: Annotated[Format, typer.Option("-o", "--output", help="Output format; html is a page with plots.")] = Format.TABLE,
+    output: Annotated[
+        Literal["table", "json", "yaml", "html"], typer.Option("-o", "--output", help="Output format; html is a page with plots.")
+    ] = "table",
 ) -> None:
     """Show where the time of a job went, or compare several jobs.
 
@@ -69,55 +57,35 @@ def report(
       outlast report cifar10 -o html > cifar10.html
       outlast report cifar10 -n team-a
       outlast report s3://bucket/runs/cifar10
-      outlast report cifar10-1 cifar10-2 cifar10-4 --plot scaling.svg
+      outlast report cifar10-1 cifar10-2 cifar10-4 -o html > scaling.html
     """
     from outlast.job.report import comparison, page, printed
 
-    if output is Format.HTML and sys.stdout.isatty():
+    if output == "html" and sys.stdout.isatty():
         raise OutlastError(
             "-o html writes a page, which a browser shows; name a file for it: outlast report -o html > report.html"
         )
     if names is not None and len(names) > 1:
-        _compare(ctx, names, namespace, context, plot, output)
+        jobs = [_job(ctx, name, namespace, context) for name in names]
+        rows = comparison.compared([comparison.run(job.name, job.account(job.events), job.events, job.metrics()) for job in jobs])
+        if output == "html":
+            sys.stdout.write(page.comparison(rows, [job.metrics() for job in jobs]))
+        elif output == "table":
+            print(tables.table(comparison.HEADINGS, map(comparison.cells, rows)))
+        else:
+            tables.data([comparison.as_json(row) for row in rows], Output(output))
         return
-    if plot is not None:
-        raise OutlastError(f"--plot {plot} draws several runs; name two or more")
     job = _job(ctx, names[0] if names else None, namespace, context)
-    if output is Format.HTML:
+    if output == "html":
         sys.stdout.write(page.run(job))
         return
     account = job.account(job.events)
-    if output is not Format.TABLE:
+    if output == "table":
+        sys.stdout.write(printed.plain(account, job.name))
+    else:
         sizes = comparison.sizes(job.events)
         document = {"name": job.name, "run": job.run, "workers": list(sizes), **printed.as_json(account)}
         tables.data(document, Output(output))
-    elif terminal.colours(sys.stdout):
-        console = terminal.console()
-        console.print(printed.rich(account, job.name, console.width))
-    else:
-        sys.stdout.write(printed.plain(account, job.name))
-
-
-def _compare(
-    ctx: typer.Context, names: list[str], namespace: str | None, context: str | None, plot: Path | None, output: Format
-) -> None:
-    from outlast.job.report import comparison, page
-
-    if plot is not None:
-        from outlast.job.report import plot as plots
-
-        plots.check(plot)
-    jobs = [_job(ctx, name, namespace, context) for name in names]
-    rows = comparison.compared([comparison.run(job.name, job.account(job.events), job.events, job.metrics()) for job in jobs])
-    if output is Format.HTML:
-        sys.stdout.write(page.comparison(rows, [job.metrics() for job in jobs]))
-    elif output is Format.TABLE:
-        print(tables.table(comparison.HEADINGS, map(comparison.cells, rows)))
-    else:
-        tables.data([comparison.as_json(row) for row in rows], Output(output))
-    if plot is not None:
-        plots.write(plot, rows)
-        terminal.say(f"drawn to {plot}")
 
 
 def _job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> Run:

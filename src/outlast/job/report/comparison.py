@@ -35,17 +35,10 @@ class Run:
     """Steps per second while the run trained, not counting the first step of each world."""
     goodput: float
     loss: float | None = None
-    throughput: tuple[str, float] | None = None
-    """Name and median of a logged speed, such as `images_per_s`."""
-
-
-@dataclasses.dataclass(frozen=True)
-class Row:
-    """A run compared with the first run."""
-
-    run: Run
-    speedup: float | None
-    efficiency: float | None
+    throughput: dict[str, float] = dataclasses.field(default_factory=dict)
+    """Median of the first logged speed, keyed by its name, such as `images_per_s`."""
+    speedup: float | None = None
+    efficiency: float | None = None
     """The speed-up divided by the ratio of the worker counts. 1 is ideal."""
 
 
@@ -82,7 +75,8 @@ def sizes(events: Iterable[Event]) -> tuple[int, ...]:
     return tuple(size for size, _ in itertools.groupby(worlds or ranks))
 
 
-def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, float] | None]:
+def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, dict[str, float]]:
+    """Return the last loss and the median of the first speed."""
     loss: float | None = None
     speeds: dict[str, list[float]] = {}
     for line in lines:
@@ -96,11 +90,10 @@ def _logged(lines: Iterable[str | bytes]) -> tuple[float | None, tuple[str, floa
                     loss = float(value)
                 elif name.endswith("_per_s"):
                     speeds.setdefault(name, []).append(float(value))
-    name, each = next(iter(speeds.items()), ("", []))
-    return loss, (name, statistics.median(each)) if each else None
+    return loss, {name: statistics.median(each) for name, each in [*speeds.items()][:1]}
 
 
-def compared(runs: Sequence[Run]) -> list[Row]:
+def compared(runs: Sequence[Run]) -> list[Run]:
     """Compare each run with the first run."""
     first = runs[0]
     rows = []
@@ -109,38 +102,29 @@ def compared(runs: Sequence[Run]) -> list[Row]:
         speedup = first.time_s / each.time_s if over and each.time_s else None
         sized = speedup is not None and len(first.workers) == len(each.workers) == 1
         efficiency = speedup * first.workers[0] / each.workers[0] if sized and speedup else None
-        rows.append(Row(each, speedup, efficiency))
+        rows.append(dataclasses.replace(each, speedup=speedup, efficiency=efficiency))
     return rows
 
 
-def cells(row: Row) -> list[object]:
-    """Return a row's cells in the order of HEADINGS, with None for unknown values."""
-    each = row.run
-    name, value = each.throughput or ("", 0.0)
+def cells(each: Run) -> list[object]:
+    """Return a run's cells in the order of HEADINGS, with None for unknown values."""
+    speed = next((f"{value:,.0f} {name.removesuffix('_per_s')}/s" for name, value in each.throughput.items()), None)
     return [
         each.name,
         each.state,
         "→".join(map(str, each.workers)) or None,
         units.human_seconds(each.time_s),
-        None if row.speedup is None else f"{row.speedup:.2f}x",
-        None if row.efficiency is None else units.percent(row.efficiency),
+        None if each.speedup is None else f"{each.speedup:.2f}x",
+        None if each.efficiency is None else units.percent(each.efficiency),
         f"{each.steps:,}",
         None if each.steps_per_s is None else f"{each.steps_per_s:.2f}",
-        f"{value:,.0f} {name.removesuffix('_per_s')}/s" if each.throughput else None,
+        speed,
         units.percent(each.goodput),
         None if each.loss is None else f"{each.loss:.4f}",
     ]
 
 
-def as_json(row: Row) -> dict[str, Any]:
-    """Return a row as plain values."""
-    plain = dataclasses.asdict(row.run)
-    throughput = {name: value for name, value in [row.run.throughput or ("", 0.0)] if name}
-    return {
-        **plain,
-        "workers": list(row.run.workers),
-        "throughput": throughput,
-        "loss": plain["loss"] if plain["loss"] is not None and math.isfinite(plain["loss"]) else None,  # JSON has no NaN
-        "speedup": row.speedup,
-        "efficiency": row.efficiency,
-    }
+def as_json(each: Run) -> dict[str, Any]:
+    """Return a run as plain values."""
+    loss = each.loss if each.loss is not None and math.isfinite(each.loss) else None  # JSON has no NaN
+    return {**dataclasses.asdict(each), "workers": list(each.workers), "loss": loss}

@@ -30,7 +30,7 @@ from outlast.job.backend import Backend
 from outlast.job.ledger import Event
 from outlast.job.logs import LogLine
 from outlast.job.report import comparison as compare
-from outlast.job.report import goodput, plot, printed
+from outlast.job.report import goodput, printed
 from outlast.job.report.goodput import Goodput
 from outlast.job.report.history import History, longest, stays
 from outlast.job.report.incidents import FAILURES
@@ -49,7 +49,22 @@ _LOGS = 8
 _TALL, _ROW = 640, 22
 """Height in pixels of a timeline with many workers, and of a row in a smaller timeline."""
 _BLUE, _RED, _ORANGE, _GREEN, _PURPLE = _COLOURS = ("#4c78c8", "#d64545", "#e08a3c", "#2e9e5b", "#a05195")
-_WHAT = {**{bucket.value: colour for bucket, colour in plot.COLOURS.items()}, "starting": "#f0c9a0"}
+_WHAT = {
+    Bucket.TRAINING.value: "#2e9e5b",
+    Bucket.REPLAYED.value: "#d64545",
+    Bucket.DATA.value: "#e8c547",
+    Bucket.SNAPSHOT.value: "#57b8d9",
+    Bucket.CHECKPOINT.value: "#3d7ea6",
+    Bucket.RENDEZVOUS.value: "#a05195",
+    Bucket.RESTORE.value: "#4c72b0",
+    Bucket.STARTUP.value: "#dd8452",
+    Bucket.QUEUE.value: "#bbbbbb",
+    Bucket.PODS.value: "#d0d0d0",
+    Bucket.HANG.value: "#7a1f1f",
+    Bucket.IDLE.value: "#eeeeee",
+    Bucket.SUSPENDED.value: "#f7f7f7",
+    "starting": "#f0c9a0",
+}
 _PARTS = ("detection", "reforming", "restoring", "again")
 _LOST = {"detection": _RED, "re-forming": _PURPLE, "restoring": _BLUE, "repeated steps": _ORANGE}
 
@@ -125,14 +140,14 @@ def built(shown: Run) -> Page:
     return page
 
 
-def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | bytes]]) -> str:
+def comparison(rows: Sequence[compare.Run], logged: Sequence[Iterable[str | bytes]]) -> str:
     """Return the page that compares runs. `logged` has the lines of each run's metrics.jsonl. Raises OutlastError if bokeh is
     missing."""
     losses = [metrics(lines)[0].get("loss") for lines in logged]
-    page = Page(", ".join(each.run.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
-    names = [f"{number}. {each.run.name[:24]}" for number, each in enumerate(rows, 1)]
+    page = Page(", ".join(each.name for each in rows), steps=max((each.x[-1] for each in losses if each), default=0.0))
+    names = [f"{number}. {each.name[:24]}" for number, each in enumerate(rows, 1)]
     colours = [colour for colour, _ in zip(itertools.cycle(_COLOURS), rows, strict=False)]
-    seconds = [each.run.time_s for each in rows]
+    seconds = [each.time_s for each in rows]
     page.plots.bars("times", dict(zip(names, seconds, strict=True)), [units.human_seconds(each) for each in seconds], colours)
     page.add(
         "Time to train",
@@ -140,7 +155,7 @@ def comparison(rows: Sequence[compare.Row], logged: Sequence[Iterable[str | byte
         plot="times",
         table=("All runs", compare.HEADINGS, map(compare.cells, rows)),
     )
-    known = sorted((each.run.workers[0], each.speedup, each.efficiency) for each in rows if each.speedup and each.efficiency)
+    known = sorted((each.workers[0], each.speedup, each.efficiency) for each in rows if each.speedup and each.efficiency)
     if len(known) > 1:
         drawn = page.plots.plot("speedups", "workers", label="speed-up")
         first, speedup, _ = known[0]

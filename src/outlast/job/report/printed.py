@@ -1,56 +1,45 @@
-"""The goodput report for a terminal (`rich` with colours, `plain` without), and the same account as JSON."""
+"""The goodput report as text for a terminal, and the same account as JSON."""
 
 from __future__ import annotations
 
 import dataclasses
 import textwrap
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from outlast.base import units
 from outlast.job.report.goodput import COUNTED, Goodput
 from outlast.job.report.incidents import FAILURES, PLANNED, Incident, total
 from outlast.job.report.steps import Bucket
 
-if TYPE_CHECKING:
-    from rich.text import Text
-
 _LOOK = {
-    Bucket.TRAINING: ("█", "green", "training"),
-    Bucket.REPLAYED: ("▒", "red", "replayed steps"),
-    Bucket.DATA: ("~", "bright_yellow", "data stall"),
-    Bucket.SNAPSHOT: ("°", "bright_cyan", "snapshot stall"),
-    Bucket.CHECKPOINT: ("▪", "cyan", "checkpoint stall"),
-    Bucket.RENDEZVOUS: ("┼", "magenta", "rendezvous"),
-    Bucket.RESTORE: ("▴", "blue", "restore"),
-    Bucket.STARTUP: ("▁", "yellow", "start-up"),
-    Bucket.QUEUE: ("·", "bright_black", "queue"),
-    Bucket.PODS: (":", "bright_black", "pod start"),
-    Bucket.HANG: ("!", "bright_red", "hang"),
-    Bucket.IDLE: (" ", "bright_black", "idle"),
-    Bucket.SUSPENDED: ("_", "bright_black", "suspended"),
+    Bucket.TRAINING: ("█", "training"),
+    Bucket.REPLAYED: ("▒", "replayed steps"),
+    Bucket.DATA: ("~", "data stall"),
+    Bucket.SNAPSHOT: ("°", "snapshot stall"),
+    Bucket.CHECKPOINT: ("▪", "checkpoint stall"),
+    Bucket.RENDEZVOUS: ("┼", "rendezvous"),
+    Bucket.RESTORE: ("▴", "restore"),
+    Bucket.STARTUP: ("▁", "start-up"),
+    Bucket.QUEUE: ("·", "queue"),
+    Bucket.PODS: (":", "pod start"),
+    Bucket.HANG: ("!", "hang"),
+    Bucket.IDLE: (" ", "idle"),
+    Bucket.SUSPENDED: ("_", "suspended"),
 }
-"""Glyph, colour and name of each bucket. Without colours, the glyphs tell buckets apart in a timeline."""
+"""Glyph and name of each bucket."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
 """How a script without a session reports its steps."""
-_EIGHTHS = " ▏▎▍▌▋▊▉"
 _BAR = 30
 _SHOWN = 20
 
-_Line = list[tuple[str, str]]
-
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
-    """Return the report without colours, at most `width` columns wide, ending with a newline."""
-    return "".join("".join(text for text, _ in line).rstrip() + "\n" for line in _lines(goodput, title, width))
-
-
-def rich(goodput: Goodput, title: str = "", width: int = 100) -> Text:
-    """Return the report for `rich.console.Console.print`."""
-    from rich.text import Text
-
-    return Text("\n", no_wrap=True, overflow="fold").join(Text.assemble(*line) for line in _lines(goodput, title, width))
+    """Return the report, at most `width` columns wide, ending with a newline."""
+    middle = [*_buckets(goodput), "", *_strip(goodput, width), "", *_counts(goodput)]
+    lines = [_headline(goodput, title), "", *middle, *_incidents(goodput, width)]
+    return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
 def as_json(goodput: Goodput) -> dict[str, Any]:
@@ -77,32 +66,21 @@ def _lost(incident: Incident) -> dict[str, Any] | None:
     return {"seconds": lost.seconds, **parts, "up_to": lost.up_to, "source": lost.source}
 
 
-def _lines(goodput: Goodput, title: str, width: int) -> list[_Line]:
-    middle = [*_buckets(goodput), [], *_strip(goodput, width), [], *_counts(goodput)]
-    return [_headline(goodput, title), [], *middle, *_incidents(goodput, width)]
-
-
-def _headline(goodput: Goodput, title: str) -> _Line:
-    state = goodput.state or "running"
-    style = {"Succeeded": "bold green", "Failed": "bold red"}.get(state, "bold")
-    line: _Line = [(f"{title}  ", "bold")] if title else []
-    line += [(state, style), (f"  {units.human_seconds(goodput.wall_s)}", "")]
+def _headline(goodput: Goodput, title: str) -> str:
     most = "" if goodput.steps_kept + goodput.steps_replayed else "at most "
-    line += [("  goodput ", ""), (f"{most}{units.percent(goodput.goodput)}", "bold")]
-    return line
+    facts = [goodput.state or "running", units.human_seconds(goodput.wall_s), f"goodput {most}{units.percent(goodput.goodput)}"]
+    return "  ".join([title, *facts] if title else facts)
 
 
-def _buckets(goodput: Goodput) -> list[_Line]:
+def _buckets(goodput: Goodput) -> list[str]:
     """Return a line for each bucket that took time: training first, then the other buckets in descending order of time."""
     rows = sorted(Bucket, key=lambda bucket: (bucket is not Bucket.TRAINING, -goodput.microseconds[bucket]))
-    lines: list[_Line] = []
+    lines = []
     for bucket in rows:
-        if not goodput.microseconds[bucket] and bucket is not Bucket.TRAINING:
-            continue
-        glyph, colour, name = _LOOK[bucket]
-        share = goodput.share(bucket)
-        figures = f"{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  "
-        lines.append([(f"  {glyph} ", colour), (f"{name:<17}", ""), (figures, ""), (_bar(share), colour)])
+        if goodput.microseconds[bucket] or bucket is Bucket.TRAINING:
+            glyph, name = _LOOK[bucket]
+            share = goodput.share(bucket)
+            lines.append(f"  {glyph} {name:<17}{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  {_bar(share)}")
     return lines
 
 
@@ -112,12 +90,10 @@ def _seconds(seconds: float) -> str:
 
 
 def _bar(share: float) -> str:
-    """Return a bar of up to `_BAR` columns, in steps of an eighth of a column. A share above 0 gets at least one eighth."""
-    eighths = max(1, round(share * _BAR * 8)) if share > 0 else 0
-    return "█" * (eighths // 8) + _EIGHTHS[eighths % 8].strip()
+    return "█" * round(share * _BAR) or ("▏" if share else "")
 
 
-def _strip(goodput: Goodput, width: int) -> list[_Line]:
+def _strip(goodput: Goodput, width: int) -> list[str]:
     """Draw the run from left to right. A column shows its largest bucket, but every bucket appears at least once."""
     columns = max(20, width - 4)
     total = goodput.end - goodput.start
@@ -135,10 +111,8 @@ def _strip(goodput: Goodput, width: int) -> list[_Line]:
             best = max(range(columns), key=[column[bucket] for column in weight].__getitem__)
             if shown.count(shown[best]) > 1:
                 shown[best] = bucket
-    line: _Line = [("  ", "")]
-    line += [(_LOOK[bucket][0], _LOOK[bucket][1]) for bucket in shown]
-    ends = f"{at(0):<{columns // 2}}{at(total):>{columns - columns // 2}}"
-    return [line, [(f"  {ends}", "bright_black")]]
+    line = "".join(_LOOK[bucket][0] for bucket in shown)
+    return [f"  {line}", f"  {at(0):<{columns // 2}}{at(total):>{columns - columns // 2}}"]
 
 
 def counts(goodput: Goodput) -> dict[str, str]:
@@ -163,10 +137,10 @@ def counts(goodput: Goodput) -> dict[str, str]:
     return {name: text for name, text in found.items() if text}
 
 
-def _counts(goodput: Goodput) -> list[_Line]:
+def _counts(goodput: Goodput) -> list[str]:
     found = counts(goodput)
     width = max(9, *(len(name) + 1 for name in found))
-    return [[(f"  {name:<{width}}", "bold"), (text, "")] for name, text in found.items()]
+    return [f"  {name:<{width}}{text}" for name, text in found.items()]
 
 
 def _snapshots(goodput: Goodput) -> str:
@@ -212,23 +186,19 @@ def _cost(incident: Incident, steps: bool) -> str:
     return f"lost {'up to ' if lost.up_to else ''}{_seconds(lost.seconds)}{': ' if shown else ''}{shown}"
 
 
-def _incidents(goodput: Goodput, width: int) -> list[_Line]:
-    lines: list[_Line] = [[]] if goodput.incidents else []
+def _incidents(goodput: Goodput, width: int) -> list[str]:
+    lines = [""] if goodput.incidents else []
     column = len(at(goodput.wall_s))
     if len(goodput.incidents) > _SHOWN:
-        lines.append([(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON", "bright_black")])
+        lines.append(f"  {len(goodput.incidents) - _SHOWN:,} earlier incidents are in the JSON")
     for incident in goodput.incidents[-_SHOWN:]:
         when = f"  {at(incident.time - goodput.start):>{column}}  "
-        colour = "red" if incident.kind in ("failure", "hang") else "yellow"
-        sentence = textwrap.wrap(incident.text, max(20, width - len(when)), max_lines=2, placeholder=" …") or [""]
-        for head, text in zip((when, " " * len(when)), sentence, strict=False):
-            lines.append([(head, "bright_black"), (text, colour)])
-        cost = _cost(incident, goodput.steps_kept > 0)
-        if cost and len(when) + len(sentence[-1]) + 3 + len(cost) <= width:
-            lines[-1].append((f" … {cost}", "bold"))
-        elif cost:
-            for line in textwrap.wrap(f"… {cost}", max(20, width - len(when)), subsequent_indent="  "):
-                lines.append([(" " * len(when), ""), (line, "bold")])
+        indent = " " * len(when)
+        lines += textwrap.wrap(
+            incident.text, width, initial_indent=when, subsequent_indent=indent, max_lines=2, placeholder=" …"
+        ) or [when]
+        if cost := _cost(incident, goodput.steps_kept > 0):
+            lines += textwrap.wrap(f"… {cost}", width, initial_indent=indent, subsequent_indent=f"{indent}  ")
     return lines
 
 
