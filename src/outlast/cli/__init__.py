@@ -7,6 +7,7 @@ import io
 import os
 import shlex
 import sys
+import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
@@ -51,7 +52,7 @@ def main(args: Sequence[str] | None = None, *, backend: Any = None, name: str = 
     except OutlastError as error:
         print(error if isinstance(error, InvalidJob) else f"Error: {error}", file=sys.stderr)
         sys.exit(error.exit_code)
-    except Exception:
-        sys.excepthook = terminal.bug
-        raise
+    except Exception:  # a bug
+        traceback.print_exc()  # without Python's colours, which the guard would show as text
+        sys.exit(1)
     sys.exit(0)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
@@ -15,12 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from outlast.base import backoff, units
-from outlast.cli import status_page, terminal
+from outlast.cli import run_view, status_page, terminal
 from outlast.job.status import JobStatus, State
 
 if TYPE_CHECKING:
-    from types import TracebackType
-
     from outlast.job.logs import LogLine
 
 _STATES = {
@@ -37,21 +34,19 @@ _STATES = {
 }
 
 
-class Terminal:
-    """A `run_view.Screen` with a panel at the bottom."""
+class Terminal(run_view.Screen):
+    """A screen with a panel at the bottom."""
 
     def __init__(self, console: Console | None = None) -> None:
         self._console = console or terminal.console()
         self._live = Live(console=self._console, refresh_per_second=8, auto_refresh=False)
 
     def __enter__(self) -> Terminal:
-        self._shown = contextlib.ExitStack()
-        self._shown.enter_context(terminal.without_carets())
-        self._shown.enter_context(self._live)
+        self._live.start()
         return self
 
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, traceback: TracebackType | None) -> None:
-        self._shown.close()
+    def __exit__(self, *_: object) -> None:
+        self._live.stop()
 
     def lines(self, lines: Sequence[LogLine]) -> None:
         """Print the lines above the panel, with worker names in colour."""
@@ -66,8 +61,8 @@ class Terminal:
 
 
 def _line(line: LogLine) -> Text:
-    text = terminal.logged(next(terminal.drawn(line.text, terminal=True)))
-    return Text.from_ansi(terminal.prefix(line.worker, colour=True) + text)
+    (last,) = terminal.drawn(line.text, terminal=True)
+    return Text.from_ansi(terminal.prefix(line.worker, colour=True) + terminal.logged(last))
 
 
 def panel(status: JobStatus, now: float) -> Panel:
@@ -118,7 +113,7 @@ def _facts(facts: Sequence[str]) -> Text:
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:
     """Show the `outlast status` page, and refresh it until the job has ended."""
     status = look()
-    with terminal.without_carets(), Live(auto_refresh=False, console=terminal.console()) as live:
+    with Live(auto_refresh=False, console=terminal.console()) as live:
 
         def say(sentence: str) -> None:
             live.console.print(f"outlast | {sentence}", markup=False, soft_wrap=True)

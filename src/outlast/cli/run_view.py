@@ -9,11 +9,10 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
-import sys
 import threading
 import time
 from collections.abc import Iterator, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
@@ -38,21 +37,14 @@ _BATCH = 1000
 KILLED = 130
 
 
-class Screen(Protocol):
-    """Shows a run."""
+class Screen:
+    """Shows a run: prints workers' lines on standard output, and Outlast's sentences on standard error."""
 
-    def lines(self, lines: Sequence[LogLine]) -> None:
-        """Show workers' lines."""
+    def __enter__(self) -> Screen:
+        return self
 
-    def say(self, sentence: str) -> None:
-        """Show a sentence from Outlast."""
-
-    def update(self, status: JobStatus) -> None:
-        """Show the job's status."""
-
-
-class Plain:
-    """Prints workers' lines on standard output, and Outlast's sentences on standard error."""
+    def __exit__(self, *_: object) -> None:
+        pass
 
     def lines(self, lines: Sequence[LogLine]) -> None:
         terminal.log(lines)
@@ -61,19 +53,7 @@ class Plain:
         terminal.say(sentence)
 
     def update(self, status: JobStatus) -> None:
-        """Do nothing, because changes appear as sentences."""
-
-
-@contextlib.contextmanager
-def screen() -> Iterator[Screen]:
-    """Yield a live screen on a terminal, and a plain screen elsewhere."""
-    if not terminal.interactive(sys.stdout):
-        yield Plain()
-        return
-    from outlast.cli import live_panel
-
-    with live_panel.Terminal() as panel:
-        yield panel
+        """Show the job's status: here, changes appear as sentences."""
 
 
 @contextlib.contextmanager

@@ -13,8 +13,6 @@ import os
 import re
 import signal
 import sys
-import termios
-import traceback
 from collections.abc import Callable, Iterable, Iterator
 from typing import TYPE_CHECKING, Any, TextIO, cast
 
@@ -22,7 +20,7 @@ from outlast.base.errors import OutlastError
 from outlast.job import contract
 
 if TYPE_CHECKING:
-    from types import FrameType, TracebackType
+    from types import FrameType
 
     from rich.console import Console
 
@@ -35,8 +33,8 @@ _SGR = re.compile("(\x1b\\[[0-9;:]*m)")
 https://ecma-international.org/publications-and-standards/standards/ecma-48/"""
 _BACK = re.compile("\x1b\\[A|\n(?=\x1b\\[A)")
 """The cursor-up sequence, with which tqdm returns from a second bar to the first, or the newline before that sequence."""
-_BAR = re.compile(r"([^|%]*?)\s*\d{1,3}%\|[^|]*\|[^\]]*\]")
-"""A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`. The group is the bar's name."""
+_BAR = re.compile(r"[^|%]*\d{1,3}%\|[^|]*\|[^\]]*\]")
+"""A progress bar as tqdm draws it, `Map:   6%|#   | 120/2000 [00:12<03:00, 9.9it/s]`."""
 _RESET = "\x1b[0m"
 _PREFIXES = (36, 33, 35, 32, 34, 96, 93, 95, 92, 94)
 
@@ -80,23 +78,13 @@ class _Guarded:
 
 def guard() -> None:
     """Make all output of this process safe from now on."""
-    if sys.stdout is not None:
-        sys.stdout = cast(TextIO, _Guarded(_raw(sys.stdout)))
-    if sys.stderr is not None:
-        sys.stderr = cast(TextIO, _Guarded(_raw(sys.stderr)))
+    release()
+    sys.stdout, sys.stderr = (cast(TextIO, each and _Guarded(each)) for each in (sys.stdout, sys.stderr))
 
 
 def release() -> None:
     """Undo `guard`. In a pod, standard output is the worker's log, which must contain the script's output unchanged."""
-    if sys.stdout is not None:
-        sys.stdout = _raw(sys.stdout)
-    if sys.stderr is not None:
-        sys.stderr = _raw(sys.stderr)
-
-
-def bug(kind: type[BaseException], error: BaseException, where: TracebackType | None) -> None:
-    """Print a traceback without Python 3.13's colours, which would appear as text. Used as `sys.excepthook`."""
-    print("".join(traceback.format_exception(kind, error, where)), end="", file=sys.stderr)
+    sys.stdout, sys.stderr = _raw(sys.stdout), _raw(sys.stderr)
 
 
 def say(sentence: str) -> None:
@@ -129,23 +117,6 @@ def console(*, stderr: bool = False) -> Console:
                 yield segment if segment.control else segment._replace(text=safe(segment.text))
 
     return Safe(file=_raw(sys.stderr if stderr else sys.stdout), highlight=False)
-
-
-@contextlib.contextmanager
-def without_carets(fd: int = 0) -> Iterator[None]:
-    """Keep a terminal from printing `^C`, which would add a line below a panel and leave the panel's top edge on the screen."""
-    try:
-        before = termios.tcgetattr(fd)
-    except (termios.error, OSError):  # not a terminal
-        yield
-        return
-    flags = before.copy()
-    flags[3] &= ~termios.ECHOCTL
-    termios.tcsetattr(fd, termios.TCSANOW, flags)
-    try:
-        yield
-    finally:
-        termios.tcsetattr(fd, termios.TCSANOW, before)
 
 
 def log(lines: Iterable[LogLine], *, prefixed: bool = True) -> None:
@@ -185,17 +156,12 @@ class Folded:
         return below
 
 
-def drawn(text: str, *, terminal: bool) -> Iterator[str]:
-    """Yield the visible parts of a line that overwrites itself with carriage returns, as progress bars do. A terminal shows only
-    the last drawing. Elsewhere each drawing is a line, but only the last drawing of each bar is included."""
+def drawn(text: str, *, terminal: bool) -> list[str]:
+    """Return the visible parts of a line that overwrites itself with carriage returns, as progress bars do. A terminal shows only
+    the last drawing. Elsewhere each part is a line, except bars that are drawn over."""
     parts = [part for part in _BACK.sub("", text).split("\r") if part.strip()] or [""]
-    if terminal:
-        yield parts[-1]
-        return
-    for part, after in zip(parts, [*parts[1:], ""], strict=True):
-        bar, over = _BAR.fullmatch(part.rstrip()), _BAR.match(after)
-        if not (bar and over and bar[1] == over[1]):
-            yield part
+    over = [] if terminal else [part for part in parts[:-1] if not _BAR.fullmatch(part.rstrip())]
+    return [*over, parts[-1]]
 
 
 def logged(text: str, *, colour: bool = True) -> str:

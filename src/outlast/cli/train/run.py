@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import sys
 import threading
 import time
 from collections.abc import Iterator
@@ -88,7 +89,13 @@ def run(
         return
     from outlast.cli import run_view
 
-    with run_view.signals() as signals, run_view.screen() as screen:
+    if terminal.interactive(sys.stdout):
+        from outlast.cli import live_panel
+
+        screen: run_view.Screen = live_panel.Terminal()
+    else:
+        screen = run_view.Screen()
+    with run_view.signals() as signals, screen:
         status, code = run_view.follow(place, name, screen, signals, tail=0 if going_on else None)
     refused = status.failure is not None and status.failure.code == 2
     for sentence in (*run_view.summary(status, time.time()), *(misplaced if refused else ())):
