@@ -509,7 +509,7 @@ INJECTIONS: dict[str, Callable[[Here], Iterator[str]]] = {
         here.backend, "job", chaos.parse("[{step: 0, do: term}, {step: 99, do: stop}]"), random.Random(0)
     ),
     "repeat": lambda here: chaos.repeat(
-        here.backend, "job", chaos.Fault("term"), every=timedelta(hours=1), times=None, rng=random.Random(0)
+        here.backend, "job", chaos.Fault(do="term"), every=timedelta(hours=1), times=None, rng=random.Random(0)
     ),
 }
 
@@ -541,7 +541,7 @@ def test_a_fault_is_repeated_the_given_number_of_times(here: Here) -> None:
     here.submit()
     with here.launcher():
         faults = chaos.repeat(
-            here.backend, "job", chaos.Fault("term"), every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
+            here.backend, "job", chaos.Fault(do="term"), every=timedelta(milliseconds=1), times=3, rng=random.Random(0)
         )
         assert len(list(itertools.islice(faults, 9))) == 3
 

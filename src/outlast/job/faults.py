@@ -9,17 +9,18 @@ The backend injects the faults. Random choices come from a seed, so repeating a 
 
 from __future__ import annotations
 
-import dataclasses
 import random
 import time
 from collections.abc import Callable, Iterator, Sequence
 from datetime import timedelta
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Annotated
+
+from pydantic import BeforeValidator
 
 from outlast.base import backoff, units
-from outlast.base.errors import NotFound, OutlastError
-from outlast.base.typed_json import is_count
+from outlast.base.errors import InvalidJob, NotFound, OutlastError
+from outlast.job.spec import field_types, validation, yaml_document
 
 if TYPE_CHECKING:
     from outlast.job.backend import Backend
@@ -41,20 +42,23 @@ SLOW = (20, 0.4, 0.1)
 _POLL_S = 0.05
 
 
-@dataclasses.dataclass(frozen=True)
-class Fault:
+class Fault(validation.Checked):
     """One fault. It is due once the job has reached both `at` and `step`, if they are set."""
 
-    do: str
-    worker: int | None = None
+    do: Annotated[str, field_types.Pattern("|".join(ACTIONS), f"must be one of {', '.join(ACTIONS)}")]
+    worker: Annotated[field_types.Whole | None, BeforeValidator(lambda value: None if value == "random" else value)] = None
     """Index of the worker; None for a random worker."""
-    at: timedelta | None = None
+    at: Annotated[timedelta, BeforeValidator(units.duration)] | None = None
     """Time since the run was submitted."""
-    step: int | None = None
+    step: field_types.Whole | None = None
 
     def due(self, elapsed: timedelta, step: int) -> bool:
         """Return whether the fault is due at this time and step."""
         return (self.at is None or elapsed >= self.at) and (self.step is None or step >= self.step)
+
+
+class _Schedule(validation.Checked):
+    faults: tuple[Fault, ...]
 
 
 def check(action: str) -> str:
@@ -68,69 +72,26 @@ def load(path: Path) -> tuple[Fault, ...]:
     """Read a schedule from a file. Raises OutlastError with all mistakes in the schedule."""
     try:
         text = path.read_text()
-    except FileNotFoundError:
-        raise NotFound(f"no chaos schedule at {path}") from None
     except (OSError, UnicodeDecodeError) as error:
-        raise OutlastError(f"{path} cannot be read: {error}") from error
+        raise OutlastError(f"the schedule {path} cannot be read: {error}") from error
     return parse(text, source=str(path))
 
 
 def parse(text: str, *, source: str = "chaos.yaml") -> tuple[Fault, ...]:
-    """Parse a schedule from YAML text. Raises OutlastError with all mistakes in the schedule."""
-    import yaml
-
-    try:
-        entries = yaml.safe_load(text)
-    except yaml.YAMLError as error:
-        raise OutlastError(f"{source} is not YAML: {error}") from error
-    if not isinstance(entries, list):
-        raise OutlastError(f"{source}: expected a list of entries such as `- {{step: 40, do: kill-worker, worker: 1}}`")
-    faults: list[Fault] = []
-    problems: list[str] = []
-    for number, entry in enumerate(entries, 1):
-        try:
-            faults.append(_fault(entry))
-        except OutlastError as error:
-            problems.append(f"{source}: entry {number}: {error}")
-    if problems:
-        raise OutlastError("\n".join(problems))
-    return tuple(faults)
-
-
-def _fault(entry: object) -> Fault:
-    if not isinstance(entry, dict) or "do" not in entry:
-        raise OutlastError("expected a mapping with `do`, and with `at` or `step`")
-    if unknown := [str(key) for key in entry if key not in ("at", "step", "do", "worker")]:
-        raise OutlastError(f"unknown {', '.join(unknown)}; an entry has at, step, do, worker")
-    if "at" not in entry and "step" not in entry:
-        raise OutlastError("say when: `at: 20s` or `step: 40`")
-    worker, step = entry.get("worker", "random"), entry.get("step")
-    if wrong := [key for key in ("at", "step", "do", "worker") if isinstance(entry.get(key), list | dict)]:
-        raise OutlastError(f"{wrong[0]} is a list or a mapping; expected one value")
-    if worker != "random" and not is_count(worker):
-        raise OutlastError(f"worker is {worker!r}; expected the index of a worker, or random")
-    if step is not None and not is_count(step):
-        raise OutlastError(f"step is {step!r}; expected a number of steps")
-    return Fault(
-        do=check(str(entry["do"])),
-        worker=None if worker == "random" else worker,
-        at=every(str(entry["at"])) if "at" in entry else None,
-        step=step,
-    )
-
-
-def every(text: str) -> timedelta:
-    """Parse a duration such as `15s` or `2m`. Raises OutlastError."""
-    try:
-        return units.duration(text)
-    except ValueError as error:
-        raise OutlastError(f"{text} {error}") from error
+    """Parse a schedule from YAML text. Raises InvalidJob with all mistakes in the schedule."""
+    read = yaml_document.read(text, source=source)
+    lines: dict[yaml_document.Place, int] = {("faults", *place): line for place, line in read.lines.items()}
+    faults = validation.validated(
+        _Schedule, yaml_document.Document({"faults": read.data}, lines, read.problems), source=source
+    ).faults
+    if never := [n for n, fault in enumerate(faults) if fault.at is None and fault.step is None]:
+        raise InvalidJob([(lines["faults", n], "say when: `at: 20s` or `step: 40`") for n in never], source=source)
+    return faults
 
 
 def seed(faults: Sequence[Fault]) -> random.Random:
-    """Return a random generator seeded with a text that describes the schedule. The text stays the same if a class is renamed."""
-    texts = [f"Strike(do={fault.do!r}, worker={fault.worker!r}, at={fault.at!r}, step={fault.step!r})" for fault in faults]
-    return random.Random(f"({', '.join(texts)}{',' if len(texts) == 1 else ''})")
+    """Return a random generator that is the same for the same schedule."""
+    return random.Random(repr(faults))
 
 
 def play(

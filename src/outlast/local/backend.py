@@ -297,7 +297,7 @@ class LocalBackend:
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
         """Inject one of `faults.ACTIONS`, and return a sentence about the fault."""
-        fault = faults.Fault(faults.check(action), worker)
+        fault = faults.Fault(do=faults.check(action), worker=worker)
         return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 
     # Evaluation

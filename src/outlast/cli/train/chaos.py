@@ -80,7 +80,7 @@ def chaos(
         rng = random.Random(seed)
         if worker is None:
             print(f"the seed is {seed}", file=sys.stderr)
-        fault = faults.Fault(action, worker)
-        sentences = faults.repeat(place, name, fault, every=faults.every(every), times=times, rng=rng, say=terminal.say)
+        fault, interval = faults.Fault(do=action, worker=worker), find_job.duration("--every", every)
+        sentences = faults.repeat(place, name, fault, every=interval, times=times, rng=rng, say=terminal.say)
     for sentence in sentences:
         print(sentence, flush=True)
