@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Annotated, Any
 
 import typer
@@ -35,7 +34,7 @@ RunOption = Annotated[str | None, typer.Option(metavar="NAME", help="Only this r
 
 @app.command()
 def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption = Output.TABLE) -> None:
-    """Show the runs in etcd, or one run with its members.
+    """Show the runs in etcd with their members, or one run.
 
     Credentials come from the variables OUTLAST_ETCD_USER, _PASSWORD, _CACERT, _CERT and _KEY. Nothing is changed.
 
@@ -52,18 +51,27 @@ def show(endpoint: EndpointOption, run: RunOption = None, output: OutputOption =
         if output is not Output.TABLE:
             tables.data([facts(each) for each in runs], output)
         else:
-            print(page(runs) or f"{client.address} has no run below {client.address.prefix}", flush=True)
+            nothing = f"{client.address} has no run below {client.address.prefix}"
+            print("\n\n".join(map(page, runs)) or nothing, flush=True)
 
 
-def page(runs: Sequence[Run]) -> str:
-    """Format runs as text: one line each, or a single run with all its members."""
-    if len(runs) == 1:
-        return _whole(runs[0])
-    rows = []
-    for run in runs:
-        generation, size = (run.world.generation, len(run.world.members)) if run.world else (None, None)
-        rows.append([run.name, len(run.members), generation, size, _decides(run), why(run)])
-    return tables.table(["RUN", "MEMBERS", "GENERATION", "WORLD", "DECIDES", "WHY"], rows) if rows else ""
+def page(run: Run) -> str:
+    """Format a run with its members as text."""
+    known = facts(run)
+    world, members = known["world"], known["members"]
+    top = {
+        "run": run.name,
+        "nnodes": known["nnodes"],
+        "generation": known["generation"] or None,
+        "world": f"members {', '.join(map(str, world['members']))} at {world['address']} ({world['reason']})" if world else None,
+        "decides": " on ".join(f"{each}" for each in (known["decides"] or {}).values() if each is not None) or "nobody",
+        "why": known["why"],
+        "forgotten": f"in {run.left_s} s" if run.closed and run.left_s is not None else None,
+    }
+    table = (
+        tables.table([name.upper() for name in members[0]], [[*each.values()] for each in members]) if members else "no members"
+    )
+    return f"{tables.fields(top)}\n\n{table}"
 
 
 def why(run: Run) -> str:
@@ -104,9 +112,6 @@ def facts(run: Run) -> dict[str, Any]:
     }
 
 
-# ---------------------------------------------------------------------------------------------------------------------- parts
-
-
 def _look(client: Etcd, run: str | None) -> list[Run]:
     from outlast.rendezvous.etcd import client as etcd
 
@@ -118,40 +123,3 @@ def _look(client: Etcd, run: str | None) -> list[Run]:
             "after a while"
         )
     return runs
-
-
-def _whole(run: Run) -> str:
-    top = {
-        "run": run.name,
-        **({"nnodes": run.nnodes} if run.nnodes else {}),
-        "world": _world(run) if run.world else "none yet",
-        "decides": _decides(run) or "nobody",
-        "why": why(run),
-        **({"forgotten": f"in {run.left_s} s"} if run.closed and run.left_s is not None else {}),
-    }
-    rows = [
-        [
-            each.report.id,
-            each.report.standing,
-            each.report.generation or None,
-            each.report.address or None,
-            None if each.left_s is None else f"{each.left_s} s",
-            (each.report.failure or {}).get("reason"),
-        ]
-        for each in run.members
-    ]
-    members = tables.table(["MEMBER", "STANDING", "GENERATION", "ADDRESS", "LEASE", "FAILED"], rows)
-    return f"{tables.fields(top)}\n\n{members if rows else 'no members'}"
-
-
-def _world(run: Run) -> str:
-    assert run.world is not None
-    members = f"member{'s' * (len(run.world.members) > 1)} {', '.join(map(str, run.world.members))}"
-    return f"generation {run.world.generation}: {members} at {run.world.address} ({run.world.reason})"
-
-
-def _decides(run: Run) -> str:
-    if run.coordinator is None:
-        return ""
-    who = "" if run.coordinator.id is None else f"member {run.coordinator.id}"
-    return " on ".join(filter(None, (who, run.coordinator.host)))

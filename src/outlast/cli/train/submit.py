@@ -105,9 +105,8 @@ def submit(
         _warn(place.cluster)
         return
     if wait:
-        waiting = submit_wait.WaitOptions(outputs, on_terminate=on_terminate, keyed=bool(key))
         apply = functools.partial(place.submission.apply, job, source=source, take_over=take_over)
-        raise typer.Exit(submit_wait.until_end(place, title, apply, waiting))
+        raise typer.Exit(submit_wait.until_end(place, title, apply, outputs=outputs, on_terminate=on_terminate, keyed=bool(key)))
     for sentence in place.submission.apply(job, source=source, fresh=fresh, take_over=take_over):
         print(sentence, flush=True)
     _warn(place.cluster)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import os
 import signal
 import time
@@ -19,7 +18,6 @@ from outlast.cli import terminal
 if TYPE_CHECKING:
     from outlast.job.spec import Job
     from outlast.kubernetes.jobs.backend import KubernetesBackend
-    from outlast.kubernetes.jobs.outcome import Outcome
 
 WaitOption = Annotated[
     bool,
@@ -45,35 +43,6 @@ KeyOption = Annotated[
 ]
 
 INTERRUPTED = 130
-
-
-@dataclasses.dataclass(frozen=True)
-class WaitOptions:
-    """Options for waiting for a job."""
-
-    directory: Path | None = None
-    on_terminate: str = "cancel"
-    keyed: bool = False
-    """True if only this pipeline step uses the job's name."""
-
-    def write(self, outcome: Outcome) -> None:
-        """Write the outputs. Raises OutlastError."""
-        try:
-            if self.directory:
-                outcome.write(self.directory)
-        except OSError as error:
-            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
-
-    def prepare(self) -> None:
-        """Create the directory for the outputs, so that errors appear before training. Raises OutlastError."""
-        if not self.directory:
-            return
-        try:
-            self.directory.mkdir(parents=True, exist_ok=True)
-            if not os.access(self.directory, os.W_OK):
-                raise PermissionError(f"{self.directory} is not writable")
-        except OSError as error:
-            raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
 
 
 class _Terminated(BaseException):
@@ -113,11 +82,8 @@ class _Terminable:
                 raise _Terminated
 
 
-def with_key(job: Job, key: str | None, *content: object) -> Job:
-    """Return the job with a name derived from `key` and `content`, which is all of the job's input. Without a key, return the job
-    unchanged."""
-    if not key:
-        return job
+def with_key(job: Job, key: str, *content: object) -> Job:
+    """Return the job with a name derived from `key` and `content`, which is all of the job's input."""
     from outlast.job import contract
     from outlast.kubernetes.manifests import names
 
@@ -126,13 +92,26 @@ def with_key(job: Job, key: str | None, *content: object) -> Job:
     return job.model_copy(update={"metadata": job.metadata.model_copy(update={"name": name})})
 
 
-def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[str]], options: WaitOptions) -> int:
-    """Submit the job, wait for it to end, and write the outputs. Returns the exit code."""
+def until_end(
+    place: KubernetesBackend,
+    name: str,
+    apply: Callable[[], Iterator[str]],
+    *,
+    outputs: Path | None,
+    on_terminate: str,
+    keyed: bool,
+) -> int:
+    """Submit the job, wait for it to end, and write the outputs. Returns the exit code. `keyed` is True if only this pipeline
+    step uses the job's name."""
     from outlast.kubernetes.jobs import outcome, waiting
 
-    options.prepare()
+    with _written():
+        if outputs:
+            outputs.mkdir(parents=True, exist_ok=True)  # an error appears before training
+            if not os.access(outputs, os.W_OK):
+                raise PermissionError(f"{outputs} is not writable")
     terminable = _Terminable()
-    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, may_cancel=options.keyed, defer_sigterm=terminable.held)
+    waiter = waiting.Waiter(place.workloads, name, say=terminal.say, may_cancel=keyed, defer_sigterm=terminable.held)
     before = None
     try:
         with terminable:
@@ -142,17 +121,26 @@ def until_end(place: KubernetesBackend, name: str, apply: Callable[[], Iterator[
             terminal.say(f"waiting for {name} in namespace {place.cluster.namespace}")
             ended = waiter.wait()
     except _Terminated:
-        ended = waiter.on_sigterm(options.on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
+        ended = waiter.on_sigterm(on_terminate, lambda: waiting.own_pod(place.cluster, last=before))
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         terminal.say(ended.sentence)
         return ended.code
     except KeyboardInterrupt:
         terminal.say(f"{name} goes on; wait again with the same command, or end it with: outlast cancel {name}")
         return INTERRUPTED
-    if options.directory:
+    if outputs:
         result = outcome.outcome(ended.status, place.cluster.namespace, outcome.read(ended.status), time.time())
-        options.write(result)
+        with _written():
+            result.write(outputs)
         for output, reason in result.missing.items():
             terminal.say(f"output {output} is empty: {reason}")
     terminal.say(ended.sentence)
     return ended.code
+
+
+@contextlib.contextmanager
+def _written() -> Iterator[None]:
+    try:
+        yield
+    except OSError as error:
+        raise OutlastError(f"the outputs cannot be written: {error}; give another directory") from error
