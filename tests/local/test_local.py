@@ -64,10 +64,7 @@ def test_a_job_that_has_ended_is_forgotten_and_its_output_only_when_asked(here: 
     assert said.endswith("Error: this removes 1 job; add --yes to confirm\n")
     code, said = outlast(here, "forget", "--all-finished", "--yes")
     assert code == 0
-    assert re.fullmatch(
-        rf"removed job: {here.state_dir.path} \(.* KiB\); its output stays in {here.output} \(.*B; --output removes it, too\)\n",
-        said,
-    )
+    assert said == f"removed job: {here.state_dir.path}; its output stays in {here.output} (--output removes it, too)\n"
     assert (here.state_dir.path.exists(), (here.output / "last.pt").exists(), here.backend.list()) == (False, True, [])
 
     here.submit()

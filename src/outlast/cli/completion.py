@@ -38,7 +38,7 @@ def namespaces(ctx: typer.Context, incomplete: str) -> list[str]:
 
 def contexts(incomplete: str) -> list[str]:
     """Return the context names in the kubeconfig."""
-    return _offered(lambda: (entry["name"] for entry in _kubeconfig()), incomplete)
+    return _offered(lambda: [entry["name"] for entry in _kubeconfig()], incomplete)
 
 
 def topologies(incomplete: str) -> list[str]:
@@ -108,23 +108,10 @@ def _answered(ctx: typer.Context, names: Callable[[Cluster], Iterable[str]]) -> 
 def _offered(names: Callable[[], Iterable[str]], incomplete: str) -> list[str]:
     """Return the names that begin with `incomplete`, without duplicates. An error ends the list but is not raised."""
     offered: dict[str, None] = {}
-    with _quiet(), contextlib.suppress(Exception):  # e.g. a damaged file: completion must not print errors
+    with contextlib.suppress(Exception):  # e.g. a damaged file: completion must not print errors
         for name in names():
             offered[name] = None
     return _matching(offered, incomplete)
-
-
-@contextlib.contextmanager
-def _quiet() -> Iterator[None]:
-    """Discard standard error, including that of login programs named in a kubeconfig."""
-    before, nothing = os.dup(2), os.open(os.devnull, os.O_WRONLY)
-    try:
-        os.dup2(nothing, 2)
-        yield
-    finally:
-        os.dup2(before, 2)
-        os.close(before)
-        os.close(nothing)
 
 
 def _matching(names: Iterable[str], incomplete: str) -> list[str]:

@@ -9,7 +9,6 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
-from typing import Protocol
 
 import typer
 
@@ -20,11 +19,8 @@ from outlast.cli import terminal
 _LINE_INTERVAL_S = 5.0
 
 
-class Tell(Protocol):
-    """A callback for a transfer's progress."""
-
-    def __call__(self, done: int, total: int, files: str = "") -> None:
-        """Report `done` of `total` bytes. `files` describes the number of files, if known."""
+Tell = Callable[..., None]
+"""A callback `(done, total, files="")` for a transfer's progress in bytes. `files` describes the number of files, if known."""
 
 
 @contextlib.contextmanager
@@ -78,7 +74,7 @@ def shown(verb: str, *, quiet: bool = False) -> Iterator[Tell]:
             print(line(done, total, verb, now - began, files), file=sys.stderr, flush=True)
 
     if quiet:
-        yield lambda done, total, files="": None
+        yield lambda *_: None
         return
     if not terminal.interactive(sys.stderr):
         yield say

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import errno
 import functools
 import os
 import signal
@@ -22,7 +21,7 @@ _START_S = 60.0
 
 def port(requested: int | None, bind: str, default: int) -> int:
     """Return the `requested` port or, without a request, the `default` port, or a free port if the default is taken. Raises
-    OutlastError if the `requested` port is taken, or if the machine does not have the address."""
+    OutlastError if the port cannot be used."""
     if not bind:
         raise OutlastError("--bind is empty; name an address, or 0.0.0.0 for all")
     family = socket.AF_INET6 if ":" in bind else socket.AF_INET
@@ -31,13 +30,8 @@ def port(requested: int | None, bind: str, default: int) -> int:
             with socket.create_server((bind, number), family=family) as server:
                 return int(server.getsockname()[1])
         except OSError as error:
-            if number == default and not requested:
-                continue
-            option = "--port" if error.errno in (errno.EADDRINUSE, errno.EACCES) else "--bind"
-            place = f"port {number} at {bind}" if option == "--port" else bind
-            reason = str(error.strerror).partition(" (while ")[0]
-            raise OutlastError(f"{place} cannot be used: {reason}; choose another {option}") from error
-    raise AssertionError
+            reason = f"port {number} at {bind} cannot be used: {str(error.strerror).partition(' (while ')[0]}"
+    raise OutlastError(f"{reason}; choose another --port or --bind")
 
 
 def shown(bind: str) -> str:
@@ -83,8 +77,13 @@ def child(
             start_new_session=True,
             preexec_fn=functools.partial(os_calls.die_with, os.getpid(), signal.SIGTERM),
         )
+    until = time.monotonic() + start_s
     try:
-        _wait(name, ready, process, log, start_s)
+        while not ready():
+            if process.poll() is not None or time.monotonic() > until:
+                lines = log.read_text(errors="replace").strip().splitlines()
+                raise NotFound(f"{name} does not start: {lines[-1] if lines else 'it says nothing'}")
+            time.sleep(0.1)
         yield process
     finally:
         process.terminate()
@@ -100,12 +99,3 @@ def answers(bind: str, number: int) -> bool:
     with contextlib.suppress(OSError), socket.create_connection((bind, number), 1):
         return True
     return False
-
-
-def _wait(name: str, ready: Callable[[], bool], process: subprocess.Popen[bytes], log: Path, start_s: float) -> None:
-    until = time.monotonic() + start_s
-    while not ready():
-        if process.poll() is not None or time.monotonic() > until:
-            lines = log.read_text(errors="replace").strip().splitlines()
-            raise NotFound(f"{name} does not start: {lines[-1] if lines else 'it says nothing'}")
-        time.sleep(0.1)

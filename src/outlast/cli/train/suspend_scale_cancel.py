@@ -198,14 +198,9 @@ def ended(statuses: Sequence[JobStatus], now: float, age: timedelta) -> list[str
 def _removal(here: LocalBackend, name: str, output: bool) -> str:
     """Describe in one line which of a job's paths on this machine will be removed, and which will stay."""
     state, there, url = here.places(name)
-    parts = [f"{name}: {state} ({units.human_bytes(_size(state))})"]
+    parts = [f"{name}: {state}"]
     if there.exists():
-        size = units.human_bytes(_size(there))
-        parts.append(f"{there} ({size})" if output else f"its output stays in {there} ({size}; --output removes it, too)")
+        parts.append(str(there) if output else f"its output stays in {there} (--output removes it, too)")
     if url:
         parts.append(f"what is in {url} stays (outlast forget {url} removes it)")
     return "; ".join(parts)
-
-
-def _size(directory: Path) -> int:
-    return sum(path.lstat().st_size for path in directory.rglob("*") if not path.is_dir() or path.is_symlink())
