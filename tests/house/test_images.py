@@ -68,31 +68,6 @@ def test_the_operators_image_has_no_torch() -> None:
     assert any('".[kubernetes,store]"' in line for line in lines)
 
 
-def test_the_image_for_spark_has_a_java_and_answers_sparks_words() -> None:
-    known = stages()
-    assert any('".[data,store,kubernetes,spark]"' in line for line in known["build-spark"])
-    assert not any("torch" in line or "[train" in line for line in known["build-spark"])
-    assert 'ENTRYPOINT ["python", "-P", "-m", "outlast.spark_entrypoint"]' in known["spark"]
-    assert all(any(" /opt/outlast/spark" in line for line in known[stage]) for stage in ("build-spark", "build-notebook"))
-    assert known["spark"][-1] == "COPY --from=build-spark /opt/outlast /opt/outlast"
-    assert [line for line in known["spark"] if line.startswith("CMD")][-1] == 'CMD ["outlast", "--help"]'
-
-
-def test_the_image_for_notebooks_adds_to_that_for_training_and_starts_as_kubeflow_starts_it() -> None:
-    known = stages()
-    assert "ARG NOTEBOOK=cpu" in known[""]
-    first, install = known["build-notebook"]
-    assert first == "FROM build-${NOTEBOOK} AS build-notebook", "cpu, or cuda"
-    assert '".[spark,notebook,plots]"' in install
-    lines = known["notebook"]
-    assert any("openjdk" in line for line in lines), "a Java for Spark"
-    assert [line for line in lines if line.startswith("CMD")][-1] == (
-        'CMD ["outlast", "notebook", "/home/jovyan", "--kubeflow", "--bind", "0.0.0.0", "--port", "8888"]'
-    )
-    assert "ENV HOME=/home/jovyan JUPYTER_RUNTIME_DIR=/tmp/jupyter" in lines
-    assert known["notebook"][-1].startswith("CMD"), "and nothing of the training image's"
-
-
 def test_versions_are_those_of_the_constraints() -> None:
     installs = [line for name, lines in stages().items() for line in lines if "pip install" in line and name.startswith("build")]
     assert installs

@@ -49,32 +49,6 @@ def test_the_way_in_asks_cognito_on_every_path_and_port() -> None:
     assert rule["host"] in PAGE
 
 
-def test_the_form_gets_an_image_and_the_node_group_that_of_the_cluster() -> None:
-    (form,) = documents("spawner_ui_config")
-    assert form == {"spawnerFormDefaults": {"image": {"options": ["ghcr.io/outlast/outlast:0.1-notebook"]}}}
-    component = yaml.safe_load((KUBEFLOW / "node-group" / "kustomization.yaml").read_text())
-    for patch in component["patches"]:
-        selected = yaml.safe_load(patch["patch"])
-        assert selected["kind"] == patch["target"]["kind"]
-        assert selected["spec"]["template"]["spec"]["nodeSelector"] == {"alpha.eksctl.io/nodegroup-name": "m5spot"}
-
-
-def test_a_profile_limits_what_a_quota_counts_and_all_else_is_in_its_namespace() -> None:
-    (profile,) = documents("profile")
-    name = profile["metadata"]["name"]
-    counted = set(profile["spec"]["resourceQuotaSpec"]["hard"])
-    assert counted == {"cpu", "memory", "requests.nvidia.com/gpu", "persistentvolumeclaims"}, "nvidia.com/gpu limits nothing"
-    spark = list(yaml.safe_load_all((ROOT / "examples" / "spark" / "accounts.yaml").read_text()))
-    selected = [each for each in spark if each["metadata"]["labels"].get("app.kubernetes.io/name") == "spark"]
-    assert [each["kind"] for each in spark if each not in selected] == ["Namespace"], "that is Kubeflow's"
-    assert {each["metadata"]["namespace"] for each in (*documents("pod-defaults"), *selected)} == {name}
-    accounts = {each["metadata"]["name"] for each in documents("pod-defaults") if each["kind"] == "ServiceAccount"}
-    assert {each["spec"].get("serviceAccountName") for each in documents("pod-defaults") if each["kind"] == "PodDefault"} == {
-        None,
-        *accounts,
-    }
-
-
 def test_owners_of_profiles_may_what_viewers_and_editors_of_namespaces_may() -> None:
     roles = documents("rights")
     installed = {each["metadata"]["name"]: each for each in operator_deployment.files()["rbac.yaml"]}

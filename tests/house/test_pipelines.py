@@ -5,14 +5,9 @@ from __future__ import annotations
 import copy
 import functools
 import gzip
-import importlib.util
-import inspect
 import json
-import os
 import re
-import subprocess
-import sys
-import types
+import shlex
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -29,6 +24,7 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.jobs import waiting
 from outlast.kubernetes.jobs.outcome import OUTPUTS
 from outlast.kubernetes.manifests import labels, volumes
+from pages import mistake
 from published_schemas import ROOT, closed
 from rights import Right, needed, rights
 
@@ -141,70 +137,10 @@ def test_argos_step_submits_the_job_once_for_each_workflow_and_leaves_its_output
 # Kubeflow Pipelines
 
 
-class Task:
-    """A task of a pipeline, in place of kfp's."""
-
-    def __init__(self, container: types.SimpleNamespace, outputs: list[str]) -> None:
-        self.container, self.outputs = container, dict(zip(outputs, outputs, strict=True))
-        self.cached, self.tries = True, 0
-
-    def after(self, *tasks: Task) -> Task:
-        return self
-
-    def set_caching_options(self, on: bool) -> Task:
-        self.cached = on
-        return self
-
-    def set_retry(self, tries: int) -> Task:
-        self.tries = tries
-        return self
-
-
-@pytest.fixture
-def pipeline(monkeypatch: pytest.MonkeyPatch) -> types.ModuleType:
-    """The example, with as much of kfp as it uses; docs/guide/pipelines.md says with which kfp it was compiled."""
-
-    def component(function: Callable[..., Any]) -> Callable[..., Task]:
-        outputs = [name for name, each in inspect.signature(function).parameters.items() if each.annotation == "output"]
-        return lambda **given: Task(function(**given, **{name: f"kfp/{name}/data" for name in outputs}), outputs)
-
-    dsl = types.SimpleNamespace(
-        container_component=component,
-        ContainerSpec=types.SimpleNamespace,
-        OutputPath=lambda type_: "output",
-        PIPELINE_JOB_ID_PLACEHOLDER="{{$.pipeline_job_uuid}}",
-        pipeline=lambda name: lambda function: function,
-    )
-    kubernetes = types.SimpleNamespace(use_secret_as_env=lambda task, secret_name, secret_key_to_env: None)
-    kfp = types.SimpleNamespace(compiler=None, dsl=dsl, kubernetes=kubernetes)
-    monkeypatch.setitem(sys.modules, "kfp", kfp)  # type: ignore[arg-type]
-    described = importlib.util.spec_from_file_location("pipeline", EXAMPLES / "pipeline.py")
-    assert described
-    assert described.loader
-    made = importlib.util.module_from_spec(described)
-    described.loader.exec_module(made)
-    return made
-
-
-@pytest.mark.slow  # Argo's does it in this process
-def test_the_step_of_kubeflow_pipelines_does_the_same_with_the_job_as_an_argument(
-    api: Ending, pipeline: types.ModuleType, tmp_path: Path
-) -> None:
-    assert pipeline.gpt() == "best_checkpoint"
-    task = pipeline.train(job=(tmp_path / "job.yaml").read_text(), key="run-1", workers=3)
-    assert not any("{{" in word for word in task.container.command), "a shell would parse the values"
-    words = [str(word).replace("/tmp/", f"{tmp_path}/step/") for word in (*task.container.command, *task.container.args)]
-    (tmp_path / "step").mkdir()
-    environ = {**os.environ, "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}"}
-    done = subprocess.run(words, env=environ, capture_output=True, text=True, check=False)
-    assert done.returncode == 0, done.stderr
-    job = submitted(api)
-    assert job.spec.workers.replicas == 3
-    assert {path.parent.name: path.read_text() for path in Path("kfp").glob("*/data")} == {
-        "name": job.metadata.name,
-        "best_checkpoint": "",
-        "loss": "",
-    }
+def test_the_steps_of_kubeflow_pipelines_run_commands_that_there_are() -> None:
+    commands = re.findall(r"^outlast (.*)$", (EXAMPLES / "pipeline.py").read_text(), re.M)
+    assert len(commands) == 3
+    assert [said for words in commands if (said := mistake(shlex.split(words)))] == []
 
 
 # The account
