@@ -467,7 +467,7 @@ def test_a_terminal_shows_lines_above_a_panel() -> None:
     shown = screen.getvalue()
     for words in (
         *("worker-0 | [EPOCH] red", "worker-1 | done [b]", "outlast | saving"),
-        *("job · Running", "world of 2", "step 40/100", "40%", "10/s", "6.0s left"),
+        *("job · Running", "world of 2", "step 40/100, 10 steps/s, 6.0s left (40%)"),
         *("world 2/2 (1–4) · generation 3 · 0 restarts · 0 interruptions", "no checkpoint yet", "goodput 50.0 %"),
         "loss 2.5 (step 40)",
         *("last failure: too bad", "warning: disk full", "step 50"),

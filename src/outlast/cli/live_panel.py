@@ -6,11 +6,9 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING
 
-from rich.console import Console, Group, RenderableType
+from rich.console import Console, Group
 from rich.live import Live
 from rich.panel import Panel
-from rich.progress_bar import ProgressBar
-from rich.table import Table
 from rich.text import Text
 
 from outlast.base import backoff, units
@@ -21,17 +19,14 @@ if TYPE_CHECKING:
     from outlast.job.logs import LogLine
 
 _STATES = {
-    State.PENDING: "cyan",
-    State.QUEUED: "cyan",
     State.RUNNING: "green",
-    State.RESIZING: "cyan",
     State.RESTARTING: "yellow",
-    State.SUSPENDED: "cyan",
     State.INTERRUPTED: "yellow",
     State.SUCCEEDED: "green",
     State.FAILED: "red",
     State.CANCELLED: "red",
 }
+"""Colours of states; the other ones are cyan."""
 
 
 class Terminal(run_view.Screen):
@@ -67,47 +62,28 @@ def _line(line: LogLine) -> Text:
 
 def panel(status: JobStatus, now: float) -> Panel:
     """Render a job's state in a few lines."""
-    colour = _STATES[status.state]
-    rows: list[RenderableType] = [Text(status.reason or "…", "dim", no_wrap=True, overflow="ellipsis")]
-    done: list[RenderableType] = [Text(f"step {status_page.steps(status)}", "bold")]
-    if status.steps:
-        done.append(ProgressBar(status.steps, status.step, width=24, complete_style=colour, finished_style=colour))
-        done.append(f"{min(1.0, status.step / status.steps):.0%}")
-    if status.rate and status.state.trains:
-        done.append(f"{status.rate:.3g}/s")
-    if status.eta_s:
-        done.append(f"{units.human_seconds(status.eta_s)} left")
-    if status.told == "log":
-        done.append("(read from the log)")
-    grid = Table.grid(padding=(0, 1))
-    grid.add_row(*done)
-    rows.append(grid)
-    facts = [
-        f"world {status_page.world(status)}",
-        f"generation {status.generation}",
-        units.count(status.restarts, "restart"),
-        units.count(status.interruptions, "interruption"),
-    ]
-    rows.append(_facts(facts))
-    if logged := status_page.metrics(status):
-        rows.append(_facts([logged]))
+    colour = _STATES.get(status.state, "cyan")
+    share = f" ({min(1.0, status.step / status.steps):.0%})" if status.steps else ""
+    world = f"world {status_page.world(status)}", f"generation {status.generation}"
+    ended = units.count(status.restarts, "restart"), units.count(status.interruptions, "interruption")
     saved = status_page.newest_checkpoint(status, now)
     facts = [
         f"checkpoint {saved}" if status.checkpoint else saved or f"no checkpoint {status_page.no_checkpoint(status)}",
         f"{units.human_seconds(status_page.lasted(status, now))} since the start",
+        *([f"goodput {status_page.goodput(status)}"] if status.goodput is not None else []),
     ]
-    if status.goodput is not None:
-        facts.append(f"goodput {status_page.goodput(status)}")
-    rows.append(_facts(facts))
-    if status.failure is not None:
-        rows.append(Text(f"last failure: {status.failure.reason}", "red", no_wrap=True, overflow="ellipsis"))
-    rows += [Text(f"warning: {warning}", "yellow", no_wrap=True, overflow="ellipsis") for warning in status.warnings[-2:]]
+    rows = [
+        (status.reason or "…", "dim"),
+        (f"step {status_page.progress(status)}{share}", "bold"),
+        (" · ".join((*world, *ended)), ""),
+        (status_page.metrics(status) or "", ""),
+        (" · ".join(facts), ""),
+        (f"last failure: {status.failure.reason}" if status.failure else "", "red"),
+        *((f"warning: {warning}", "yellow") for warning in status.warnings[-2:]),
+    ]
+    lines = [Text(text, style, no_wrap=True, overflow="ellipsis") for text, style in rows if text]
     title = Text.assemble((status.name, "bold"), " · ", (str(status.state), f"bold {colour}"))
-    return Panel(Group(*rows), title=title, title_align="left", border_style=colour, padding=(0, 1))
-
-
-def _facts(facts: Sequence[str]) -> Text:
-    return Text(" · ".join(facts), no_wrap=True, overflow="ellipsis")
+    return Panel(Group(*lines), title=title, title_align="left", border_style=colour, padding=(0, 1))
 
 
 def page(look: Callable[[], JobStatus], *, every_s: float) -> None:

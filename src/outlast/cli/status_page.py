@@ -51,9 +51,8 @@ _NO_STEP = "none reported; a line such as `step 120/2000` on rank 0 is read, out
 
 def _steps_known(status: JobStatus) -> bool:
     """Return whether the step is known. A run that has just started is at step 0."""
-    return bool(
-        status.step or status.told or not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
-    )
+    begins = not status.started or (not status.finished and time.time() - status.started < _FIRST_STEP_S)
+    return bool(status.step or status.told or begins)
 
 
 def session(status: JobStatus) -> bool:
@@ -134,13 +133,17 @@ def failure(failed: Failure) -> str:
     return "\n".join([head, *(f"    {line}" for line in words)])
 
 
-def _training(status: JobStatus, now: float) -> dict[str, str | None]:
+def progress(status: JobStatus) -> str:
+    """Format the step with the rate and the time left: `812/1560, 10 steps/s, 1m15s left`."""
     rate = f", {status.rate:.3g} steps/s" if status.rate and status.state.trains else ""
     left = f", {units.human_seconds(status.eta_s)} left" if status.eta_s else ""
-    source = " (read from the log)" if status.told == "log" else ""
+    return f"{steps(status)}{rate}{left}{' (read from the log)' if status.told == 'log' else ''}"
+
+
+def _training(status: JobStatus, now: float) -> dict[str, str | None]:
     return {
         "world": f"{world(status)} workers, generation {status.generation}, {status.processes} per worker",
-        "step": f"{steps(status)}{rate}{left}{source}" if _steps_known(status) else _NO_STEP,
+        "step": progress(status) if _steps_known(status) else _NO_STEP,
         "metrics": metrics(status),
         "snapshot": newest_snapshot(status),
         "checkpoint": newest_checkpoint(status, now) or f"none {no_checkpoint(status)}",

@@ -7,7 +7,7 @@ import enum
 import re
 import signal
 from collections.abc import Mapping
-from typing import Literal
+from typing import Literal, Self
 
 API_VERSION = "outlast.dev/v1alpha1"
 KIND = "ElasticJob"
@@ -57,7 +57,15 @@ def how_ended(status: int) -> str:
     return f"was killed by {signal_name(-status)}" if status < 0 else f"exited with code {status}"
 
 
-class FailureCause(enum.StrEnum):
+class OpenWords(enum.StrEnum):
+    """Words of which a newer version may know more: any other word is read as the empty one, UNKNOWN."""
+
+    @classmethod
+    def _missing_(cls, value: object) -> Self:
+        return cls("")
+
+
+class FailureCause(OpenWords):
     """Machine-readable cause of a worker's failure."""
 
     UNKNOWN = ""
@@ -69,12 +77,8 @@ class FailureCause(enum.StrEnum):
     BITS = "bits"
     """The rank's state differed from most other ranks' state. The run goes back to an earlier step without this worker."""
 
-    @classmethod
-    def _missing_(cls, value: object) -> FailureCause:
-        return cls.UNKNOWN
 
-
-class End(enum.StrEnum):
+class End(OpenWords):
     """Why a job has ended for good. The values are also the reasons in the job's Kubernetes condition, hence the CamelCase."""
 
     UNKNOWN = ""
@@ -88,10 +92,6 @@ class End(enum.StrEnum):
     DEADLINE = "DeadlineExceeded"
     STARTUP_DEADLINE = "StartupDeadlineExceeded"
     INVALID = "InvalidJob"
-
-    @classmethod
-    def _missing_(cls, value: object) -> End:
-        return cls.UNKNOWN
 
 
 class Env:
@@ -259,7 +259,7 @@ class Annotation:
     """`true` on a node that the node watcher has cordoned and may therefore uncordon."""
 
 
-class LeavingKind(enum.StrEnum):
+class LeavingKind(OpenWords):
     """Why a node is about to go away: the values of the taint LEAVING."""
 
     SPOT = "spot"
@@ -267,10 +267,6 @@ class LeavingKind(enum.StrEnum):
     MAINTENANCE = "maintenance"
     UNKNOWN = ""
     """No kind was given, or this version does not know the given kind."""
-
-    @classmethod
-    def _missing_(cls, value: object) -> LeavingKind:
-        return cls.UNKNOWN
 
 
 LEAVING = f"{GROUP}/leaving"

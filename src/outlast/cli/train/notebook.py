@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.base.errors import NotFound, OutlastError
+from outlast.base.errors import OutlastError
 from outlast.cli import terminal, web_servers
 
 if TYPE_CHECKING:
@@ -75,15 +75,8 @@ def notebook(
             print(f"JupyterLab runs already in {directory}: {there if made else there.partition('?')[0]}")
             return
         jupyter.prepare(private, token)
-        while True:
-            server = jupyter.Server(directory, web_servers.port(port, bind, jupyter.PORT), bind, open_, base)
-            try:
-                _serve(server, private, environ, token, made=made)
-            except NotFound:
-                if port or not web_servers.answers(server.host, server.port):
-                    raise
-                continue  # another server took the port while ours started
-            return
+        server = jupyter.Server(directory, web_servers.port(port, bind, jupyter.PORT), bind, open_, base)
+        _serve(server, private, environ, token, made=made)
 
 
 def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], token: str, *, made: bool) -> None:

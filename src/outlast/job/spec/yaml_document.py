@@ -56,12 +56,7 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
         if not nodes:
             raise wrong(None, "the file is empty; a job file starts with `apiVersion: outlast.dev/v1alpha1`")
         document = Document(data=None, lines={})
-        walk = _Walk(yaml.SafeLoader(""), document, verbatim)
-        try:
-            data = walk.value(nodes[0], ())
-        except _Repeated as repeated:
-            sentence = f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for"
-            raise wrong(repeated.line, sentence) from None
+        data = _Walk(yaml.SafeLoader(""), document, verbatim, source).value(nodes[0], ())
         return Document(data, document.lines, document.problems)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -76,16 +71,12 @@ def read(text: str, *, source: str, verbatim: Callable[[Place], bool] = lambda _
         raise wrong(None, "the document is nested too deeply, or an alias in it refers to itself") from error
 
 
-class _Repeated(Exception):
-    def __init__(self, line: int) -> None:
-        self.line = line
-
-
 @dataclass
 class _Walk:
     loader: yaml.SafeLoader
     document: Document
     verbatim: Callable[[Place], bool]
+    source: str
     seen: set[int] = field(default_factory=set)
     """Ids of visited nodes. A node that is visited again is an alias, or below an alias."""
     repeats: int = 0
@@ -94,7 +85,8 @@ class _Walk:
         if id(node) in self.seen:
             self.repeats += 1
             if self.repeats > _REPEATS:
-                raise _Repeated(node.start_mark.line + 1)
+                sentence = f"aliases repeat more than {_REPEATS:,} values; write fewer, or what they stand for"
+                raise InvalidJob([(node.start_mark.line + 1, sentence)], source=self.source)
         self.seen.add(id(node))
         self.document.lines.setdefault(place, node.start_mark.line + 1)
         if isinstance(node, yaml.MappingNode):
