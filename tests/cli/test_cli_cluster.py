@@ -14,7 +14,7 @@ import pytest
 
 import apiserver
 from outlast import client
-from outlast.cli import tables
+from outlast.base import units
 from outlast.cli.look import live_pages
 from outlast.job import accelerators
 from outlast.job.report import goodput
@@ -75,11 +75,11 @@ def test_the_report_of_a_job_in_a_cluster_is_read_from_its_store(team: apiserver
     assert (code, err) == (0, "")
     found = json.loads(out)
     assert (found["name"], found["run"], found["steps_kept"], found["goodput"]) == ("train", "run-1", 8, account.goodput)
-    assert f"goodput {tables.percent(same)}" in outlast("report", "train", "--context", "here", "-n", "n")[1].replace("  ", " ")
+    assert f"goodput {units.percent(same)}" in outlast("report", "train", "--context", "here", "-n", "n")[1].replace("  ", " ")
     page = outlast("status", "train", "-n", "n")[1]
-    assert re.search(rf"^goodput +{tables.percent(same)}$", page, re.MULTILINE)
+    assert re.search(rf"^goodput +{units.percent(same)}$", page, re.MULTILINE)
     assert "nothing pushed" not in page, "that is not known here"
-    assert tables.percent(same) in outlast("list", "-n", "n")[1]
+    assert units.percent(same) in outlast("list", "-n", "n")[1]
     assert json.loads(outlast("report", f"{url}/train", "-o", "json")[1])["goodput"] == account.goodput
 
 

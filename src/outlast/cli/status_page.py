@@ -24,8 +24,10 @@ _FIRST_STEP_S = 20.0
 
 def goodput(status: JobStatus) -> str | None:
     """Format the goodput as `94.1 %`, or as `at most 94.1 %` for a script whose repeated steps cannot be recognised."""
+    if status.goodput is None:
+        return None
     exact = status.told not in ("", "log") or status.checkpoint is not None or (not status.told and status.step)
-    return tables.percent(status.goodput) if exact or not status.goodput else f"at most {tables.percent(status.goodput)}"
+    return f"{'' if exact or not status.goodput else 'at most '}{units.percent(status.goodput)}"
 
 
 def lasted(status: JobStatus, now: float) -> float:

@@ -10,7 +10,6 @@ from typing import Annotated, Any
 
 import typer
 
-from outlast.base import units
 from outlast.base.errors import NotFound
 from outlast.cli import terminal
 
@@ -66,11 +65,6 @@ def fields(pairs: Mapping[str, object]) -> str:
     width = max(map(len, pairs), default=0)
     given = ((name, value) for name, value in pairs.items() if value not in (None, ""))
     return "\n".join(f"{name.ljust(width)}  {terminal.one_line(str(value))}" for name, value in given)
-
-
-def percent(share: float | None) -> str | None:
-    """Format a share as `94.1 %`."""
-    return None if share is None else units.percent(share)
 
 
 def moment(when: float) -> str:

@@ -55,7 +55,7 @@ def validate(
                 print(f"  {sentence}")
             for sentence in unused_fields.anywhere(job):
                 print(f"{file}: warning: {sentence}", file=sys.stderr)
-            for sentence in (*unused_fields.here(job), *unused_fields.pods(job)):
+            for sentence in unused_fields.here(job):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
 
