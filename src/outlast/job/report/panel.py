@@ -24,9 +24,8 @@ _STATES = {
 }
 _WORKERS = {"training": _GREEN, "done": _GREEN, "gone": _RED}
 _TEXT, _DIM, _LINE = "var(--jp-ui-font-color1, #222)", "var(--jp-ui-font-color2, #666)", "var(--jp-border-color2, #ccc)"
-_WIDTH, _HEIGHT, _LEFT, _BOTTOM, _TOP = 660, 150, 44, 22, 10
-"""Size and margins of the curve, in pixels."""
-_LABEL = 60
+_WIDTH, _HEIGHT = 660, 120
+"""Size of the curve in pixels."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -61,44 +60,40 @@ def text(status: JobStatus, metric: str = "loss") -> str:
 
 def page(status: JobStatus, curve: Sequence[Point], metric: str, now: float) -> str:
     """Return the panel as HTML, without a curve if `metric` is empty."""
-    rows = [_head(status), _progress(status), _workers(status.workers), _facts(status, now)]
+    colour, name, reason = _STATES.get(status.state, _BLUE), html.escape(status.name), html.escape(status.reason)
+    share = min(1.0, status.step / status.steps) if status.steps else 0.0
+    done = _div("", f"width:{share:.1%};height:8px;border-radius:4px;background:{colour}")
+    rows = [
+        _div(f'<b>{name}</b> · <b style="color:{colour}">{status.state}</b> <span style="color:{_DIM}">{reason}</span>'),
+        _div(done, f"height:8px;border-radius:4px;background:{_LINE};margin:6px 0 2px"),
+        _div(_progress(status)),
+        _div("".join(map(_worker, status.workers))),
+    ]
+    if status.failure is not None:
+        rows.append(_div(f"last failure: {html.escape(status.failure.reason)}", f"color:{_RED};margin:6px 0"))
+    rows.append(_div(_facts(status, now), f"color:{_DIM}"))
     if metric:
         rows.append(_curve(curve, metric, status.steps))
-    if status.failure is not None:
-        rows.insert(3, _div(f"last failure: {html.escape(status.failure.reason)}", f"color:{_RED};margin:6px 0"))
     look = f"max-width:{_WIDTH}px;border:1px solid {_LINE};border-radius:6px;padding:10px 14px;color:{_TEXT};"
     return _div("".join(rows), look + "font:13px/1.5 var(--jp-ui-font-family, sans-serif)")
 
 
-def _head(status: JobStatus) -> str:
-    colour = _STATES.get(status.state, _BLUE)
-    state = f'<b style="color:{colour}">{status.state}</b>'
-    return _div(f'<b>{html.escape(status.name)}</b> · {state} <span style="color:{_DIM}">{html.escape(status.reason)}</span>')
-
-
 def _progress(status: JobStatus) -> str:
-    steps = f"step {status.step:,}" + (f" of {status.steps:,}" if status.steps else "")
-    facts = [f"<b>{steps}</b>"]
+    facts = [f"<b>step {status.step:,}{f' of {status.steps:,}' if status.steps else ''}</b>"]
     if status.rate and status.state.trains:
         facts.append(f"{status.rate:.3g} steps/s")
     if status.eta_s:
         facts.append(f"{units.human_seconds(status.eta_s)} left")
-    share = min(1.0, status.step / status.steps) if status.steps else 0.0
-    done = _div("", f"width:{share:.1%};height:8px;border-radius:4px;background:{_STATES.get(status.state, _BLUE)}")
-    bar = _div(done, f"height:8px;border-radius:4px;background:{_LINE};margin:6px 0 2px")
-    return bar + _div(" · ".join(facts))
+    return " · ".join(facts)
 
 
-def _workers(workers: Sequence[WorkerStatus]) -> str:
-    chips = []
-    for worker in workers:
-        colour = _WORKERS.get(worker.state, _AMBER)
-        ranks = f", rank {', '.join(str(rank.rank) for rank in worker.ranks)}" if worker.ranks else ""
-        again = f", {units.count(worker.restarts, 'restart')}" if worker.restarts else ""
-        look = f"display:inline-block;border:1px solid {colour};border-radius:10px;padding:0 10px;margin:6px 6px 2px 0"
-        dot = f'<span style="color:{colour}">●</span>'
-        chips.append(f'<span style="{look}">{dot} worker {worker.index}: {html.escape(worker.state)}{ranks}{again}</span>')
-    return _div("".join(chips))
+def _worker(worker: WorkerStatus) -> str:
+    colour = _WORKERS.get(worker.state, _AMBER)
+    ranks = f", rank {', '.join(str(rank.rank) for rank in worker.ranks)}" if worker.ranks else ""
+    again = f", {units.count(worker.restarts, 'restart')}" if worker.restarts else ""
+    look = f"display:inline-block;border:1px solid {colour};border-radius:10px;padding:0 10px;margin:6px 6px 2px 0"
+    dot = f'<span style="color:{colour}">●</span>'
+    return f'<span style="{look}">{dot} worker {worker.index}: {html.escape(worker.state)}{ranks}{again}</span>'
 
 
 def _facts(status: JobStatus, now: float) -> str:
@@ -109,8 +104,7 @@ def _facts(status: JobStatus, now: float) -> str:
         facts.append(f"checkpoint of step {status.checkpoint.step:,}")
     if status.goodput is not None:
         facts.append(f"goodput {units.percent(status.goodput)}")
-    facts.append(f"{units.human_seconds(max(0.0, (status.finished or now) - status.submitted))} since the start")
-    return _div(" · ".join(facts), f"color:{_DIM}")
+    return " · ".join([*facts, f"{units.human_seconds(max(0.0, (status.finished or now) - status.submitted))} since the start"])
 
 
 def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
@@ -120,37 +114,23 @@ def _curve(points: Sequence[Point], metric: str, steps: int | None) -> str:
         return _div(f"the {html.escape(metric)} is drawn as soon as it is logged twice", f"color:{_DIM}")
     low, high = min(point.value for point in finite), max(point.value for point in finite)
     last = max(steps or 1, *(point.step for point in points))
-    wide, tall = _WIDTH - _LEFT - 10, _HEIGHT - _TOP - _BOTTOM
 
     def x(step: float) -> float:
-        return round(_LEFT + wide * step / last, 1)
+        return round(_WIDTH * step / last, 1)
 
     def y(value: float) -> float:
-        return round(_TOP + tall * (high - value) / ((high - low) or 1.0), 1)
+        return round(_HEIGHT * (high - value) / ((high - low) or 1.0), 1)
 
-    base = _TOP + tall
-    shapes = [f'<path d="M{_LEFT} {_TOP}V{base}H{_LEFT + wide}" fill="none" stroke="{_LINE}"/>']
-    free = 0.0  # x from which there is room for a label
-    for before, after in itertools.pairwise(points):
-        if after.generation > before.generation:
-            at = x((before.step + after.step) / 2)
-            shapes.append(f'<path d="M{at} {_TOP}V{base}" stroke="{_RED}" stroke-dasharray="4 3"/>')
-            if at >= free:
-                shapes.append(_label(at + 4, _TOP + 10, f"world {after.generation}", _RED))
-                free = at + _LABEL
+    worlds = [x((a.step + b.step) / 2) for a, b in itertools.pairwise(points) if b.generation > a.generation]
+    shapes = [f'<path d="M{at} 0V{_HEIGHT}" stroke="{_RED}" stroke-dasharray="4 3"/>' for at in worlds]
     thin = [*finite[: -1 : math.ceil(len(finite) / _WIDTH)], finite[-1]]  # a long run has more points than pixels
     line = " ".join(f"{x(point.step)},{y(point.value)}" for point in thin)
     shapes.append(f'<polyline points="{line}" fill="none" stroke="{_BLUE}" stroke-width="2"/>')
-    shapes += [_label(_LEFT - 6, y(value) + 4, f"{value:.3g}", _DIM, "end") for value in (low, high)]
-    shapes += [_label(_LEFT, base + 16, "0", _DIM), _label(_LEFT + wide, base + 16, f"step {last:,}", _DIM, "end")]
-    shapes.append(_label(_LEFT + wide / 2, base + 16, f"{metric}, now {points[-1].value:.3g}", _TEXT, "middle"))
-    box = f'viewBox="0 0 {_WIDTH} {_HEIGHT}" width="100%" role="img" aria-label="{html.escape(metric)}"'
-    return f"<svg {box}>{''.join(shapes)}</svg>"
-
-
-def _label(x: float, y: float, text: str, colour: str, anchor: str = "start") -> str:
-    return f'<text x="{x}" y="{y}" font-size="11" style="fill:{colour}" text-anchor="{anchor}">{html.escape(text)}</text>'
+    note = f"{html.escape(metric)}, now {points[-1].value:.3g}, between {low:.3g} and {high:.3g}, up to step {last:,}"
+    note += "; red lines: another world" if worlds else ""
+    box = f'viewBox="0 -2 {_WIDTH} {_HEIGHT + 4}" width="100%" role="img" aria-label="{html.escape(metric)}"'
+    return f"<svg {box}>{''.join(shapes)}</svg>{_div(note, f'color:{_DIM}')}"
 
 
 def _div(content: str, look: str = "") -> str:
-    return f'<div style="{look}">{content}</div>' if look else f"<div>{content}</div>"
+    return f'<div style="{look}">{content}</div>'
