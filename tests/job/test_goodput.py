@@ -232,7 +232,7 @@ def test_the_time_a_step_waited_for_data_is_a_data_stall_unless_the_step_was_los
     # the first step: 4 s of data, 1.5 s as ordinary, the rest is start-up; the last ones have said more than they took
     expected = {"queue": 1, "startup": 3.5, "data stall": 7, "training": 5.5, "replayed": 4, "rendezvous": 1}
     assert spent(story.account()) == expected
-    assert "  ~ data stall             7.00s" in printed.plain(story.account())
+    assert "  data stall             7.00s" in printed.plain(story.account())
     half = training().say("step", 1, generation=1, step=1).say("step", 4, generation=1, step=5, steps=4, waited_s=2.0)
     half.failure().world(1).session().restored(3).say("step", 1, generation=2, step=4)
     assert spent(half.account()) == {"queue": 1, "startup": 2, "training": 3, "data stall": 1, "replayed": 2, "rendezvous": 1}
@@ -610,13 +610,13 @@ def a_report() -> goodput.Goodput:
 PLAIN = """\
 cifar10  Succeeded  58s  goodput 85.8 %
 
-  █ training              50.00s   85.8 %  ██████████████████████████
-  ▁ start-up               3.40s    5.8 %  ██
-  ▒ replayed steps         3.25s    5.6 %  ██
-  · queue                  1.00s    1.7 %  █
-  ▴ restore                0.30s    0.5 %  ▏
-  ┼ rendezvous             0.20s    0.3 %  ▏
-  ▪ checkpoint stall       0.10s    0.2 %  ▏
+  training              50.00s   85.8 %  ██████████████████████████
+  start-up               3.40s    5.8 %  ██
+  replayed steps         3.25s    5.6 %  ██
+  queue                  1.00s    1.7 %  █
+  restore                0.30s    0.5 %  ▏
+  rendezvous             0.20s    0.3 %  ▏
+  checkpoint stall       0.10s    0.2 %  ▏
 
 """
 
@@ -630,8 +630,6 @@ def test_the_report_shows_where_the_time_went():
     )
     assert "\n  lost     1 failure cost up to 4.75s of training\n" in report
     assert max(len(line) for line in report.splitlines()) <= 80
-    strip = report.split("\n\n")[2].splitlines()[0].strip()
-    assert set(strip) == set("█▁▒·▴┼▪")
 
 
 def test_a_long_sentence_takes_two_lines_at_most():

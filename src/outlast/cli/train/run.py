@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import sys
-import threading
 import time
-from collections.abc import Iterator
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
@@ -17,11 +14,6 @@ from outlast.cli import find_job, terminal
 from outlast.cli.find_job import FileOrScript, SetOption, TitleOption
 from outlast.cli.train import overrides, script
 from outlast.cli.train.script import ModuleOption, WorkersOption
-
-if TYPE_CHECKING:
-    from outlast.job.spec import Job
-
-_NOTICE_DELAY_S = 3.0
 
 
 def run(
@@ -79,8 +71,7 @@ def run(
         terminal.say(f"{name}: {sentence}")
 
     began = time.time()
-    with _explained(job):
-        place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
+    place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
     going_on = place.status(name).submitted < began  # here or elsewhere: the output has old lines
     for notice in place.notices:
         terminal.say(notice)
@@ -101,20 +92,3 @@ def run(
     for sentence in (*run_view.summary(status, time.time()), *(misplaced if refused else ())):
         terminal.say(sentence)
     raise typer.Exit(code)
-
-
-@contextlib.contextmanager
-def _explained(job: Job) -> Iterator[None]:
-    """Explain a slow start, which is nearly always a wait for the store."""
-    from outlast.job import spec
-
-    there = job.spec.output if job.spec.output and spec.local(job.spec.output) is None else ""
-    waits = f"waiting for {there}: it does not answer, or the output of an earlier run is being archived; Ctrl-C stops"
-    timer = threading.Timer(_NOTICE_DELAY_S, terminal.say, (waits,))
-    timer.daemon = True
-    if there:
-        timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()

@@ -11,22 +11,8 @@ from outlast.job.report.goodput import COUNTED, Goodput
 from outlast.job.report.incidents import FAILURES, PLANNED, Incident, total
 from outlast.job.report.steps import Bucket
 
-_LOOK = {
-    Bucket.TRAINING: ("█", "training"),
-    Bucket.REPLAYED: ("▒", "replayed steps"),
-    Bucket.DATA: ("~", "data stall"),
-    Bucket.SNAPSHOT: ("°", "snapshot stall"),
-    Bucket.CHECKPOINT: ("▪", "checkpoint stall"),
-    Bucket.RENDEZVOUS: ("┼", "rendezvous"),
-    Bucket.RESTORE: ("▴", "restore"),
-    Bucket.STARTUP: ("▁", "start-up"),
-    Bucket.QUEUE: ("·", "queue"),
-    Bucket.PODS: (":", "pod start"),
-    Bucket.HANG: ("!", "hang"),
-    Bucket.IDLE: (" ", "idle"),
-    Bucket.SUSPENDED: ("_", "suspended"),
-}
-"""Glyph and name of each bucket."""
+_NAMES = {Bucket.REPLAYED: "replayed steps", Bucket.CHECKPOINT: "checkpoint stall", Bucket.STARTUP: "start-up"}
+"""Names of buckets that say more than their values, which programs read."""
 _FIELDS = ("time", "kind", "text", "worker", "generation", "attempt", "recovery_s", "replayed")
 _TOTALS = {"failures": FAILURES, "interruptions": PLANNED}
 PROGRESS = "from outlast.training import progress; progress(step, total)"
@@ -37,8 +23,7 @@ _SHOWN = 20
 
 def plain(goodput: Goodput, title: str = "", width: int = 100) -> str:
     """Return the report, at most `width` columns wide, ending with a newline."""
-    middle = [*_buckets(goodput), "", *_strip(goodput, width), "", *_counts(goodput)]
-    lines = [_headline(goodput, title), "", *middle, *_incidents(goodput, width)]
+    lines = [_headline(goodput, title), "", *_buckets(goodput), "", *_counts(goodput), *_incidents(goodput, width)]
     return "".join(f"{line.rstrip()}\n" for line in lines)
 
 
@@ -78,9 +63,8 @@ def _buckets(goodput: Goodput) -> list[str]:
     lines = []
     for bucket in rows:
         if goodput.microseconds[bucket] or bucket is Bucket.TRAINING:
-            glyph, name = _LOOK[bucket]
-            share = goodput.share(bucket)
-            lines.append(f"  {glyph} {name:<17}{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  {_bar(share)}")
+            name, share = _NAMES.get(bucket, bucket.value), goodput.share(bucket)
+            lines.append(f"  {name:<17}{_seconds(goodput.seconds[bucket]):>11}  {units.percent(share):>7}  {_bar(share)}")
     return lines
 
 
@@ -91,28 +75,6 @@ def _seconds(seconds: float) -> str:
 
 def _bar(share: float) -> str:
     return "█" * round(share * _BAR) or ("▏" if share else "")
-
-
-def _strip(goodput: Goodput, width: int) -> list[str]:
-    """Draw the run from left to right. A column shows its largest bucket, but every bucket appears at least once."""
-    columns = max(20, width - 4)
-    total = goodput.end - goodput.start
-    if total <= 0:
-        return []
-    weight = [dict.fromkeys(Bucket, 0.0) for _ in range(columns)]
-    for segment in goodput.segments:
-        begin = (segment.start - goodput.start) / total * columns
-        end = (segment.end - goodput.start) / total * columns
-        for i in range(int(begin), min(columns, int(end) + 1)):
-            weight[i][segment.bucket] += max(0.0, min(end, i + 1) - max(begin, i))
-    shown = [max(column, key=column.__getitem__) for column in weight]
-    for bucket in Bucket:
-        if goodput.microseconds[bucket] and bucket not in shown:
-            best = max(range(columns), key=[column[bucket] for column in weight].__getitem__)
-            if shown.count(shown[best]) > 1:
-                shown[best] = bucket
-    line = "".join(_LOOK[bucket][0] for bucket in shown)
-    return [f"  {line}", f"  {at(0):<{columns // 2}}{at(total):>{columns - columns // 2}}"]
 
 
 def counts(goodput: Goodput) -> dict[str, str]:
