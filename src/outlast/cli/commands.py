@@ -20,7 +20,7 @@ from outlast.cli.cluster import doctor, install, processes, rdzv, render
 from outlast.cli.data import checkpoints, datasets, fetch, sync
 from outlast.cli.groups import Commands
 from outlast.cli.look import report, status_logs_list, tensorboard, top, ui, wait, why
-from outlast.cli.train import chaos, convert, evaluate, notebook, run, script, submit, suspend_scale_cancel, validate
+from outlast.cli.train import chaos, evaluate, notebook, run, script, submit, suspend_scale_cancel, validate
 
 GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
     "Train": {
@@ -33,7 +33,7 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "cancel": suspend_scale_cancel.cancel,
         "evaluate": evaluate.evaluate,
         "validate": validate.validate,
-        "convert": convert.convert,
+        "convert": validate.convert,
         "chaos": chaos.chaos,
         "notebook": notebook.notebook,
         "forget": suspend_scale_cancel.forget,

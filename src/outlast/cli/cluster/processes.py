@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
-from outlast.cli import completion
+from outlast.cli import completion, find_job
 from outlast.cli.find_job import ContextOption
 from outlast.job.contract import Env
 
@@ -83,19 +83,14 @@ def node_watch(
     import signal
     import threading
 
-    from outlast.base import units
     from outlast.base.clock import Clock
-    from outlast.base.errors import OutlastError
     from outlast.base.loglines import write_log
     from outlast.kubernetes import api
     from outlast.kubernetes.api import kinds
     from outlast.kubernetes.nodewatch.metadata import Metadata
     from outlast.kubernetes.nodewatch.node_watcher import Watcher
 
-    try:
-        interval_s = max(0.2, units.duration(poll_interval).total_seconds())
-    except ValueError as error:
-        raise OutlastError(f"--poll-interval {poll_interval} {error}") from error
+    interval_s = max(0.2, find_job.duration("--poll-interval", poll_interval).total_seconds())
     write_log(text=True)
     stop = threading.Event()
     for number in (signal.SIGTERM, signal.SIGINT):

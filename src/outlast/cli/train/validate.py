@@ -1,4 +1,4 @@
-"""`outlast validate`: checking job files, and printing all their mistakes."""
+"""`outlast validate | convert`: checking job files, and making them of Kubeflow's documents."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ import typer
 
 from outlast.base import units
 from outlast.base.errors import OutlastError
+from outlast.cli.find_job import FileArgument
 
 if TYPE_CHECKING:
     from outlast.job import spec
@@ -58,6 +59,25 @@ def validate(
             for sentence in unused_fields.here(job):
                 print(f"{file}: with outlast run: {sentence}", file=sys.stderr)
     raise typer.Exit(code)
+
+
+def convert(file: FileArgument) -> None:
+    """Print the job file of a TrainJob or PyTorchJob of Kubeflow.
+
+    Standard error has a line for each field that is assumed or dropped. A document that cannot be converted is rejected with one
+    sentence. run, submit and render accept Kubeflow documents directly, and print the same lines. The file - is standard input.
+
+    \b
+    Examples:
+      outlast convert trainjob.yaml > job.yaml
+      outlast convert pytorchjob.yaml | outlast submit -
+      kubectl get trainjob train -o yaml | outlast convert -
+    """
+    from outlast.cli.cluster import render
+    from outlast.cli.train import overrides
+
+    job = overrides.load(file)
+    print(render.text([job.model_dump(mode="json", by_alias=True, exclude_defaults=True)]), end="")
 
 
 def _snapshots(job: spec.Job) -> Iterator[str]:

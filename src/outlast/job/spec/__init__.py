@@ -12,8 +12,7 @@ snake_case, and names in the file are camelCase. The heaviest import in this pac
 
 from __future__ import annotations
 
-from outlast.job.spec.job_file import absent, anchor, code_of, dump, load, no_such_file, of, parse, text, without_secrets
-from outlast.job.spec.json_schema import schema
+from outlast.job.spec.job_file import absent, anchor, code_of, dump, load, no_such_file, of, parse, schema, text, without_secrets
 from outlast.job.spec.locations import ARCHIVES, STORES, archive, local, pinned, web
 from outlast.job.spec.model import OWN, Checkpoint, Environment, Job, Metadata, Rendezvous, Resources, Restarts, Spec, Workers
 

@@ -1,4 +1,4 @@
-"""Reads job files, makes their paths absolute, writes them, and checks whether the files that they name exist."""
+"""Reads, writes and describes job files, makes their paths absolute, and checks whether the files that they name exist."""
 
 from __future__ import annotations
 
@@ -6,11 +6,15 @@ import difflib
 import re
 import sys
 from collections.abc import Iterator
+from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
 import yaml
+from pydantic import BaseModel
+from pydantic.json_schema import GenerateJsonSchema
 
+from outlast.base import units
 from outlast.base.errors import InvalidJob, NotFound, OutlastError
 from outlast.job.spec import field_types as fields
 from outlast.job.spec import validation
@@ -51,6 +55,29 @@ def dump(job: Job) -> str:
     """Format a job as YAML without default values. `parse` turns the result into an equal job."""
     document = job.model_dump(mode="json", by_alias=True, exclude_defaults=True)
     return yaml.safe_dump(document, sort_keys=False, width=120)  # not allow_unicode: PyYAML 6.0.3 cannot read back its own U+0085
+
+
+def schema() -> dict[str, Any]:
+    """Return the JSON schema for job files, which editors use."""
+    described = Job.model_json_schema(schema_generator=_Schema)
+    for model in (described, *described["$defs"].values()):
+        for field in model["properties"].values():
+            field.pop("title", None)  # only repeats the name, capitalized
+    return {"$schema": "https://json-schema.org/draft/2020-12/schema", **described}
+
+
+class _Schema(GenerateJsonSchema):
+    """Generates a schema with defaults as written in a job file."""
+
+    def encode_default(self, dft: Any) -> Any:
+        match dft:
+            case timedelta():
+                return units.duration_text(dft)
+            case units.Every():
+                return str(dft) if dft.steps else units.duration_text(dft.duration or timedelta())
+            case BaseModel():
+                return {}
+        return super().encode_default(dft)
 
 
 def without_secrets(job: Job) -> Job:
