@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import shutil
-import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
@@ -101,18 +99,6 @@ def test_kubectl_completes_the_plug_in_by_its_convention(team: apiserver.ApiServ
     assert offers("wai") == ["wait\tWait until a job reaches a step or a state.", ":0"]
     assert offers("agent")[-1] == ":0", "which is a role, and is not played here"
     assert {line.partition("\t")[0] for line in offers("list", "--")} >= {"--all-namespaces", "--selector", "--watch"}
-
-
-@pytest.mark.slow
-@pytest.mark.skipif(not shutil.which("kubectl"), reason="needs kubectl")
-def test_kubectl_itself_asks_the_plug_in(tmp_path: Path) -> None:
-    for program, function in (("kubectl-outlast", "kubectl_plugin"), ("kubectl_complete-outlast", "kubectl_completion")):
-        (tmp_path / program).write_text(f"#!{sys.executable}\nfrom outlast import cli\ncli.{function}()\n")
-        (tmp_path / program).chmod(0o755)
-    command = ["kubectl", "__complete", "outlast", "chaos", "kill-w"]  # and nothing for which a cluster has a second
-    environ = {**os.environ, "PATH": f"{tmp_path}:{os.environ['PATH']}"}
-    done = subprocess.run(command, env=environ, capture_output=True, text=True, check=True, timeout=60)
-    assert done.stdout.splitlines() == ["kill-worker", ":0"]
 
 
 def test_every_name_of_a_job_a_namespace_and_a_context_is_completed() -> None:

@@ -275,22 +275,3 @@ def test_a_browser_draws_every_plot_on_a_phone_in_light_and_dark(name: str, brow
         assert [plot for plot, painted in seen["plots"] if not painted] == []
         assert (told, seen["wide"], seen["hit"]) == ([], False, "undefined")
         shown.close()
-
-
-@pytest.mark.slow
-@pytest.mark.jobs
-def test_a_plot_is_zoomed_with_the_keyboard(browser: Any, tmp_path: Path) -> None:
-    (tmp_path / "page.html").write_text(a_page(ten_kills()))
-    shown = browser.new_page(color_scheme="light")
-    shown.goto((tmp_path / "page.html").as_uri())
-    shown.locator("body[data-drawn]").wait_for(timeout=60_000)
-    end = "() => Bokeh.documents[0].roots()[0].x_range.end"
-    before = shown.evaluate(end)
-    shown.locator("[title^='Zoom In']").first.focus()
-    shown.keyboard.press("Enter")
-    shown.wait_for_function(f"before => ({end})() < before", arg=before, timeout=10_000)
-    shown.emulate_media(color_scheme="dark")
-    shown.locator("body[data-drawn=dark]").wait_for(timeout=60_000)
-    drawn = "[...document.querySelectorAll('.plot')].map((each) => each.childElementCount)"
-    assert set(shown.evaluate(drawn)) == {1}, "each plot is drawn once"
-    shown.close()

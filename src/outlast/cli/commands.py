@@ -19,7 +19,7 @@ from outlast.cli import find_job, terminal
 from outlast.cli.cluster import doctor, install, processes, rdzv, render
 from outlast.cli.data import checkpoints, datasets, fetch, sync
 from outlast.cli.groups import Commands
-from outlast.cli.look import report, status_logs_list, tensorboard, top, ui, wait, why
+from outlast.cli.look import report, status_logs_list, tensorboard, top, ui, wait_why
 from outlast.cli.train import chaos, evaluate, notebook, run, script, submit, suspend_scale_cancel, validate
 
 GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
@@ -42,8 +42,8 @@ GROUPS: dict[str, dict[str, Callable[..., None] | typer.Typer]] = {
         "status": status_logs_list.status,
         "logs": status_logs_list.logs,
         "list": status_logs_list.list_,
-        "wait": wait.wait,
-        "why": why.why,
+        "wait": wait_why.wait,
+        "why": wait_why.why,
         "report": report.report,
         "ui": ui.ui,
         "top": top.top,

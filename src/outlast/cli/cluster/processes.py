@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import typer
 
+from outlast.base.errors import importing
 from outlast.cli import completion, find_job
 from outlast.cli.find_job import ContextOption
 from outlast.job.contract import Env
@@ -43,14 +44,8 @@ def operator(
       outlast operator --lost-after 2m
       outlast operator --context kind-test --log text
     """
-    try:
+    with importing("an operator", "kubernetes"):
         from outlast.kubernetes.operator import main
-    except ModuleNotFoundError as error:
-        from outlast.kubernetes.api import login
-
-        if (error.name or "").startswith("outlast"):
-            raise  # our own module: a bug
-        raise login.not_installed(error) from error
 
     limits = main.limits(lost_after)
     main.main(limits, namespace=namespace, workers=workers, text=log == "text", context=context)

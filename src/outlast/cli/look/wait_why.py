@@ -1,4 +1,4 @@
-"""`outlast wait`: waiting in a script or pipeline for a job to reach a step or state, or to end."""
+"""`outlast wait | why`: waiting for a job to reach a step or state, or to end, and showing why it does not train."""
 
 from __future__ import annotations
 
@@ -7,8 +7,9 @@ from typing import Annotated, Any
 import typer
 
 from outlast.base.errors import OutlastError
-from outlast.cli import find_job, status_page
+from outlast.cli import find_job, status_page, tables
 from outlast.cli.find_job import ContextOption, NameArgument, NamespaceOption
+from outlast.cli.tables import Output, OutputOption
 
 
 def wait(
@@ -46,3 +47,29 @@ def wait(
     run = find_job.run(ctx, name, namespace, context)
     status = run.wait(**options)
     print(f"{run.name}: {status_page.state(status)}, step {status.step}")
+
+
+def why(
+    ctx: typer.Context,
+    name: NameArgument = None,
+    namespace: NamespaceOption = None,
+    context: ContextOption = None,
+    output: OutputOption = Output.TABLE,
+) -> None:
+    """Say why a job does not train, and what to do about it.
+
+    The most important cause comes first, and each cause comes with the evidence and a remedy. The command looks at the job, its
+    pods and their logs, events, nodes, claims, quotas and queues. The exit code is 0 if the job could be examined.
+
+    \b
+    Examples:
+      outlast why
+      outlast why cifar10 -n team-a
+      outlast why cifar10 -o json
+    """
+    found = find_job.run(ctx, name, namespace, context).why()
+    if output is Output.TABLE:
+        print(found)
+        return
+    rows = [{"rule": e.name, "what": e.what, "evidence": e.evidence, "remedy": e.remedy, "wrong": e.failed} for e in found.causes]
+    tables.data({"causes": rows, "unseen": found.unseen}, output)
