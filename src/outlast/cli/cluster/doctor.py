@@ -96,7 +96,6 @@ def _of(cluster: Cluster) -> Iterator[Finding]:
 
 
 def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    """Yield the checks. If a cluster error ends them, yield a final finding about that error."""
     from outlast.kubernetes.diagnosis import Finding
 
     try:

@@ -209,7 +209,6 @@ def _read(path: Path) -> str:
 
 
 def _quoted(text: str) -> str:
-    """Format text as a YAML scalar that parses to the same text."""
     import yaml
 
     plain = re.fullmatch(r"(--)?[A-Za-z_][\w./=,+-]*", text, re.ASCII) and yaml.safe_load(text) == text

@@ -139,7 +139,6 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
 
 
 def _change(cluster: Cluster, document: Document) -> str:
-    """Describe the result of a dry run for one document: created, changed (with a diff) or unchanged."""
     from outlast.kubernetes import api
     from outlast.kubernetes.api import apply_documents, kinds
     from outlast.kubernetes.manifests import configmaps_and_service

@@ -175,7 +175,6 @@ def forget(
 
 
 def _remove(urls: Sequence[str], *, yes: bool) -> None:
-    """Remove jobs' outputs in stores, including files from earlier runs."""
     from outlast.storage import runs
 
     for there, record in map(find_job.stored_run, urls):

@@ -314,7 +314,6 @@ def _goodput(page: Page, account: Goodput) -> None:
 
 
 def _incidents(page: Page, account: Goodput) -> None:
-    """Show the incidents and what each of them cost."""
     free = {"seconds": 0.0, "up_to": False, "source": "", **{f"{part}_s": 0.0 for part in _PARTS}}
     every = [{**each, "lost": each["lost"] or free} for each in printed.as_json(account)["incidents"]]
     found = sorted(

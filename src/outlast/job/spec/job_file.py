@@ -67,8 +67,6 @@ def schema() -> dict[str, Any]:
 
 
 class _Schema(GenerateJsonSchema):
-    """Generates a schema with defaults as written in a job file."""
-
     def encode_default(self, dft: Any) -> Any:
         match dft:
             case timedelta():
