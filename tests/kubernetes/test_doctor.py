@@ -526,9 +526,9 @@ def test_a_cluster_that_does_not_answer_is_a_failure_and_no_traceback(outlast: A
         raise Unanswered("the API server https://fake cannot be reached: it does not answer in time")
 
     monkeypatch.setattr(cluster, "version", away)
-    code, out, _ = outlast(cluster)
+    code, _, err = outlast(cluster)
     assert code == 1
-    assert "fail  access              the API server https://fake cannot be reached" in out
+    assert "Error: the API server https://fake cannot be reached" in err
 
 
 def test_a_store_without_an_image_is_a_mistake(outlast: Any) -> None:

@@ -47,9 +47,7 @@ def data(value: Any, output: Output | ListOutput, *, changed: bool = False) -> N
     else:
         import yaml
 
-        text = yaml.safe_dump(value, sort_keys=False, allow_unicode=True, explicit_start=changed)
-        if text != terminal.safe(text):
-            text = yaml.safe_dump(value, sort_keys=False, explicit_start=changed)  # `\u202E` is YAML's
+        text = yaml.safe_dump(value, sort_keys=False, explicit_start=changed)  # other characters than ASCII as `\u202E`
         print(text, end="", flush=changed)
 
 

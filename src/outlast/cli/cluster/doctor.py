@@ -8,13 +8,12 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from outlast.base.errors import ClusterError, NoCluster, OutlastError
+from outlast.base.errors import NoCluster, OutlastError
 from outlast.cli import tables, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.cli.tables import Output, OutputOption
 
 if TYPE_CHECKING:
-    from outlast.kubernetes.api import Cluster
     from outlast.kubernetes.diagnosis import Finding
 
 _TIMEOUT_S = 300.0
@@ -69,7 +68,8 @@ def _sections(
 ) -> Iterator[tuple[str, Iterable[Finding]]]:
     """Yield the requested sections with their checks. Iterating over the checks runs them."""
     from outlast.kubernetes import api
-    from outlast.kubernetes.diagnosis import check_pods, finding, machine
+    from outlast.kubernetes.diagnosis import check_pods, finding, gather_evidence, machine
+    from outlast.kubernetes.diagnosis import cluster as judged
 
     yield "This machine", machine.checks()
     try:
@@ -80,25 +80,10 @@ def _sections(
         yield "Cluster", [finding.warned("access", f"not checked: {error}", "nothing, when training is to be on this machine")]
         return
     try:
-        yield f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}", _reached(_of(cluster))
+        where = f"Cluster {cluster.context or cluster.server}, namespace {cluster.namespace}"
+        yield where, judged.checks(gather_evidence.namespace(cluster))
         if image:
             options = check_pods.Options(image, store, secrets, network, timeout)
-            yield f"In pods of {image}", _reached(check_pods.checks(cluster, options))
+            yield f"In pods of {image}", check_pods.checks(cluster, options)
     finally:
         cluster.close()
-
-
-def _of(cluster: Cluster) -> Iterator[Finding]:
-    from outlast.kubernetes.diagnosis import cluster as judged
-    from outlast.kubernetes.diagnosis import gather_evidence
-
-    yield from judged.checks(gather_evidence.namespace(cluster))
-
-
-def _reached(checks: Iterator[Finding]) -> Iterator[Finding]:
-    from outlast.kubernetes.diagnosis import Finding
-
-    try:
-        yield from checks
-    except ClusterError as error:
-        yield Finding("access", str(error), "fix that, and check again")
