@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import sys
+import threading
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
@@ -14,6 +17,11 @@ from outlast.cli import find_job, terminal
 from outlast.cli.find_job import FileOrScript, SetOption, TitleOption
 from outlast.cli.train import overrides, script
 from outlast.cli.train.script import ModuleOption, WorkersOption
+
+if TYPE_CHECKING:
+    from outlast.job.spec import Job
+
+_NOTICE_DELAY_S = 3.0
 
 
 def run(
@@ -71,7 +79,8 @@ def run(
         terminal.say(f"{name}: {sentence}")
 
     began = time.time()
-    place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
+    with _explained(job):
+        place.submit(job, source=Path(file), chaos=chaos, fresh=fresh, take_over=take_over, command=command, say=terminal.say)
     going_on = place.status(name).submitted < began  # here or elsewhere: the output has old lines
     for notice in place.notices:
         terminal.say(notice)
@@ -92,3 +101,20 @@ def run(
     for sentence in (*run_view.summary(status, time.time()), *(misplaced if refused else ())):
         terminal.say(sentence)
     raise typer.Exit(code)
+
+
+@contextlib.contextmanager
+def _explained(job: Job) -> Iterator[None]:
+    """Explain a slow start, which is nearly always a wait for the store."""
+    from outlast.job import spec
+
+    output = job.spec.output
+    waits = f"waiting for {output}: it does not answer, or the output of an earlier run is being archived; Ctrl-C stops"
+    timer = threading.Timer(_NOTICE_DELAY_S, terminal.say, (waits,))
+    timer.daemon = True
+    if output and spec.local(output) is None:
+        timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
