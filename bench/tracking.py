@@ -54,8 +54,8 @@ def train(windows: int, threads: int) -> None:
             one.append(time.perf_counter() - begun)
         times = round(STEP_S / statistics.median(one))
         run.parameters({"lr": 0.1, "times": times})
-        follower = run._trackers._follower
-        pid = follower._process.pid if follower else 0
+        follower = run._trackers.process
+        pid = follower.pid if follower else 0
         log_s: list[float] = []
 
         def window(seconds: float) -> list[float]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import os
 import signal
@@ -24,7 +25,6 @@ from outlast.kubernetes.api.streams import Ended
 from outlast.kubernetes.jobs.backend import KubernetesBackend
 from outlast.storage import store
 from outlast.storage.sync import growing_files
-from outlast.worker.tracking import follower
 from tracked import append, line, shown
 from waits import until
 
@@ -37,10 +37,10 @@ def test_a_copy_follows_a_file_that_grows_is_cut_back_or_begins_again(tmp_path_f
         there = there[:kept] + [line(step, loss=float(life)) for step in range(kept, kept + more)]
         text = b"".join(there) + line(99)[:torn]
         read: list[int] = []
-        follower.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        tensorboard.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
         assert copy.read_bytes() == text[: text.rfind(b"\n") + 1]
         read.clear()
-        follower.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
+        tensorboard.refresh(copy, lambda start, text=text, read=read: read.append(start) or text[start:])
         assert read == [len(b"".join(there)) - len(there[-1])] or not there, "only the last line comes again"
 
 
@@ -51,7 +51,7 @@ def test_event_files_of_a_directory_grow_with_its_metrics_and_a_scripts_own_are_
     (output / "tensorboard/metrics/events.out.tfevents.outlast-1").write_bytes(b"ours, of the job")
     (output / "tensorboard/images/events.out.tfevents.1").write_bytes(b"its own")
     append(output, 1, 2)
-    show = tensorboard.Show(tmp_path, "out", tensorboard.Source(output))
+    show = tensorboard.Show(tmp_path, "out", output)
     show.refresh()
     append(output, 3)
     show.refresh()
@@ -69,7 +69,7 @@ def test_metrics_in_a_store_are_read_as_they_are_uploaded(tmp_path: Path, capsys
     output = tmp_path / "out"
     output.mkdir()
     sender = growing_files.Sender(place, output)
-    show = tensorboard.Show(tmp_path, "job", tensorboard.InStore(place))
+    show = tensorboard.Show(tmp_path, "job", functools.partial(tensorboard.in_store, place))
 
     def steps() -> list[int]:
         sender.push(["metrics.jsonl"], threading.Event())
@@ -80,13 +80,11 @@ def test_metrics_in_a_store_are_read_as_they_are_uploaded(tmp_path: Path, capsys
     append(output, 1, 2, 3)
     assert steps() == [1, 2, 3]
     place.put("parameters.json", b'{"lr": 1}')
-    place.put("tensorboard/run/events.out.tfevents.9", b"its own")
     (output / "metrics.jsonl").write_bytes(line(1, loss=1.0))  # resumed
     append(output, 2)
     assert steps() == [1, 2, 3]
     append(output, 3, 4, 5)
     assert steps() == [1, 2, 3, 4, 5]
-    assert (tmp_path / "logs/job/script/run/events.out.tfevents.9").read_bytes() == b"its own"
     assert json.loads((tmp_path / "copies/job/parameters.json").read_text()) == {"lr": 1}
     assert (tmp_path / "copies/job/metrics.jsonl").read_bytes() == (output / "metrics.jsonl").read_bytes()
     assert capsys.readouterr().err == ""
@@ -114,7 +112,7 @@ class InPod(KubernetesBackend):
 def test_metrics_in_a_pod_are_read_through_the_api_server(tmp_path: Path, capsys):
     output = tmp_path / "out of the pod"
     output.mkdir()
-    show = tensorboard.Show(tmp_path, "job", tensorboard.InPod(InPod(output), "job"))
+    show = tensorboard.Show(tmp_path, "job", InPod(output).reader("job"))
     show.refresh()
     append(output, 1, 2)
     (output / "parameters.json").write_text('{"lr": 1}')

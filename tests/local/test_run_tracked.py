@@ -40,7 +40,7 @@ with session.open(quiet=True) as run:
             run.log(step, val=2 / step)
             run.save(step)
 """
-AWAY = "outlast: MLflow ({}): connection refused; training goes on, what is logged waits in metrics.jsonl"
+WAITS = "; training goes on, what is logged waits in metrics.jsonl"
 
 
 class Script:
@@ -89,10 +89,10 @@ def test_a_job_has_one_run_in_mlflow_over_a_kill_and_says_how_it_has_ended(machi
     machine.backend.steer(name, "cancel")
     status = machine.wait(name, lambda status: status.state.final)
     assert status.warnings == []
-    child, parent = runs(flow.as_uri(), "job")
-    assert (child.info.status, parent.info.status, child.data.tags["outlast.run"]) == ("KILLED", "KILLED", status.run)
+    [run] = runs(flow.as_uri(), "job")
+    assert (run.info.status, run.data.tags["outlast.run"]) == ("KILLED", status.run)
     last = [json.loads(line)["step"] for line in (machine.backend.output(name) / "metrics.jsonl").read_text().splitlines()][-1]
-    assert steps(flow.as_uri(), child, "loss") == list(range(1, last + 1))
+    assert steps(flow.as_uri(), run, "loss") == list(range(1, last + 1))
     assert [step for step, _ in shown(machine.backend.output(name) / "tensorboard/metrics")["loss"]] == list(range(1, last + 1))
 
 
@@ -101,9 +101,11 @@ def test_a_job_whose_tracker_is_away_succeeds_and_its_status_says_what_is_not_th
     uri = f"http://127.0.0.1:{ports.free()}"
     path = machine.job(args=("--steps=40", "--pause=0.02"), workers={"replicas": 1}, tracking={"mlflow": uri})
     status = machine.run(path, timeout_s=300)
-    lacks = "steps 1 to 40 of the metrics are not there (connection refused)"
     assert status.state == "Succeeded"
-    assert status.warnings == [f"MLflow ({uri}): {lacks}; metrics.jsonl has all, and the next start sends it"]
+    [warning] = status.warnings
+    assert warning.startswith(f"MLflow ({uri}): has the metrics up to step 0 only (")
+    assert "Connection refused" in warning
+    assert warning.endswith("; metrics.jsonl has all, and the next start sends it")
 
 
 @pytest.mark.slow
@@ -113,10 +115,10 @@ def test_pods_tell_the_trackers_that_their_run_has_failed(pods, monkeypatch):
     flow = two.directory / "mlruns"
     two.start(0, 1, **{Env.MLFLOW: str(flow), Env.TENSORBOARD: "1"})
     assert set(two.codes(hurry=False, timeout_s=300).values()) == {contract.Exit.GIVEN_UP}
-    child, parent = runs(flow.as_uri(), "job")
-    assert (child.info.status, parent.info.status) == ("FAILED", "FAILED"), two.log(0)
+    [run] = runs(flow.as_uri(), "job")
+    assert run.info.status == "FAILED", two.log(0)
     last = [json.loads(line)["step"] for line in (two.output / "metrics.jsonl").read_text().splitlines()][-1]
-    assert steps(flow.as_uri(), child, "loss") == list(range(1, last + 1))
+    assert steps(flow.as_uri(), run, "loss") == list(range(1, last + 1))
     assert [step for step, _ in shown(two.output / "tensorboard/metrics")["loss"]] == list(range(1, last + 1))
 
 
@@ -127,10 +129,8 @@ def client(uri: str) -> Any:
 
 
 def runs(uri: str, experiment: str) -> list[Any]:
-    """All runs of an experiment, those of jobs last."""
     there = client(uri)
-    found = there.search_runs([there.get_experiment_by_name(experiment).experiment_id])
-    return sorted(found, key=lambda run: "outlast.job" in run.data.tags)
+    return list(there.search_runs([there.get_experiment_by_name(experiment).experiment_id]))
 
 
 def steps(uri: str, run: Any, name: str) -> list[int]:
@@ -198,7 +198,7 @@ def test_a_server_and_tensorboard_see_one_run_across_three_kills(tmp_path: Path)
                         process.send_signal(signal.SIGCONT)
                 if life == 3:
                     processes.kill(first)
-                    until(lambda: AWAY.format(uri) in (tmp_path / "log").read_text())
+                    until(lambda: WAITS in (tmp_path / "log").read_text())
                 processes.kill(one)  # and the follower
     done = [json.loads(line)["step"] for line in (script.output / "metrics.jsonl").read_text().splitlines()][-1] + 100
     with server(tmp_path, port), script.training(done) as last:
@@ -207,8 +207,6 @@ def test_a_server_and_tensorboard_see_one_run_across_three_kills(tmp_path: Path)
         assert (run.info.status, run.data.params) == ("FINISHED", {"steps": "60"})
         assert steps(uri, run, "loss") == list(range(1, done + 1))
         assert steps(uri, run, "val") == list(range(5, done + 1, 5))
-        kept = {f"checkpoint.{path.name}" for path in (script.output / "checkpoints").glob("step-*")}
-        assert {name for name in run.data.tags if name.startswith("checkpoint.")} == kept
     found = shown(script.output / "tensorboard/metrics")
     assert [step for step, _ in found["loss"]] == list(range(1, done + 1))
     assert [step for step, _ in found["val"]] == list(range(5, done + 1, 5))

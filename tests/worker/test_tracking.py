@@ -19,8 +19,9 @@ from outlast.job import spec
 from outlast.job.contract import Env
 from outlast.kubernetes import manifests
 from outlast.training import metrics
-from outlast.worker.tracking import event_files, follower, follower_supervisor, forwarding, missing_points
+from outlast.worker.tracking import event_files, follower_supervisor, forwarding, missing_points
 from outlast.worker.tracking.event_files import EventFile
+from outlast.worker.tracking.follower_supervisor import Trackers
 from outlast.worker.tracking.forwarding import Forwarder
 from outlast.worker.tracking.missing_points import Point
 from outlast.worker.tracking.mlflow_runs import MLflow
@@ -63,7 +64,7 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
             new = missing_points.points(found, position)
             position = missing_points.advanced(position, new)
             sent.extend(point.step for point in new)
-            reader.commit()
+            reader.offset += len(found)
 
     for life, (steps, back, torn) in enumerate(history):
         for _ in range(steps):
@@ -85,26 +86,26 @@ def test_whatever_is_killed_and_resumed_each_step_arrives_once_in_order(tmp_path
     assert reached >= step
 
 
-def test_a_file_that_was_cut_back_and_has_grown_beyond_is_read_again(tmp_path: Path):
+def test_a_file_that_was_cut_back_is_read_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     path, reader = tmp_path / "metrics.jsonl", missing_points.Reader(tmp_path / "metrics.jsonl")
-    assert reader.read() == b""
+    monkeypatch.setattr(missing_points, "BLOCK", 100)
+
+    def rest() -> bytes:
+        found = []
+        while lines := reader.read():
+            found.append(lines)
+            reader.offset += len(lines)
+        return b"".join(found)
+
+    assert rest() == b""
     path.write_bytes(line(1, loss=1.0) + line(2, loss=1.0) + b'{"st')
-    assert reader.read() == reader.read() == line(1, loss=1.0) + line(2, loss=1.0), "until it is committed"
-    reader.commit()
-    assert reader.read() == b"", "not the torn line"
-    path.write_bytes(line(1, loss=1.0) + line(2, loss=7.0) + line(3, loss=1.0))
-    assert reader.read() == path.read_bytes(), "line 2 is another one"
-    reader.commit()
+    assert reader.read() == reader.read()
+    assert rest() == line(1, loss=1.0) + line(2, loss=1.0), "not the torn line"
+    assert rest() == b""
     path.write_bytes(line(1, loss=1.0))
-    assert reader.read() == line(1, loss=1.0)
-    with path.open("ab") as file:
-        file.writelines(line(step, loss=0.123456789) for step in range(2, 40_000))
-    reader.commit()
-    found = []
-    while block := reader.read():
-        found += block.splitlines(keepends=True)
-        reader.commit()
-    assert b"".join(found) == path.read_bytes()[len(line(1, loss=1.0)) :]
+    assert rest() == line(1, loss=1.0), "it is shorter"
+    path.write_bytes(b"".join(line(step, loss=0.123456789) for step in range(50)))
+    assert rest() == path.read_bytes(), "it is longer, with other lines"
 
 
 # What is wanted
@@ -197,9 +198,6 @@ class Tracker:
     def parameters(self, values: Mapping[str, Any]) -> None:
         self.told.append(dict(values))
 
-    def checkpoints(self, places: Mapping[str, str]) -> None:
-        self.told.append(sorted(places))
-
     def end(self, status: Status | None) -> None:
         self.told.append(status)
 
@@ -210,11 +208,11 @@ def a_run(output: Path, **environ: str) -> Run:
 
 @pytest.mark.parametrize("partly", [False, True])
 def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_it_is_back(tmp_path: Path, monkeypatch, partly: bool):
-    monkeypatch.setattr(forwarding, "RETRY_S", (0.01, 0.02))
-    tracker, said, problems = Tracker(), [], []
+    monkeypatch.setattr(forwarding, "LAST_RETRY_S", 0.01)
+    tracker, said = Tracker(), []
     tracker.partly = partly
     append(tmp_path, 1, 2, 3)
-    forwarder = Forwarder(tracker, a_run(tmp_path), said.append, lambda: problems.append(forwarder.problem))
+    forwarder = Forwarder(tracker, a_run(tmp_path), said.append)
     tracker.faults = [ConnectionError("[Errno 111] Connection refused"), TimeoutError("timed out"), ConnectionError("x\ny")]
     forwarder.start()
     until(lambda: len(said) == 2)
@@ -222,13 +220,12 @@ def test_a_tracker_that_is_away_is_said_once_and_gets_everything_when_it_is_back
     forwarder.finish(Status.FINISHED)
     forwarder.join()
     assert said == [
-        "Tracker (test): connection refused; training goes on, what is logged waits in metrics.jsonl",
+        "Tracker (test): [Errno 111] Connection refused; training goes on, what is logged waits in metrics.jsonl",
         "Tracker (test): works again; everything up to step 3 is there",
     ]
-    assert problems[-1] == ""
     assert [point.step for point in tracker.there] == [1, 2, 3, 4, 5]
     assert tracker.told[-1] == "FINISHED"
-    assert (forwarder.complete, forwarder.missing()) == (True, "")
+    assert forwarder.missing() == ""
 
 
 def test_what_has_not_arrived_is_said_in_the_end(tmp_path: Path):
@@ -238,9 +235,8 @@ def test_what_has_not_arrived_is_said_in_the_end(tmp_path: Path):
     forwarder = Forwarder(tracker, a_run(tmp_path), said.append)
     forwarder.start()
     until(lambda: bool(said))
-    assert follower.lost(forwarder) == (
-        "Tracker (test): steps 1 to 3 of the metrics are not there (no route to host); "
-        "metrics.jsonl has all, and the next start sends it"
+    assert forwarder.missing() == (
+        "Tracker (test): has the metrics up to step 0 only (no route to host); metrics.jsonl has all, and the next start sends it"
     )
     tracker.faults = []
     forwarder.finish(None)
@@ -256,7 +252,7 @@ def test_what_no_retry_mends_ends_the_tracker_with_one_sentence(tmp_path: Path):
     assert said == [
         "Tracker (test): No module named 'mlflow'; pip install 'outlast[tracking]'; training goes on, nothing goes there"
     ]
-    assert follower.lost(forwarder).startswith("Tracker (test): step 1 of the metrics are not there (No module")
+    assert forwarder.missing().startswith("Tracker (test): has the metrics up to step 0 only (No module")
 
 
 # TensorBoard
@@ -314,51 +310,36 @@ def mlflow_client(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Any:
 
 
 @pytest.mark.filterwarnings("ignore")
-def test_mlflow_has_one_run_below_one_for_the_job(tmp_path: Path, mlflow_client: Any):
+def test_mlflow_has_one_run_over_all_starts(tmp_path: Path, mlflow_client: Any):
     output = tmp_path / "out"
+    output.mkdir()
     run = a_run(output, OUTLAST_JOB="digits", OUTLAST_STORE="s3://bucket/runs/digits/")
 
-    def forwarded(status: Status | None) -> None:
-        sink = MLflow(str(tmp_path / "mlruns"), "", run)
-        forwarder = Forwarder(sink, run, print)
+    def forwarded(status: Status | None) -> Any:
+        forwarder = Forwarder(MLflow(str(tmp_path / "mlruns"), "", run), run, print)
         forwarder.finish(status)
         forwarder.run()
+        [found] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name("digits").experiment_id])
+        return found
 
-    for name in ("step-00000002", "step-00000004"):
-        (output / "checkpoints" / name).mkdir(parents=True)
-    (output / "checkpoints" / "step-00000002" / "COMMIT").touch()
+    def steps(name: str) -> list[int]:
+        return [metric.step for metric in mlflow_client.get_metric_history(found.info.run_id, name)]
+
     (output / "parameters.json").write_text('{"lr": 0.1, "sizes": [1, 2], "a:b": null}')
     append(output, *range(1, 1501))
     append(output, 1500, **{"val:loss": float("nan")})
-    forwarded(None)
-    [experiment] = [each for each in mlflow_client.search_experiments() if each.name == "digits"]
-
-    def runs() -> list[Any]:
-        return mlflow_client.search_runs([experiment.experiment_id], order_by=["attributes.start_time"])
-
-    def steps(name: str) -> list[int]:
-        [child] = [each for each in runs() if "mlflow.parentRunId" in each.data.tags]
-        return [metric.step for metric in mlflow_client.get_metric_history(child.info.run_id, name)]
-
-    assert {each.info.status for each in runs()} == {"RUNNING"}
+    found = forwarded(None)
+    assert found.info.status == "RUNNING"
     assert steps("loss") == list(range(1, 1501))
     assert steps("val_loss") == [1500]
-    (output / "checkpoints" / "step-00000002" / "COMMIT").unlink()
-    (output / "checkpoints" / "step-00000004" / "COMMIT").touch()
-    (output / "parameters.json").write_text('{"lr": 0.2, "sizes": [1, 2], "a:b": null}')
+    (output / "parameters.json").write_text('{"lr": 0.2, "sizes": [1, 2], "a:b": null, "new": "x"}')
     append(output, 1499, 1500, 1501)  # the first two come again
-    forwarded(Status.FAILED)
-    child, parent = sorted(runs(), key=lambda each: "outlast.job" in each.data.tags)
-    assert (child.info.status, parent.info.status) == ("FAILED", "FAILED")
+    found = forwarded(Status.FAILED)
+    assert found.info.status == "FAILED"
     assert steps("loss") == list(range(1, 1502))
-    assert child.data.params == {"lr": "0.1", "sizes": "[1, 2]", "a_b": "null"}
-    assert {name: value for name, value in child.data.tags.items() if not name.startswith("mlflow.user")} == {
-        "mlflow.runName": "digits",
-        "mlflow.parentRunId": parent.info.run_id,
-        "outlast.run": run.id,
-        "changed.lr": "0.2",
-        "checkpoint.step-00000004": "s3://bucket/runs/digits/checkpoints/step-00000004",
-    }
+    assert found.data.params == {"lr": "0.1", "sizes": "[1, 2]", "a_b": "null", "new": "x"}
+    tags = {name: value for name, value in found.data.tags.items() if not name.startswith("mlflow.user")}
+    assert tags == {"mlflow.runName": "digits", "outlast.run": run.id, "outlast.output": "s3://bucket/runs/digits"}
 
 
 NAMES = ["", ".", "..", "/loss", "loss/", "a//b", "./c", "d/../e", "loss", "loss/main", "acc@5", "\N{GREEK SMALL LETTER ALPHA}"]
@@ -400,21 +381,28 @@ def test_a_uri_that_mlflow_does_not_know_is_one_sentence(tmp_path: Path):
 
 def test_two_followers_of_one_output_are_impossible(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr(follower_supervisor, "LEAVE_S", 60.0)  # followers have the lowest priority
+    monkeypatch.setenv(Env.TENSORBOARD, "1")
     (tmp_path / "checkpoints").mkdir()
     append(tmp_path, 1)
-    one = follower_supervisor.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
-    assert one is not None
+    one, two = Trackers(tmp_path, 0), Trackers(tmp_path, 0)
+    one.follow()
     until(lambda: bool(list(tmp_path.glob("tensorboard/metrics/*"))))
-    done = threading.Event()
-    two = follower_supervisor.start(tmp_path, {**os.environ, Env.TENSORBOARD: "1"})
-    assert two is not None
-    waiting = threading.Thread(target=lambda: (two.finish(Status.FINISHED), done.set()))
+    two.follow()
+    done: list[dict[str, str]] = []
+    waiting = threading.Thread(target=lambda: done.append(two.end(None, leaving=False)))
     waiting.start()
-    assert not done.wait(0.3)
-    assert one.finish(None, goes_on=True) == ""
+    waiting.join(0.3)
+    assert not done
+    assert one.end(None, leaving=True) == {}
     waiting.join()
+    assert done == [{}]
     assert (tmp_path / ".tracking/ended").read_text() == "FINISHED"
-    assert follower_supervisor.end(tmp_path, {Env.TENSORBOARD: "1"}, "Succeeded") == "", "it is known"
-    assert follower_supervisor.end(tmp_path, {**os.environ, Env.TENSORBOARD: "1"}, "Cancelled") == ""
+    assert follower_supervisor.end(tmp_path, os.environ, "Succeeded") == "", "it is known"
+    assert follower_supervisor.end(tmp_path, os.environ, "Cancelled") == ""
     assert (tmp_path / ".tracking/ended").read_text() == "KILLED"
-    assert follower_supervisor.start(tmp_path, {}) is None
+
+
+def test_without_trackers_there_is_no_follower(tmp_path: Path):
+    none = Trackers(tmp_path, 0)
+    none.follow()
+    assert (none.process, none.end(None, leaving=False)) == (None, {})

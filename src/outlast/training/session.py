@@ -415,7 +415,7 @@ class Session:
         if sentence and self.local_rank == 0:
             log.warning("outlast: %s", sentence)
         if self.rank == 0:
-            problem |= self._trackers.news()
+            self._trackers.follow()
             if self._saves.stepped():  # an earlier call only logs measurements
                 self._ledger.step(self.generation, step, waited_s, self._snapshots.spent_s())
             if numbers:

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import tempfile
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -22,7 +22,6 @@ from outlast.cli.find_job import ContextOption, NamespaceOption
 from outlast.job import contract
 
 if TYPE_CHECKING:
-    from outlast.kubernetes.jobs.backend import KubernetesBackend
     from outlast.storage.store import Store
     from outlast.worker.tracking.forwarding import Forwarder
 
@@ -52,8 +51,8 @@ def tensorboard(
 
     TensorBoard follows the jobs while they run. This works for every job that calls run.log, even without `tracking` in its job
     file: the command makes event files from the job's metrics.jsonl, which it reads from the output directory, from a store, or
-    from a pod. Files that a script itself writes into tensorboard/ are shown too, unless they are only in a pod. If several jobs
-    are named, TensorBoard compares them.
+    from a pod. Files that a script itself writes into tensorboard/ are shown too if the output is on this machine. If several
+    jobs are named, TensorBoard compares them.
 
     \b
     Examples:
@@ -85,78 +84,38 @@ def _follow(shows: Sequence[Show], process: subprocess.Popen[bytes]) -> None:
 
 # The jobs
 
-
-class Source:
-    """Reads a job's metrics and event files from its output directory on this machine, even while the job runs."""
-
-    def __init__(self, output: Path) -> None:
-        self.output = output
-
-    def fetch(self, into: Path) -> Path:
-        """Return the directory that has `metrics.jsonl` and `parameters.json`. Remote sources copy these files to `into`."""
-        return self.output
-
-    def add_script_files(self, into: Path) -> None:
-        """Add the event files written by the script itself to the directory `into`."""
-        found = self.output / contract.TENSORBOARD
-        for path in found.rglob("*tfevents*"):
-            inside = path.relative_to(found)
-            if inside.parts[0] != "metrics" and not (link := into / inside).is_symlink():
-                link.parent.mkdir(parents=True, exist_ok=True)
-                link.symlink_to(path.absolute())
+Read = Callable[[str, int], bytes]
+"""Reads a file of an output that is not on this machine, from an offset on. Returns no bytes if the file is missing."""
 
 
-class InStore(Source):
-    """Reads a job's metrics and event files from its output in a store."""
+def in_store(place: Store, name: str, start: int) -> bytes:
+    """Read a file of an output in a store."""
+    from outlast.base.errors import Missing
+    from outlast.storage.sync import growing_files
 
-    def __init__(self, place: Store) -> None:
-        self._place = place
-        self._versions: dict[str, str] = {}
-
-    def fetch(self, into: Path) -> Path:
-        from outlast.base.errors import Missing
-        from outlast.storage.sync import growing_files
-        from outlast.worker.tracking import follower
-
-        follower.refresh(into / contract.METRICS, lambda start: growing_files.since(self._place, contract.METRICS, start))
-        with contextlib.suppress(Missing):
-            (into / contract.PARAMETERS).write_bytes(self._place.get(contract.PARAMETERS))
-        return into
-
-    def add_script_files(self, into: Path) -> None:
-        for entry in self._place.entries(contract.TENSORBOARD):
-            inside = entry.key.removeprefix(f"{contract.TENSORBOARD}/")
-            if inside.startswith("metrics/") or "tfevents" not in inside or ".." in inside.split("/"):
-                continue
-            if self._versions.get(inside) != entry.etag:
-                (into / inside).parent.mkdir(parents=True, exist_ok=True)
-                (into / inside).write_bytes(self._place.get(entry.key))
-                self._versions[inside] = entry.etag
+    if name == contract.METRICS:
+        return growing_files.since(place, name, start)
+    try:
+        return place.get(name)
+    except Missing:
+        return b""
 
 
-class InPod(Source):
-    """Reads a job's metrics, but not its event files, from the output in the job's pods."""
-
-    def __init__(self, place: KubernetesBackend, name: str) -> None:
-        self._place, self._name = place, name
-
-    def fetch(self, into: Path) -> Path:
-        from outlast.worker.tracking import follower
-
-        read = self._place.reader(self._name)
-        follower.refresh(into / contract.METRICS, lambda start: read(contract.METRICS, start))
-        if found := read(contract.PARAMETERS, 0):
-            (into / contract.PARAMETERS).write_bytes(found)
-        return into
-
-    def add_script_files(self, into: Path) -> None:
-        """Do nothing, because the files may be too large for the API server."""
+def refresh(copy: Path, read: Callable[[int], bytes]) -> None:
+    """Make `copy` equal to the complete lines in a growing file, whose bytes from an offset on `read(offset)` returns. The copy's
+    last line, which contains the time, is read again to detect a replaced file."""
+    old = copy.read_bytes() if copy.exists() else b""
+    last = old[old.rfind(b"\n", 0, -1) + 1 :]
+    data = read(len(old) - len(last))
+    if not data.startswith(last):
+        old, last, data = b"", b"", read(0)
+    copy.write_bytes(old + data[len(last) : data.rfind(b"\n") + 1])
 
 
 class Show:
-    """One job in TensorBoard."""
+    """One job in TensorBoard. Its output is on this machine, or is copied by a function."""
 
-    def __init__(self, directory: Path, label: str, source: Source) -> None:
+    def __init__(self, directory: Path, label: str, source: Path | Read) -> None:
         self._logs, self._copy = directory / "logs" / label, directory / "copies" / label
         self._copy.mkdir(parents=True)
         self._logs.mkdir(parents=True)
@@ -167,8 +126,7 @@ class Show:
     def refresh(self) -> None:
         """Update the job's event files. Reports each problem once."""
         try:
-            self._forward(self._source.fetch(self._copy))
-            self._source.add_script_files(self._logs / "script")
+            self._forward(self._fetch())
         except (OutlastError, OSError) as error:
             problem = str(error)
         else:
@@ -176,6 +134,23 @@ class Show:
         if problem != self._problem:
             self._problem = problem
             terminal.say(f"{self._label}: {problem or 'its metrics can be read again'}")
+
+    def _fetch(self) -> Path:
+        """Return the directory that has `metrics.jsonl` and `parameters.json`."""
+        if isinstance(self._source, Path):
+            self._link_script_files(self._source / contract.TENSORBOARD)
+            return self._source
+        refresh(self._copy / contract.METRICS, functools.partial(self._source, contract.METRICS))
+        (self._copy / contract.PARAMETERS).write_bytes(self._source(contract.PARAMETERS, 0))
+        return self._copy
+
+    def _link_script_files(self, written: Path) -> None:
+        """Show the event files that the script itself has written."""
+        for path in written.rglob("*tfevents*"):
+            inside = path.relative_to(written)
+            if inside.parts[0] != "metrics" and not (link := self._logs / "script" / inside).is_symlink():
+                link.parent.mkdir(parents=True, exist_ok=True)
+                link.symlink_to(path.absolute())
 
     def _forward(self, output: Path) -> None:
         from outlast.worker.tracking.event_files import EventFile
@@ -199,30 +174,30 @@ def _first_line(path: Path) -> bytes:
 
 def _sources(
     ctx: typer.Context, names: Sequence[str] | None, namespace: str | None, context: str | None
-) -> Iterator[tuple[str, Source]]:
+) -> Iterator[tuple[str, Path | Read]]:
     for name in names or (None,):
         if name and (Path(name) / contract.METRICS).is_file() and not namespace and not context:
-            yield Path(name).resolve().name, Source(Path(name))
+            yield Path(name).resolve().name, Path(name)
         elif url := find_job.in_store(name):
             place, record = find_job.stored_run(url)
-            yield record.job, InStore(place)
+            yield record.job, functools.partial(in_store, place)
         else:
             yield _of_job(ctx, name, namespace, context)
 
 
-def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Source]:
+def _of_job(ctx: typer.Context, name: str | None, namespace: str | None, context: str | None) -> tuple[str, Path | Read]:
     run = find_job.run(ctx, name, namespace, context)
     job = run.name
     if (there := find_job.in_cluster(run.place)) is None:
-        return job, Source(Path(run.output))
+        return job, Path(run.output)
     if url := there.workloads.store_url(job):
         place, _ = find_job.stored_run(url)
-        return job, InStore(place)
-    return job, InPod(there, job)
+        return job, functools.partial(in_store, place)
+    return job, lambda name, start: there.reader(job)(name, start)
 
 
-def _labelled(sources: Iterator[tuple[str, Source]]) -> list[tuple[str, Source]]:
-    labelled: dict[str, Source] = {}
+def _labelled(sources: Iterator[tuple[str, Path | Read]]) -> list[tuple[str, Path | Read]]:
+    labelled: dict[str, Path | Read] = {}
     for label, source in sources:
         number = 1
         while (unique := label if number == 1 else f"{label}-{number}") in labelled:

@@ -6,6 +6,7 @@ no other files, since TensorBoard reads a directory's files in sequence. Needs o
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from collections.abc import Mapping, Sequence
@@ -15,7 +16,7 @@ from typing import Any
 
 from outlast.base.errors import importing
 from outlast.worker.tracking.missing_points import Point, Position, PositionFile, same
-from outlast.worker.tracking.tracker_interface import Status, text
+from outlast.worker.tracking.tracker_interface import Status
 
 PREFIX = "events.out.tfevents.outlast"
 
@@ -29,7 +30,7 @@ class EventFile:
         self.title = f"TensorBoard ({directory})"
         self._directory, self._position = directory, PositionFile(position)
         self._name = f"{PREFIX}-{run[:16] or 'run'}"
-        self._settings, self._step = "", 0
+        self._step = 0
 
     def open(self) -> Position:
         with importing("an event file", "tracking"):
@@ -43,9 +44,8 @@ class EventFile:
             if other not in earlier:  # from an earlier run, which TensorBoard would mix with ours
                 other.unlink()
         position = self._position.read() if earlier else {}
-        self._settings, self._step = "", max(position.values(), default=0)
-        begun = [int(other.suffix[1:]) for other in earlier if other.suffix[1:].isdecimal()]
-        self._path = self._directory / f"{self._name}.{max([time.time_ns() // 1_000_000, *(at + 1 for at in begun)])}"
+        self._step = max(position.values(), default=0)
+        self._path = self._directory / f"{self._name}.{time.time_ns()}"
         start = event_pb2.SessionLog(status=event_pb2.SessionLog.START)
         version = self._event(wall_time=0.0, file_version="brain.Event:2")
         self._write([version, self._event(wall_time=time.time(), step=self._step + 1 if position else 0, session_log=start)])
@@ -63,18 +63,12 @@ class EventFile:
         self._position.advance(points)
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        rows = "".join(f"| {name} | {text(value)} |\n" for name, value in values.items())
+        rows = "".join(f"| {name} | {json.dumps(value)} |\n" for name, value in values.items())
         table = f"| parameter | value |\n|---|---|\n{rows}"
-        if table == self._settings:
-            return
         kind = self._proto.SummaryMetadata(plugin_data=self._proto.SummaryMetadata.PluginData(plugin_name="text"))
         tensor = self._tensor.TensorProto(dtype=7, string_val=[table.encode()])  # 7 is DT_STRING
         value = self._proto.Summary.Value(tag="parameters", metadata=kind, tensor=tensor)
         self._write([self._event(step=self._step, summary=self._proto.Summary(value=[value]))])
-        self._settings = table
-
-    def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Do nothing, since the checkpoints are beside the event files."""
 
     def end(self, status: Status | None) -> None:
         """Do nothing, since event files have no record of a run's end."""

@@ -1,7 +1,7 @@
 """Selects the values in `metrics.jsonl` that a tracker lacks.
 
 A tracker's *position* is the last step that it received for each name. Only values with a greater step are new: steps repeated
-after a resume have bit-identical values. A file that was truncated and has grown since is read again from its beginning.
+after a resume have bit-identical values. So a file that was truncated may be read again from its beginning.
 """
 
 from __future__ import annotations
@@ -79,42 +79,18 @@ class PositionFile:
 
 
 class Reader:
-    """Reads complete lines from a growing file, which may be truncated or replaced at any time."""
+    """Reads complete lines from a growing file, which may be truncated at any time."""
 
     def __init__(self, path: Path) -> None:
-        self.path = path
-        self._offset = self._next = 0
-        self._mark = self._next_mark = b""
-        """The last line before the offset. It contains the time, so it differs in a replaced file."""
+        self.path, self.offset = path, 0
+        """Where the next line begins. The caller advances it by the lines that it no longer needs."""
 
     def read(self) -> bytes:
-        """Return the next complete lines, about `BLOCK` bytes at most. Until `commit` is called, returns the same lines again.
-        Raises OSError."""
-        try:
-            file = self.path.open("rb", buffering=0)
-        except FileNotFoundError:
+        """Return the next complete lines, about `BLOCK` bytes. Raises OSError."""
+        if not self.path.exists():
             return b""
-        with file:
-            start = self._offset - len(self._mark)
-            file.seek(start)
-            data = file.read(len(self._mark) + BLOCK)
-            if not data.startswith(self._mark):
-                self.rewind()
-                file.seek(0)
-                data = file.read(BLOCK)
-            data = data[len(self._mark) :]
-            while len(data) >= BLOCK and b"\n" not in data and (more := file.read(BLOCK)):  # such a long line is hardly ours
-                data += more
-        lines = data[: data.rfind(b"\n") + 1]
-        self._next = self._offset + len(lines)
-        self._next_mark = lines[lines.rfind(b"\n", 0, len(lines) - 1) + 1 :] if lines else self._mark
-        return lines
-
-    def commit(self) -> None:
-        """Continue after the lines returned last."""
-        self._offset, self._mark = self._next, self._next_mark
-
-    def rewind(self) -> None:
-        """Continue from the beginning of the file."""
-        self._offset = self._next = 0
-        self._mark = self._next_mark = b""
+        with self.path.open("rb") as file:
+            file.seek(max(0, self.offset - 1))
+            if self.offset and file.read(1) != b"\n":  # truncated, and grown again if it is as long
+                self.offset = file.seek(0)
+            return b"".join(line for line in file.readlines(BLOCK) if line.endswith(b"\n"))

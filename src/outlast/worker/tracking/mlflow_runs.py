@@ -1,28 +1,23 @@
-"""Sends metrics to MLflow. Each run becomes an MLflow run with an identifying tag, as a child of an MLflow run for the job. This
-works with any server, database or directory that MLflow's client supports. Tags contain the checkpoints' locations. Needs
-`mlflow-skinny`."""
+"""Sends metrics to MLflow. Each run becomes an MLflow run with an identifying tag. This works with any server, database or
+directory that MLflow's client supports. Needs `mlflow-skinny`."""
 
 from __future__ import annotations
 
-import itertools
+import json
 import os
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 from urllib.parse import urlsplit
 
 from outlast.base.errors import OutlastError
 from outlast.job import url_logins
 from outlast.worker.tracking.missing_points import Point, Position
-from outlast.worker.tracking.tracker_interface import Run, Status, text
+from outlast.worker.tracking.tracker_interface import Run, Status
 
-T = TypeVar("T")
-
-RUN, JOB, PARENT, NAME = "outlast.run", "outlast.job", "mlflow.parentRunId", "mlflow.runName"
-CHECKPOINT, CHANGED = "checkpoint.", "changed."
-"""Prefixes of tags for checkpoint locations, and for changed parameters, since MLflow cannot change a parameter."""
-MOST_METRICS, MOST_OTHERS = 1000, 100
+RUN, OUTPUT = "outlast.run", "outlast.output"
+MOST_METRICS, MOST_PARAMETERS = 1000, 100
 """Limits per request; see https://mlflow.org/docs/latest/rest-api.html#request-limits"""
 MOST_TEXT = 500
 """Length of a parameter value that any server accepts."""
@@ -53,14 +48,13 @@ class MLflow:
         files = urlsplit(self._uri).scheme in ("", "file")
         self._between = "." if files else "/"  # in a directory `loss` is a file, so it cannot contain `loss/main`
         self._experiment, self._run = experiment or run.name, run
-        self._id = self._parent = ""
-        self._places: dict[str, str] = {}
+        self._id = ""
 
     def open(self) -> Position:
         for name, value in DEFAULTS.items():
             os.environ.setdefault(name, value)
         try:
-            from mlflow.entities import Metric, Param, RunTag
+            from mlflow.entities import Metric, Param
             from mlflow.exceptions import MlflowException
             from mlflow.tracking import MlflowClient
 
@@ -68,21 +62,13 @@ class MLflow:
         except ImportError as error:
             raise OutlastError(f"{error}; pip install 'outlast[tracking]'") from error
         except MlflowException as error:  # raised before it connects
-            problem = (
-                f"MLflow does not support the URI {self._shown}" if self._uri in str(error) else str(error).partition(". ")[0]
-            )
-            raise OutlastError(f"{problem}; set tracking.mlflow, e.g. to http://mlflow:5000") from error
-        self._metric, self._param, self._tag = Metric, Param, RunTag
-        experiment = self._experiment_id()
-        self._parent = self._ensure_run(experiment, JOB, self._run.job, {}) if self._run.job else ""
-        self._id = self._ensure_run(experiment, RUN, self._run.id, {PARENT: self._parent} if self._parent else {})
-        for id in filter(None, (self._parent, self._id)):
-            self._client.update_run(id, status="RUNNING")
-        run = self._client.get_run(self._id)
-        self._places = {
-            name.removeprefix(CHECKPOINT): place for name, place in run.data.tags.items() if name.startswith(CHECKPOINT)
-        }
-        return {metric.key: int(metric.step) for metric in run.to_proto().data.metrics}
+            remedy = "set tracking.mlflow, e.g. to http://mlflow:5000"
+            raise OutlastError(f"MLflow does not support the URI {self._shown}; {remedy}") from error
+        self._metric, self._param = Metric, Param
+        self._id = self._run_id(self._experiment_id())
+        self._client.update_run(self._id, status="RUNNING")
+        metrics = self._client.get_run(self._id).to_proto().data.metrics
+        return {metric.key: int(metric.step) for metric in metrics}
 
     def _experiment_id(self) -> str:
         if existing := self._client.get_experiment_by_name(self._experiment):
@@ -91,11 +77,12 @@ class MLflow:
             return str(existing.experiment_id)
         return str(self._client.create_experiment(self._experiment))
 
-    def _ensure_run(self, experiment: str, tag: str, value: str, tags: Mapping[str, str]) -> str:
-        """Return the id of the run with this tag, creating it if missing. One request creates both, so the tag is unique."""
-        if runs := self._client.search_runs([experiment], f"tags.`{tag}` = '{value}'", max_results=1):
+    def _run_id(self, experiment: str) -> str:
+        """Return the id of our run, creating it if missing. One request creates both run and tag, so the tag is unique."""
+        if runs := self._client.search_runs([experiment], f"tags.`{RUN}` = '{self._run.id}'", max_results=1):
             return str(runs[0].info.run_id)
-        return str(self._client.create_run(experiment, run_name=self._run.name, tags={tag: value, **tags}).info.run_id)
+        tags = {RUN: self._run.id, OUTPUT: self._run.place}
+        return str(self._client.create_run(experiment, run_name=self._run.name, tags=tags).info.run_id)
 
     def rename(self, name: str) -> str:
         parts = (part for part in _REFUSED.sub("_", name)[:250].split("/") if part not in ("", "."))
@@ -103,38 +90,17 @@ class MLflow:
 
     def send(self, points: Sequence[Point]) -> None:
         metrics = [self._metric(point.name, point.value, int(point.time * 1000), point.step) for point in points]
-        for batch in batched(metrics, MOST_METRICS):
-            self._client.log_batch(self._id, metrics=batch)
+        for at in range(0, len(metrics), MOST_METRICS):
+            self._client.log_batch(self._id, metrics=metrics[at : at + MOST_METRICS])
 
     def parameters(self, values: Mapping[str, Any]) -> None:
-        current = self._client.get_run(self._id).data
-        parameters = {self.rename(name): text(value)[:MOST_TEXT] for name, value in values.items()}
-        new = [self._param(name, value) for name, value in parameters.items() if name not in current.params]
-        changed = [
-            self._tag(CHANGED + name, value)
-            for name, value in parameters.items()
-            if name in current.params and value != current.tags.get(CHANGED + name, current.params[name])
-        ]
-        for params in batched(new, MOST_OTHERS):
-            self._client.log_batch(self._id, params=params)
-        for tags in batched(changed, MOST_OTHERS):
-            self._client.log_batch(self._id, tags=tags)
-
-    def checkpoints(self, places: Mapping[str, str]) -> None:
-        new = [self._tag(CHECKPOINT + name, place) for name, place in places.items() if self._places.get(name) != place]
-        for tags in batched(new, MOST_OTHERS):
-            self._client.log_batch(self._id, tags=tags)
-        for name in self._places.keys() - places.keys():
-            self._client.delete_tag(self._id, CHECKPOINT + name)
-        self._places = dict(places)
+        """Show those settings that the run does not have yet, since MLflow cannot change a parameter."""
+        known = self._client.get_run(self._id).data.params
+        texts = {self.rename(name): value if isinstance(value, str) else json.dumps(value) for name, value in values.items()}
+        new = [self._param(name, text[:MOST_TEXT]) for name, text in texts.items() if name not in known]
+        for at in range(0, len(new), MOST_PARAMETERS):
+            self._client.log_batch(self._id, params=new[at : at + MOST_PARAMETERS])
 
     def end(self, status: Status | None) -> None:
         if status is not None:
-            for id in filter(None, (self._id, self._parent)):
-                self._client.set_terminated(id, str(status))
-
-
-def batched(things: Iterable[T], size: int) -> Iterator[list[T]]:
-    rest = iter(things)
-    while batch := list(itertools.islice(rest, size)):
-        yield batch
+            self._client.set_terminated(self._id, str(status))

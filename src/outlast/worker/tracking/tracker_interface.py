@@ -4,13 +4,11 @@ takes precedence. Otherwise MLFLOW_TRACKING_URI enables MLflow, and WANDB_API_KE
 from __future__ import annotations
 
 import enum
-import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
 
-from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.worker.tracking.missing_points import Point, Position
 
@@ -31,26 +29,15 @@ class Run:
     """The run's unique id, which stays the same across kills and resizes."""
     name: str
     """The job's name, or the output directory's name if there is no job."""
-    job: str
-    """The job's name; empty under plain python and torchrun."""
     output: Path
     place: str
-    """The output's directory or URL, for links."""
+    """The output's directory or URL, as shown in trackers."""
 
     @classmethod
     def of(cls, output: Path, id: str, environ: Mapping[str, str]) -> Run:
         """Return the run of a process with this environment."""
-        job = environ.get(Env.JOB, "")
         place = environ.get(Env.STORE) or str(output.absolute())
-        return cls(id, job or output.absolute().name, job, output, place.rstrip("/"))
-
-    def checkpoints(self) -> dict[str, str]:
-        """Return the locations of committed checkpoints, keyed by name."""
-        try:
-            commits = sorted((self.output / contract.CHECKPOINTS).glob(f"step-*/{contract.COMMIT}"))
-        except OSError:
-            return {}
-        return {path.parent.name: f"{self.place}/{contract.CHECKPOINTS}/{path.parent.name}" for path in commits}
+        return cls(id, environ.get(Env.JOB) or output.absolute().name, output, place.rstrip("/"))
 
 
 class Sink(Protocol):
@@ -73,16 +60,8 @@ class Sink(Protocol):
     def parameters(self, values: Mapping[str, Any]) -> None:
         """Show the run's settings in the tracker."""
 
-    def checkpoints(self, places: Mapping[str, str]) -> None:
-        """Show where each checkpoint is, without copying it. `places` is keyed by name."""
-
     def end(self, status: Status | None) -> None:
         """Show the run's final status; None if the run continues or its end is unknown."""
-
-
-def text(value: Any) -> str:
-    """Return a setting as text: strings unchanged, everything else as JSON."""
-    return value if isinstance(value, str) else json.dumps(value)
 
 
 NONE = "none"

@@ -38,6 +38,7 @@ class WandB:
                 resume="allow",
                 project=self._project,
                 name=environ.get("WANDB_NAME") or self._run.name,
+                config={"outlast.output": self._run.place},
                 dir=environ.get("WANDB_DIR") or str(self._run.output),
                 settings=wandb.Settings(console="off", silent=True, x_disable_stats=True, disable_git=True, disable_code=True),
             )
@@ -56,9 +57,6 @@ class WandB:
 
     def parameters(self, values: Mapping[str, Any]) -> None:
         self._remote.config.update(dict(values), allow_val_change=True)
-
-    def checkpoints(self, places: Mapping[str, str]) -> None:
-        self._remote.summary["checkpoints"] = dict(places)
 
     def end(self, status: Status | None) -> None:
         if status is None:
