@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import shutil
 import socket
 import subprocess
@@ -60,20 +59,21 @@ def maker(tmp_path: Path) -> Maker:
 
 
 def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path: Path):
-    (tmp_path / "wheels").mkdir()
-    (tmp_path / "sub").mkdir()
+    for directory in ("wheels", "sub", "lib"):
+        (tmp_path / directory).mkdir()
+    (tmp_path / "wheels" / "a.whl").touch()
     (tmp_path / "sub" / "more.txt").write_text("numpy>=1 # why\n-c limits.txt\n")
     (tmp_path / "sub" / "limits.txt").write_text("six<2\n")
     (tmp_path / "requirements.txt").write_text(
         "# comment\n--no-index\n-f wheels\n-r sub/more.txt\neinops==0.8 \\\n  --hash=sha256:ab\n./lib[x]\n-e ./lib\n"
         'wheels/a.whl\ngit+https://host/x#egg=z\nb @ file:///b.whl\ntorch>=2 ; python_version > "3"\n'
-        "--index-url=https://host/simple\n-r https://h/r"
+        "--index-url=https://host/simple\n-r https://h/r\nlib"
     )
     found = requirements.read(tmp_path / "requirements.txt", "environment.requirements")
     assert found == requirements.Requirements(
         lines=(
             "--no-index",
-            f"--find-links {tmp_path}/wheels",
+            f"-f {tmp_path}/wheels",
             "numpy>=1",
             "einops==0.8   --hash=sha256:ab",
             f"{tmp_path}/lib[x]",
@@ -84,11 +84,11 @@ def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path:
             'torch>=2 ; python_version > "3"',
             "--index-url=https://host/simple",
             "-r https://h/r",
+            "lib",
         ),
         constraints=("six<2",),
-        paths=(tmp_path / "lib", tmp_path / "wheels/a.whl"),
     )
-    assert (found.names("Torch"), found.names("six"), found.names("inops"), found.hashed()) == (True, True, False, True)
+    assert (found.names("torch"), found.names("six"), found.names("inops"), found.hashed()) == (True, True, False, True)
     (tmp_path / "elsewhere").mkdir()
     assert requirements.read(found.write(tmp_path / "elsewhere" / "frozen.txt"), "x") == found
     (tmp_path / "elsewhere").rename(tmp_path / "a place")
@@ -96,7 +96,7 @@ def test_a_requirements_file_becomes_lines_that_mean_the_same_anywhere(tmp_path:
 
 
 def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path: Path):
-    (tmp_path / "lib" / "__pycache__").mkdir(parents=True)
+    (tmp_path / "lib" / "build").mkdir(parents=True)
     (tmp_path / "lib" / "a.py").write_text("1")
     (tmp_path / "requirements.txt").write_text("./lib")
 
@@ -104,9 +104,9 @@ def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path
         return requirements.read(tmp_path / "requirements.txt", "x").fingerprint()
 
     before = fingerprint()
-    (tmp_path / "lib" / "__pycache__" / "a.pyc").write_text("x")
+    shutil.copy2(tmp_path / "lib" / "a.py", tmp_path / "lib" / "build" / "a.py")  # as pip does
     assert fingerprint() == before
-    (tmp_path / "lib" / "a.py").write_text("12")
+    os.utime(tmp_path / "lib" / "a.py", (4e9, 4e9))
     assert fingerprint() != before
 
 
@@ -116,7 +116,7 @@ def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path
         (
             {"requirements.txt": "-r base.txt"},
             "environment.requirements: {0}/base.txt, included by {0}/requirements.txt, cannot be read: "
-            "No such file or directory; correct the path",
+            "No such file or directory; correct the path or the file",
         ),
         (
             {"requirements.txt": "-r b.txt", "b.txt": "-r requirements.txt"},
@@ -124,7 +124,8 @@ def test_a_package_that_is_developed_beside_the_job_counts_by_its_files(tmp_path
         ),
         (
             {"requirements.txt": b"\xff\xfe"},
-            "environment.requirements: {0}/requirements.txt is not text in UTF-8; save it in UTF-8",
+            "environment.requirements: {0}/requirements.txt cannot be read: it is not text in UTF-8; "
+            "correct the path or the file",
         ),
     ],
 )
@@ -151,15 +152,8 @@ def test_editing_the_requirements_does_not_change_a_run_on_its_way(tmp_path: Pat
 # Virtual environments
 
 
-@pytest.mark.parametrize("installer", [pytest.param("pip", marks=pytest.mark.slow), "uv"])
-def test_requirements_come_on_top_of_our_python(maker: Maker, installer: str):
+def test_requirements_come_on_top_of_our_python(maker: Maker):
     """Torch stays the one below, other versions of small packages come before those below, and our entry points stay visible."""
-    uv = shutil.which("uv")
-    if installer == "uv":
-        if not uv:
-            pytest.skip("uv is not installed")
-    elif uv:
-        maker.environ["PATH"] = os.pathsep.join(d for d in os.environ["PATH"].split(os.pathsep) if not Path(d, "uv").exists())
     a_wheel(maker.directory, "tinydep")
     a_wheel(maker.directory, "tiny", "2.0", requires=("tinydep>=1", "torch>=2", "numpy"))
     a_wheel(maker.directory, "shellingham", "9.9")  # below there is another version
@@ -208,8 +202,8 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_the_packages_be
 @pytest.mark.parametrize(
     ("lines", "sentence"),
     [
-        (("--no-index", "nosuch==1"), "pip failed: No matching distribution found for nosuch==1; correct the file"),
-        (("what is this?",), "pip failed: Invalid requirement: 'what is this?'"),
+        (("--no-index", "nosuch==1"), "pip failed: ERROR: Could not find a version that satisfies the requirement nosuch==1"),
+        (("what is this?",), "pip failed: ERROR: Invalid requirement: 'what is this?'"),
         (
             ("--no-index", "--find-links .", "liar"),
             "training needs PyTorch, which cannot be imported (ImportError: sorry); add or correct",
@@ -219,8 +213,6 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_the_packages_be
 def test_requirements_that_cannot_be_met_are_one_sentence(
     maker: Maker, lines: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
 ):
-    if shutil.which("uv"):
-        pytest.skip("uv has other words")
     monkeypatch.setattr(installers, "_PROGRESS_S", float("inf"))  # a busy machine takes long
     a_wheel(maker.directory, "numpy", "99", code="raise ImportError('sorry')")
     a_wheel(maker.directory, "liar", requires=("numpy>=99",))
@@ -237,7 +229,7 @@ def test_requirements_that_cannot_be_met_are_one_sentence(
 
 
 def test_a_network_that_is_away_is_tried_again(maker: Maker):
-    maker.environ |= {"PIP_RETRIES": "1", "UV_HTTP_RETRIES": "1"}
+    maker.environ["PIP_RETRIES"] = "1"
     with pytest.raises(installers.Unavailable, match=r"the network or the machine is at fault, it is tried again$") as caught:
         maker.make("--index-url http://127.0.0.1:9/simple", "nosuch==1")
     assert caught.value.retry
@@ -281,9 +273,7 @@ def silent() -> Iterator[str]:
 
 
 def wait_for_installer(maker: Maker) -> None:
-    """Until pip or uv has begun to look for packages."""
-    logs = maker.cache.glob
-    until(lambda: any(re.search("Looking in indexes|Using Python", log.read_text()) for log in logs("environments/*.log")))
+    until(lambda: any("Looking in indexes" in log.read_text() for log in maker.cache.glob("environments/*.log")))
 
 
 def test_a_worker_that_is_told_to_leave_ends_what_it_has_started(maker: Maker, silent: str):
@@ -327,34 +317,7 @@ environment.make(asked, here / "cache", here, os.environ, say=lambda text: print
 @pytest.mark.parametrize(
     ("lines", "words"),
     [
-        (
-            ["ERROR: Could not find a version", "ERROR: No matching distribution found for a==1"],
-            "No matching distribution found for a==1",
-        ),
-        (
-            ["error: No solution found", "  cause: Because there is no a", "         and you require a.", "", "hint: x"],
-            "No solution found Because there is no a and you require a",
-        ),
-        (
-            [
-                *("  Traceback (most recent call last):", '  File "setup.py"', "  RuntimeError: sorry", "  [end of output]"),
-                *("error: metadata-generation-failed", "", "× Encountered error.", "╰─> from file:///x", "", "note: y"),
-            ],
-            "metadata-generation-failed Encountered error. from file:///x (RuntimeError: sorry)",
-        ),
-        (["critical libmamba Could not solve for environment specs"], "Could not solve for environment specs"),
-        (
-            [
-                "ERROR: Cannot install",
-                "",
-                "The conflict is caused by:",
-                "    a 1.0 depends on b>9",
-                "    The user requested b<9",
-                "",
-                "To",
-            ],
-            "these contradict each other: a 1.0 depends on b>9; The user requested b<9",
-        ),
+        (["Looking", "ERROR: Cannot", "", "  caused by:", "    a needs b>9"], "ERROR: Cannot caused by: a needs b>9"),
         (["nothing of the kind", ""], "nothing of the kind"),
         ([], ""),
     ],
@@ -391,7 +354,7 @@ def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mam
     [
         (
             "[impossible]",
-            "environment.conda (environment.yml): micromamba failed: Could not solve for environment specs; correct the file",
+            "environment.conda (environment.yml): micromamba failed: error    libmamba Could not solve for environment specs ",
         ),
         ("[old]", "environment.conda (environment.yml) has Python 3.9.1; Outlast needs 3.11 or newer: add python>=3.11"),
         (
@@ -404,7 +367,7 @@ def test_an_environment_of_conda_stands_alone_and_sees_outlast(maker: Maker, mam
 def test_an_environment_of_conda_that_cannot_train_is_one_sentence(mamba, dependencies: str, sentence: str):
     with pytest.raises(OutlastError) as caught:
         mamba(f"dependencies: {dependencies}")
-    assert str(caught.value) == sentence
+    assert str(caught.value).startswith(sentence)
 
 
 @pytest.mark.parametrize(
@@ -423,8 +386,6 @@ def test_a_file_for_conda_that_is_none_is_said(maker: Maker, mamba, text: str, s
 
 
 def test_without_conda_that_is_said_before_anything_is_fetched(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    for name in ("MAMBA_EXE", "CONDA_EXE"):
-        monkeypatch.delenv(name, raising=False)
     monkeypatch.setenv("PATH", "/nowhere")
     (tmp_path / "environment.yml").write_text("dependencies: [python]")
     with pytest.raises(OutlastError) as caught:

@@ -2,15 +2,15 @@
 
     <cache>/data/<name>-<digest of the URL>/     one place in a store, or one file on a web server (`Web`)
         lock                                     held during a fetch
-        <version>/tree/                          the files at one point in time; files that versions share are hard links
-        <version>/listing.json                   their names, sizes and etags; written last, to mark the version complete
-        <version>/listing.partial                the same during a fetch, so that a killed fetch can resume
+        <version>/tree/                          the files at one point in time
+        <version>/listing.json                   their total size; written last, to mark the version complete
+        <version>/listing.partial                the same during a fetch
         <version>/lock                           a shared lock, held by the workers that are using this version
         <version>/runs/                          paths of the pins for runs that use this version
 
-A version's name is the hash of the store's listing, so a version never changes. A run records its first version (its *pin*), so a
-restarted worker gets the same data even if the store has changed. A version without a pin or users is removed once a newer one
-has been fetched, or if the cache needs the space (`data_cache_eviction`).
+A version's name is the hash of the store's listing, so a version never changes, and a killed fetch resumes. A run records its
+first version (its *pin*), so a restarted worker gets the same data even if the store has changed. A version without a pin or
+users is removed once a newer one has been fetched, or if the cache needs the space (`data_cache_eviction`).
 """
 
 from __future__ import annotations
@@ -27,7 +27,6 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
-from typing import NamedTuple
 
 from outlast.base import file_locks, files, units
 from outlast.base.errors import OutlastError
@@ -38,14 +37,6 @@ from outlast.worker.prepare.fetch_from_store import Listing, Say
 
 _ELSEWHERE = "correct its permissions, or let OUTLAST_CACHE name another directory"
 _LISTING, _PARTIAL = "listing.json", "listing.partial"
-
-
-class _Row(NamedTuple):
-    key: str
-    size: int
-    etag: str
-    mtime_ns: int
-    """Modification time of the file on this machine; 0 during the fetch."""
 
 
 def writable(environ: Mapping[str, str]) -> Path:
@@ -145,38 +136,17 @@ class Source:
         return None
 
     def _begin(self, listing: Listing) -> Path:
-        """Create a version's directory, with hard links to those of its files that other versions already have."""
+        """Make room for a version, and return the directory for its files."""
         directory = self._home / listing.version
-        tree = directory / "tree"
-        tree.mkdir(parents=True, exist_ok=True)
-        paths = {(entry.key, entry.size, entry.etag): tree / entry.key for entry in listing.entries}
-        whole = directory / _LISTING
-        if whole.is_file():  # from another run; files may have changed or been removed
-            for path in _changed(tree, whole):
-                path.unlink(missing_ok=True)
-            if all(path.exists() for path in paths.values()):
-                return tree
-            whole.unlink()
-        files.replace(directory / _PARTIAL, _text(listing.url, [_Row(e.key, e.size, e.etag, 0) for e in listing.entries]))
-        missing = {key for key, path in paths.items() if not path.exists()}
-        for other in sorted(self._home.glob("*/listing.*")):
-            if not missing or other.parent == directory:
-                continue
-            available = {(row.key, row.size, row.etag) for row in _read(other)}
-            bad = set(_changed(other.parent / "tree", other)) if other.name == _LISTING else set()
-            for key in missing & available:
-                source = other.parent / "tree" / key[0]
-                if source in bad or not source.is_file() or source.stat().st_size != key[1]:
-                    continue
-                paths[key].parent.mkdir(parents=True, exist_ok=True)
-                with contextlib.suppress(OSError):  # too many links to one file, or the file system has no hard links
-                    os.link(source, paths[key])
-                    missing.discard(key)
-        self._make_room(sum(size for _, size, _ in missing))
-        return tree
+        directory.mkdir(parents=True, exist_ok=True)
+        if not (directory / _LISTING).is_file():
+            size = sum(entry.size for entry in listing.entries)
+            files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": size}))
+            self._make_room()
+        return directory / "tree"
 
-    def _make_room(self, needed: int) -> None:
-        if missing := data_cache_eviction.make(self._cache, needed, things, os.environ):
+    def _make_room(self) -> None:
+        if missing := data_cache_eviction.make(self._cache, 0, things, os.environ):
             more = f"{units.human_bytes(missing)} more than OUTLAST_CACHE_SIZE"
             name = f"{self._field} ({self._url})"
             self._say(f"{name} makes the cache {self._cache} larger than it should be: {more} are in use")
@@ -187,20 +157,17 @@ class Source:
             return
         tree = directory / "tree"
         expected = {str(tree / entry.key): entry for entry in listing.entries}
-        rows = []
         for parent, _, names in os.walk(tree):
             for name in names:
                 path = os.path.join(parent, name)
-                if (entry := expected.get(path)) is None:  # left by a killed fetch
-                    os.unlink(path)
-                    continue
-                if os.lstat(path).st_mode & 0o222:  # not shared with another version
+                if entry := expected.get(path):
                     os.chmod(path, 0o444)
                     os.utime(path, (entry.modified, entry.modified))
-                rows.append(_Row(entry.key, entry.size, entry.etag, os.lstat(path).st_mtime_ns))
+                else:  # left by a killed fetch
+                    os.unlink(path)
         files.flush(directory)
-        files.replace(directory / _LISTING, _text(listing.url, rows), durable=True)
-        (directory / _PARTIAL).unlink(missing_ok=True)
+        (directory / _PARTIAL).replace(directory / _LISTING)
+        files.sync(directory)
 
     def _sweep(self) -> None:
         """Remove the versions that no run has locked or pinned, and leftovers of abandoned fetches."""
@@ -216,17 +183,17 @@ def things(cache: Path) -> list[data_cache_eviction.Thing]:
     for directory in cache.glob("data/*/*/"):
         with contextlib.suppress(OSError):
             listing = directory / _LISTING if (directory / _LISTING).is_file() else directory / _PARTIAL
-            size = _size(listing, listing.stat().st_mtime_ns) if listing.exists() else 0
             lock = directory / "lock"  # missing if the version has never been complete
             used = (lock if lock.exists() else directory).stat().st_mtime
-            entries.append(data_cache_eviction.Thing(directory, size, used, partial(_remove, directory)))
+            entries.append(data_cache_eviction.Thing(directory, _size(listing), used, partial(_remove, directory)))
     return entries
 
 
 @functools.lru_cache
-def _size(listing: Path, _mtime_ns: int) -> int:
-    """Return a version's size in bytes. The result is cached, since listings are long and hardly ever change."""
-    return sum(row.size for row in _read(listing))
+def _size(listing: Path) -> int:
+    """Return a version's size in bytes. The result is cached, since it never changes, and old listings are long."""
+    content = files.mapping(listing)
+    return int(content.get("size") or sum(row[1] for row in content.get("files", ())))
 
 
 def _remove(directory: Path) -> bool:
@@ -254,42 +221,18 @@ class Web(Source):
 
         dataset = named_datasets.of_url(self._url)
         directory = self._home / dataset.remotes[0].sha256[:32]
-        tree, progress = directory / "tree", fetch_from_store.Pace(f"{self._field} ({dataset.name})", say=self._say)
-        obtain.get(dataset, tree, obtain.How(self._say, progress=progress.reached, stop=self._stop))
-        rows = []
+        tree, meter = directory / "tree", fetch_from_store.Meter(f"{self._field} ({dataset.name})", say=self._say)
+        obtain.get(dataset, tree, obtain.How(self._say, progress=meter.reached, stop=self._stop))
+        size = 0
         for parent, _, names in os.walk(tree):
-            for name in names:
-                path = os.path.join(parent, name)
+            for path in (os.path.join(parent, name) for name in names):
                 if not os.path.islink(path):
                     os.chmod(path, 0o444)
-                status = os.lstat(path)
-                rows.append(_Row(os.path.relpath(path, tree), status.st_size, "", status.st_mtime_ns))
-        files.replace(directory / _LISTING, _text(self._url, rows), durable=True)
-        self._make_room(0)  # the size was unknown before
+                size += os.lstat(path).st_size
+        files.replace(directory / _LISTING, json.dumps({"url": self._url, "size": size}), durable=True)
+        self._make_room()  # the size was unknown before
         return directory.name
 
 
 def _pinned(pin: Path) -> str:
     return str(files.mapping(pin).get("version", ""))
-
-
-def _text(url: str, rows: list[_Row]) -> str:
-    return json.dumps({"url": url, "files": sorted(rows)})
-
-
-def _read(path: Path) -> list[_Row]:
-    try:
-        return [_Row(*row) for row in json.loads(path.read_text())["files"]]
-    except (OSError, ValueError, KeyError, TypeError):
-        return []
-
-
-def _changed(tree: Path, listing: Path) -> list[Path]:
-    """Return the files in a complete version that have changed since they were fetched."""
-    changed = []
-    for row in _read(listing):
-        with contextlib.suppress(OSError):
-            status = os.lstat(tree / row.key)
-            if (status.st_size, status.st_mtime_ns) != (row.size, row.mtime_ns):
-                changed.append(tree / row.key)
-    return changed

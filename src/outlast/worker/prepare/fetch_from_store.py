@@ -1,8 +1,7 @@
 """Fetches a tree of files from a store, with all files in the same version, for `data_cache` and `code_placement`.
 
     listing = look(url, "data[0].from")         list the objects in the store now
-    missing(listing, tree, ...)                 fetch the objects that are missing on this machine
-    consistent(listing, into, ...)              the same, but repeated if the store changes in the meantime
+    consistent(listing, into, ...)              fetch those that are missing here, again if the store changes in the meantime
 
 A file gets its final name only once it is complete.
 """
@@ -16,9 +15,9 @@ import os
 import shutil
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property, partial
+from functools import cached_property
 from pathlib import Path
 
 from outlast.base import units
@@ -26,7 +25,7 @@ from outlast.base.errors import Changed, Missing, OutlastError, StoreError
 from outlast.data import dataset_directory
 from outlast.storage import store
 from outlast.storage.store import Entry, Store
-from outlast.storage.sync import push_and_pull, thread_pool
+from outlast.storage.sync import push_and_pull
 
 PROGRESS_S = 5.0
 _ATTEMPTS = 5
@@ -65,15 +64,15 @@ def look(url: str, field: str) -> Listing:
     """List the objects at `url`, the value of the job file's `field`. Raises StoreError, and OutlastError if the list is empty or
     incomplete, or if the names cannot form a directory tree."""
     place, name = store.open_(url), f"{field} ({url})"
-    # Web consoles create a directory as an object with the prefix as its name.
-    entries = tuple(_files(place, [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]))
+    found = [entry for entry in place.entries() if entry.key and entry.key != push_and_pull.MANIFEST]
+    above = {entry.key[:at] for entry in found for at, letter in enumerate(entry.key) if letter == "/"}
+    # Web consoles create a directory as an empty object with its name.
+    entries = tuple(entry for entry in found if entry.size or entry.key not in above)
     if not entries and "/" in place.url.partition("://")[2]:
-        above, _, key = place.url.rpartition("/")
-        place = store.open_(above)
-        try:
+        parent, _, key = place.url.rpartition("/")
+        place = store.open_(parent)
+        with contextlib.suppress(Missing):
             entries = (place.head(key),)
-        except Missing:
-            entries = ()
     if not entries:
         raise OutlastError(f"{name} is empty; put files there, or correct the URL")
     keys = {entry.key for entry in entries}
@@ -81,42 +80,9 @@ def look(url: str, field: str) -> Listing:
         raise OutlastError(
             f"{name} is not complete: outlast data get or prepare has not finished there; wait for it, or run it again"
         )
-    for key in keys:
-        parts = key.split("/")
-        if both := next((above for i in range(1, len(parts)) if (above := "/".join(parts[:i])) in keys), None):
-            raise OutlastError(f"{name} has both {both} and {key}, which no directory can have; rename one of them")
+    if both := keys & above:
+        raise OutlastError(f"{name} has both a file and a directory {min(both)}; rename one of them")
     return Listing(url, field, place, entries)
-
-
-def _files(place: Store, entries: list[Entry]) -> Iterator[Entry]:
-    """Yield all entries except directory markers, which are empty `directory/` objects from web consoles."""
-    empty = (thread_pool.Job(entry, 0, partial(place.head, entry.key)) for entry in entries if entry.size == 0)
-    absent = set()
-    with contextlib.closing(thread_pool.work(empty, threading.Event())) as outcomes:
-        for entry, _, error in outcomes:
-            if isinstance(error, Missing):
-                absent.add(entry)
-            elif error:
-                raise error
-    return (entry for entry in entries if entry not in absent)
-
-
-def missing(listing: Listing, tree: Path, *, say: Say, stop: threading.Event) -> None:
-    """Fetch the files that `tree` lacks or has with a different size. Raises StoreError and OSError."""
-    entries = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
-    if not entries:
-        return
-    for directory in {tree, *((tree / entry.key).parent for entry in entries)}:
-        directory.mkdir(parents=True, exist_ok=True)
-    needed, free = sum(entry.size for entry in entries), shutil.disk_usage(tree).free
-    if needed > free:
-        sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
-        raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
-    meter = Meter(listing.name, needed, len(entries), say=say)
-    push_and_pull.receive(
-        listing.place, [(entry.key, entry.size, tree / entry.key) for entry in entries], progress=meter.advance, stop=stop
-    )
-    meter.end()
 
 
 def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, stop: threading.Event) -> Listing:
@@ -125,12 +91,13 @@ def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, s
     problem: StoreError | None
     for attempt in range(_ATTEMPTS):
         tree, problem = into(listing), None
-        if all(_size(tree / entry.key) == entry.size for entry in listing.entries):
+        missing = [entry for entry in listing.entries if _size(tree / entry.key) != entry.size]
+        if not missing:
             if not attempt:
                 say(f"{listing.name} is here already")
             return listing
         try:
-            missing(listing, tree, say=say, stop=stop)
+            _receive(listing, missing, tree, say, stop)
         except (Missing, Changed) as error:
             problem = error
         now = look(listing.url, listing.field)
@@ -143,48 +110,50 @@ def consistent(listing: Listing, into: Callable[[Listing], Path], *, say: Say, s
     raise StoreError(f"{listing.name} changes faster than it can be fetched; copy it to a separate place", retry=True)
 
 
-class Pace:
-    """Reports a download's progress every few seconds."""
-
-    def __init__(self, name: str, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._name, self._say, self._clock = name, say, clock
-        self._reported = clock()
-
-    def reached(self, done: int, total: int) -> None:
-        """Record that `done` of `total` bytes (0 if unknown) were received. Called often, from several threads."""
-        if (now := self._clock()) - self._reported >= PROGRESS_S:
-            self._reported = now
-            of = f" of {units.human_bytes(total)}" if total else ""
-            self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}")
+def _receive(listing: Listing, missing: Sequence[Entry], tree: Path, say: Say, stop: threading.Event) -> None:
+    """Fetch the missing files to `tree`. Raises StoreError and OSError."""
+    for directory in {tree, *((tree / entry.key).parent for entry in missing)}:
+        directory.mkdir(parents=True, exist_ok=True)
+    needed, free = sum(entry.size for entry in missing), shutil.disk_usage(tree).free
+    if needed > free:
+        sizes = f"needs {units.human_bytes(needed)}, the disk of {tree} has {units.human_bytes(free)} left"
+        raise OutlastError(f"{listing.name} {sizes}; make room there, or let OUTLAST_CACHE name a directory of a larger disk")
+    say(f"fetching {listing.name}: {units.count(len(missing), 'file')}, {units.human_bytes(needed)}")
+    meter = Meter(listing.name, needed, say=say)
+    for entry in missing:
+        if not entry.size:  # perhaps a console's mark of an empty directory, which cannot be read
+            (tree / entry.key).write_bytes(b"")
+    places = [(entry.key, entry.size, tree / entry.key) for entry in missing if entry.size]
+    push_and_pull.receive(listing.place, places, progress=meter.advance, stop=stop)
+    meter.end()
 
 
 class Meter:
-    """Reports a fetch's progress every few seconds, with the rate and the remaining time."""
+    """Reports a fetch's progress every few seconds. Called from many threads."""
 
-    def __init__(self, name: str, total: int, files: int, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
+    def __init__(self, name: str, total: int = 0, *, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
         self._name, self._total, self._say, self._clock = name, total, say, clock
         self._done = 0
         self._begun = self._reported = clock()
         self._lock = threading.Lock()
-        say(f"fetching {name}: {files:,} file{'s' if files != 1 else ''}, {units.human_bytes(total)}")
 
     def advance(self, count: int) -> None:
-        """Count received bytes. Called from many threads."""
+        """Count received bytes."""
         with self._lock:
             self._done += count
-            now = self._clock()
-            if now - self._reported < PROGRESS_S:
-                return
+        self.reached(self._done, self._total)
+
+    def reached(self, done: int, total: int) -> None:
+        """Record that `done` of `total` bytes (0 if unknown) were received."""
+        if (now := self._clock()) - self._reported >= PROGRESS_S:
             self._reported = now
-            rate = self._done / (now - self._begun)
-            done, total = units.human_bytes(self._done), units.human_bytes(self._total)
-            left = units.human_seconds(max(0, self._total - self._done) / rate) if rate else "?"
-        self._say(f"fetching {self._name}: {done} of {total}, {units.human_bytes(rate)}/s, {left} left")
+            of = f" of {units.human_bytes(total)}" if total else ""
+            rate = units.human_bytes(done / (now - self._begun))
+            self._say(f"fetching {self._name}: {units.human_bytes(done)}{of}, {rate}/s")
 
     def end(self) -> None:
         seconds = self._clock() - self._begun
-        rate = units.human_bytes(self._total / max(seconds, 1e-3))
-        self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)} ({rate}/s)")
+        self._say(f"fetched {self._name}: {units.human_bytes(self._total)} in {units.human_seconds(seconds)}")
 
 
 def _size(path: Path) -> int:

@@ -6,7 +6,6 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-import sys
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -72,11 +71,6 @@ def look(executable: str, environ: Mapping[str, str]) -> Base:
     below = tuple(Path(directory) for directory in found.pop("below", ()) if Path(directory).is_dir())
     version, identity = tuple(found.pop("version")), tuple(found.pop("identity", ()))
     return Base(executable, version, identity, below, **found)
-
-
-def own(environ: Mapping[str, str]) -> Base:
-    """Return this process's Python."""
-    return look(sys.executable, environ)
 
 
 def find(environ: Mapping[str, str], *, packages: bool = True) -> Base:

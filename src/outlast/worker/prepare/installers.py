@@ -1,4 +1,4 @@
-"""Runs installers (pip, uv, conda) and compilers, logs their output, and extracts their error messages."""
+"""Runs installers (pip, conda) and compilers, logs their output, and extracts their error messages."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _NETWORK = re.compile(
     r"|no space left on device|disk quota exceeded",
     re.IGNORECASE,
 )
-"""Matches transient errors in the output of pip, uv and conda."""
+"""Matches transient errors in the output of pip and conda."""
 _PROGRESS_S = 5.0
 _LAST = 20
 
@@ -104,18 +104,7 @@ class Shell:
 
 
 def error_message(lines: Sequence[str]) -> str:
-    """Extract the error message from an installer's output."""
-    stripped = [line.strip() for line in lines]
-    if "The conflict is caused by:" in stripped:  # printed by pip
-        sides = stripped[stripped.index("The conflict is caused by:") + 1 :]
-        return "these contradict each other: " + "; ".join(sides[: sides.index("")] if "" in sides else sides)[:600]
-    begins = [i for i, line in enumerate(stripped) if re.match(r"(error|critical)\b", line, re.IGNORECASE)]
-    if not begins:
-        return next((line for line in reversed(stripped) if line), "")[:600]
-    last = stripped[begins[-1] :]
-    end = next((i for i, line in enumerate(last) if not line or line.startswith(("Traceback", "[std"))), len(last))
-    words = [re.sub(r"^(error|critical|cause)([a-z ]*:|\s+libmamba)\s*", "", line, flags=re.I) for line in last[:end][:5]]
-    words = [line.rstrip(".") for line in words if line.strip("^~ ")]
-    words += [re.sub(r"^[×╰─▶│>]+\s*", "", line) for line in last[end:] if line.startswith(("×", "╰"))]
-    raised = [line for line in stripped if re.match(r"(\w+\.)*\w*(Error|Exception): ", line) and line not in last[:end]]
-    return " ".join([*words, *(f"({line})" for line in raised[-1:])])[:600]
+    """Return the first error in an installer's output with the lines after it, or else the last line."""
+    words = [line.strip() for line in lines if line.strip(" ^~")]
+    begin = next((i for i, line in enumerate(words) if re.match(r"error\b|critical\b|×", line, re.IGNORECASE)), -1)
+    return " ".join(words[begin:][:5])[:600]

@@ -3,7 +3,7 @@
     <cache>/environments/<digest>/               a virtual or conda environment, at its final path, since neither can be moved
     <cache>/environments/<digest>/outlast.json   written last; marks the environment complete
     <cache>/environments/<digest>.lock           held by the process that makes the environment
-    <cache>/environments/<digest>.log            output from pip, uv or conda
+    <cache>/environments/<digest>.log            output from pip or conda
 
 `requirements` become a virtual environment on top of the Python in which training would otherwise run (our own, or the image's).
 That Python's packages can still be imported, but new packages take precedence. `<digest>` covers the requirements, that Python
@@ -22,7 +22,7 @@ import subprocess
 import sys
 import sysconfig
 import threading
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -40,8 +40,6 @@ if TYPE_CHECKING:
     from outlast.worker.prepare.fetch_from_store import Say
 
 MARKER = "outlast.json"
-_STUB = "outlast\n"
-"""Content of the INSTALLER file in the stubs that represent the base Python's packages to uv."""
 _PROBE = """
 import importlib, json, sys
 found = {"version": list(sys.version_info[:3])}
@@ -104,7 +102,7 @@ def make(
     name = f"environment.{'conda' if environment.conda else 'requirements'} ({path.name})"
     contents = _read(environment, path)
     if isinstance(contents, requirements.Requirements):
-        recipe = _Venv(contents, name, base or image_python.own(environ))
+        recipe = _Venv(contents, name, base or image_python.look(sys.executable, environ))
     else:
         recipe = _Conda(contents, name, _conda_tool(environ))
     digest = hashlib.sha256(json.dumps(recipe.depends_on()).encode()).hexdigest()[:24]
@@ -196,41 +194,11 @@ class _Venv:
             constraints = ["-c", str(home / "torch.txt")]
         python = str(home / "bin" / "python")
         options = ["-r", str(file), *constraints]
-        if uv := _uv(shell.environ):
-            with _stubs(packages, self.base.below):
-                shell.run([uv, "pip", "install", "--python", python, "--no-progress", "--color=never", *options], self.name)
-        else:
-            shell.run([*self._pip(python, shell), "install", "--no-input", "--progress-bar=off", *options], self.name)
-
-    def _pip(self, python: str, shell: Shell) -> list[str]:
-        """Return the command that runs pip for `python`. If the base Python has no pip, install pip with ensurepip first."""
-        if self.base.pip:
-            return [self.base.executable, "-m", "pip", "--python", python]
-        shell.run([python, "-m", "ensurepip"], self.name)
-        return [python, "-m", "pip"]
-
-
-def _uv(environ: Mapping[str, str]) -> str | None:
-    beside = Path(sys.executable).with_name("uv")
-    return str(beside) if beside.is_file() else shutil.which("uv", path=environ.get("PATH"))
-
-
-@contextlib.contextmanager
-def _stubs(packages: Path, below: Iterable[Path]) -> Iterator[None]:
-    """Show the base Python's packages to uv as stubs that contain only their metadata. If uv replaces such a package, it
-    removes only the stub's files, so the base Python remains intact."""
-    for directory in below:
-        for info in directory.glob("*.dist-info"):
-            stub = packages / info.name
-            if (info / "METADATA").is_file() and not stub.exists():
-                stub.mkdir()
-                shutil.copyfile(info / "METADATA", stub / "METADATA")
-                (stub / "INSTALLER").write_text(_STUB)
-                (stub / "RECORD").write_text("".join(f"{info.name}/{file},,\n" for file in ("METADATA", "INSTALLER", "RECORD")))
-    yield
-    for stub in packages.glob("*.dist-info"):
-        if (stub / "INSTALLER").is_file() and (stub / "INSTALLER").read_text() == _STUB:
-            shutil.rmtree(stub)
+        pip = [self.base.executable, "-m", "pip", "--python", python]
+        if not self.base.pip:
+            shell.run([python, "-m", "ensurepip"], self.name)
+            pip = [python, "-m", "pip"]
+        shell.run([*pip, "install", "--no-input", "--progress-bar=off", *options], self.name)
 
 
 # Conda
@@ -270,9 +238,6 @@ def _conda_tool(environ: Mapping[str, str]) -> str:
     for tool in ("micromamba", "mamba", "conda"):
         if path := shutil.which(tool, path=environ.get("PATH")):
             return path
-    for variable in ("MAMBA_EXE", "CONDA_EXE"):
-        if (given := environ.get(variable)) and os.access(given, os.X_OK):
-            return given
     raise OutlastError(
         "environment.conda: this machine has neither micromamba, mamba nor conda; install one of them, "
         "or list the packages in a file for environment.requirements"
