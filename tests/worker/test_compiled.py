@@ -272,11 +272,3 @@ def test_a_machine_without_a_cache_compiles_nothing_that_another_one_compiled(
         log = "\n".join(line.text for line in machine.backend.logs("compiling"))
         assert ("compiled files" in log) == (cache == "two")
     assert not [key for key in held(store.open_(s3.url)) if "warm-up/checkpoints" in key]
-
-
-@pytest.mark.slow
-def test_a_warm_up_that_fails_ends_the_job_with_its_last_words(machine: Any, tmp_path: Path) -> None:
-    job = a_compiling_job(machine, str(tmp_path / "runs"), warmUp=["python", "-c", "raise SystemExit('neuronx-cc: no graph')"])
-    status = machine.run(job)
-    assert (status.state, status.exit_code) == (State.FAILED, 78)
-    assert "compile.warmUp: python says: neuronx-cc: no graph; correct compile.warmUp, or leave it out" in status.reason

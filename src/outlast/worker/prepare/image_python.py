@@ -9,6 +9,7 @@ import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from outlast.base.errors import OutlastError
 
@@ -59,15 +60,20 @@ class Base:
         return "" if self.numpy else "no numpy, which Outlast needs beside PyTorch"
 
 
-def look(executable: str, environ: Mapping[str, str]) -> Base:
-    """Inspect a Python and its packages. Raises OutlastError if it does not start."""
-    argv, environ = [executable, "-c", _LOOK], dict(environ)
+def answer(executable: str, program: str, environ: Mapping[str, str], name: str) -> dict[str, Any]:
+    """Return the JSON object that a program prints last. `name` is the Python's name in the OutlastError if it does not start."""
+    argv, environ = [executable, "-c", program], dict(environ)
     done = subprocess.run(argv, env=environ, cwd="/", stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
     try:
-        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
+        return dict(json.loads(done.stdout.strip().splitlines()[-1]))
     except (ValueError, IndexError):
         last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OutlastError(f"{executable} does not start: {last}") from None
+        raise OutlastError(f"{name} does not start: {last}") from None
+
+
+def look(executable: str, environ: Mapping[str, str]) -> Base:
+    """Inspect a Python and its packages. Raises OutlastError if it does not start."""
+    found = answer(executable, _LOOK, environ, executable)
     below = tuple(Path(directory) for directory in found.pop("below", ()) if Path(directory).is_dir())
     version, identity = tuple(found.pop("version")), tuple(found.pop("identity", ()))
     return Base(executable, version, identity, below, **found)

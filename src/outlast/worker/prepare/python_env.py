@@ -148,13 +148,7 @@ def _read(environment: spec.Environment, path: Path) -> requirements.Requirement
 
 def _probe(made: Made, name: str, environ: Mapping[str, str]) -> dict[str, Any]:
     """Return a new environment's versions of Python and torch. Raises OutlastError if training cannot run there."""
-    argv, env = [made.python, "-c", _PROBE], {**environ, **made.variables}
-    done = subprocess.run(argv, env=env, stdin=subprocess.DEVNULL, capture_output=True, text=True, check=False)
-    try:
-        found = dict(json.loads(done.stdout.strip().splitlines()[-1]))
-    except (ValueError, IndexError):
-        last = (done.stderr.strip().splitlines() or [f"exit code {done.returncode}"])[-1]
-        raise OutlastError(f"{name}: its Python does not start: {last}") from None
+    found = image_python.answer(made.python, _PROBE, {**environ, **made.variables}, f"{name}: its Python")
     version = ".".join(map(str, found["version"]))
     if found["version"] < [3, 11]:
         raise OutlastError(f"{name} has Python {version}; Outlast needs 3.11 or newer: add python>=3.11")
