@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from outlast.base.errors import OutlastError, Stopped
+from outlast.base.errors import OutlastError
 from outlast.job import spec
 from outlast.job.status import State
 from outlast.storage import store
@@ -24,7 +24,6 @@ from outlast.worker.agent import upload
 from outlast.worker.prepare import compile_cache
 from outlast.worker.prepare.compile_cache import Cache
 from servers import Place
-from waits import until
 
 STOP = threading.Event()
 OLD = time.time() - 3600
@@ -148,20 +147,6 @@ def test_a_warm_up_that_fails_says_why_and_leaves_no_marker(tmp_path: Path, comm
         with pytest.raises(OutlastError) as caught:
             compile_cache.prepare(Cache.of(environ), command, environ, sys.executable, lambda _: None, STOP)
         assert str(caught.value).startswith(sentence)
-
-
-def test_a_worker_that_is_asked_to_leave_ends_its_warm_up(tmp_path: Path) -> None:
-    environ, stop = a_worker(tmp_path), threading.Event()
-    ready = Path(environ["OUTLAST_CODE"], "ready")
-    program = "import pathlib, time; pathlib.Path('ready').touch(); time.sleep(600)"
-
-    def when_ready() -> None:
-        until(ready.exists)
-        stop.set()
-
-    threading.Thread(target=when_ready, daemon=True).start()
-    with pytest.raises(Stopped):
-        compile_cache.prepare(Cache.of(environ), ["python", "-c", program], environ, sys.executable, lambda _: None, stop)
 
 
 def test_a_store_that_fails_is_no_reason_not_to_train(tmp_path: Path) -> None:

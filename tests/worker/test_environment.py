@@ -152,6 +152,7 @@ def test_editing_the_requirements_does_not_change_a_run_on_its_way(tmp_path: Pat
 # Virtual environments
 
 
+@pytest.mark.slow
 def test_requirements_come_on_top_of_our_python(maker: Maker):
     """Torch stays the one below, other versions of small packages come before those below, and our entry points stay visible."""
     a_wheel(maker.directory, "tinydep")
@@ -209,10 +210,7 @@ def test_an_environment_depends_on_what_the_file_includes_and_on_the_packages_be
         ),
     ],
 )
-def test_requirements_that_cannot_be_met_are_one_sentence(
-    maker: Maker, lines: tuple[str, ...], sentence: str, monkeypatch: pytest.MonkeyPatch
-):
-    monkeypatch.setattr(installers, "_PROGRESS_S", float("inf"))  # a busy machine takes long
+def test_requirements_that_cannot_be_met_are_one_sentence(maker: Maker, lines: tuple[str, ...], sentence: str):
     a_wheel(maker.directory, "numpy", "99", code="raise ImportError('sorry')")
     a_wheel(maker.directory, "liar", requires=("numpy>=99",))
     with pytest.raises(OutlastError) as caught:
@@ -239,29 +237,6 @@ def test_another_torch_is_not_installed_unasked(maker: Maker):
     a_wheel(maker.directory, "vision", requires=("torch>=99",))
     with pytest.raises(OutlastError, match=r"vision .*depends? on torch>=99"):
         maker.make("--no-index", "--find-links .", "vision")
-
-
-def test_who_comes_second_waits_for_the_environment(maker: Maker, monkeypatch: pytest.MonkeyPatch):
-    found: list[python_env.Made] = []
-    asked = ("--no-index", "--find-links .", "nosuch")
-
-    def fails(*_: object) -> None:
-        raise OutlastError("the first has not made it")
-
-    monkeypatch.setattr(python_env._Venv, "make", fails)
-    with pytest.raises(OutlastError, match="the first has not made it"):
-        maker.make(*asked)
-    (lock,) = maker.cache.glob("environments/*.lock")
-    maker.said.clear()
-    with file_locks.exclusive(lock, waiting=lambda: None, stop=threading.Event()):
-        thread = threading.Thread(target=lambda: found.append(maker.make(*asked)))
-        thread.start()
-        until(lambda: maker.said)
-        lock.with_suffix("").mkdir()
-        (lock.with_suffix("") / python_env.MARKER).write_text("{}")  # the first has made it
-    thread.join()
-    assert maker.said == ["waiting for another worker that makes environment.requirements (requirements.txt)"]
-    assert found[0].python == str(lock.with_suffix("") / "bin" / "python")
 
 
 @pytest.fixture

@@ -105,16 +105,6 @@ def test_a_run_keeps_the_data_it_began_with_whatever_becomes_of_the_store(runs: 
     assert contents(runs.source().acquire().tree) == {"a": "one"}
 
 
-def test_changed_data_is_a_version_of_its_own(runs: Runs, place: Store):
-    put(place, same="same", changed="old", gone="x")
-    first = runs.source("first").acquire()
-    put(place, changed="new", added="y")
-    place.delete(["gone"])
-    second = runs.source("second").acquire()
-    assert contents(first.tree) == {"same": "same", "changed": "old", "gone": "x"}
-    assert contents(second.tree) == {"same": "same", "changed": "new", "added": "y"}
-
-
 def test_a_version_goes_when_no_worker_uses_it_and_no_run_has_noted_it(runs: Runs, place: Store):
     put(place, a="1")
     worker = runs.source("old").acquire()

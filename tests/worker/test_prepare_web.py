@@ -60,11 +60,6 @@ def test_an_archive_is_fetched_once_for_all_runs_of_a_machine(web: Web, prepared
         assert prepared(url, run=run)["OUTLAST_DATA"] == str(tree), "the machine has it: no server is needed"
 
 
-def test_two_files_lie_as_in_a_pod(web: Web, prepared: Prepared) -> None:
-    found = prepared(*(pinned(web.put(f"{name}.txt", name.encode()), name.encode()) for name in ("a", "b")))
-    assert [(Path(found["OUTLAST_DATA"]) / f"{i}" / f"{name}.txt").read_text() for i, name in enumerate("ab")] == ["a", "b"]
-
-
 def test_what_is_not_what_the_job_file_says_is_refused(web: Web, prepared: Prepared, tmp_path: Path) -> None:
     url = f"{web.put('set.tar.gz', tar({'a.csv': '1'}))}#sha256={'0' * 64}"
     with pytest.raises(OutlastError, match=r"has the SHA-256 [0-9a-f]{64}, and must have 0{64}; it is not the file that is want"):

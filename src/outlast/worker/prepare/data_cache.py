@@ -140,8 +140,7 @@ class Source:
         directory = self._home / listing.version
         directory.mkdir(parents=True, exist_ok=True)
         if not (directory / _LISTING).is_file():
-            size = sum(entry.size for entry in listing.entries)
-            files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": size}))
+            files.replace(directory / _PARTIAL, json.dumps({"url": listing.url, "size": listing.size}))
             self._make_room()
         return directory / "tree"
 

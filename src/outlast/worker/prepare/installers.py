@@ -6,7 +6,6 @@ import contextlib
 import re
 import subprocess
 import threading
-import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -27,7 +26,7 @@ _NETWORK = re.compile(
     re.IGNORECASE,
 )
 """Matches transient errors in the output of pip and conda."""
-_PROGRESS_S = 5.0
+_POLL_S = 0.1
 _LAST = 20
 
 
@@ -39,7 +38,7 @@ class Unavailable(OutlastError):
 
 @dataclass(frozen=True)
 class Shell:
-    """Runs installers, logs their output to a file, reports progress, and kills them on shutdown."""
+    """Runs installers, logs their output to a file, and kills them on shutdown."""
 
     environ: Mapping[str, str]
     lock: int
@@ -47,60 +46,48 @@ class Shell:
     say: Say
     stop: threading.Event
     log: Path
-    """File for all output. `say` gets a line every few seconds and, after a failure, the last lines."""
+    """File for all output. `say` gets the last lines after a failure."""
     cwd: Path | None = None
     remedy: str = "correct the file"
 
     def run(self, argv: Sequence[str], name: str) -> None:
         """Run a program. If it fails, raises OutlastError with its error message."""
         env = {**self.environ, "PIP_DISABLE_PIP_VERSION_CHECK": "1", "PIP_USER": "0", "PYTHONUNBUFFERED": "1"}
-        lines: list[str] = []
-        reported_at = time.monotonic()
-        with (
-            open(self.log, "a") as log,
-            subprocess.Popen(
+        with open(self.log, "ab+") as log:
+            start = log.tell()
+            with subprocess.Popen(
                 argv,
                 env=env,
                 cwd=self.cwd,
                 stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
+                stdout=log,
                 stderr=subprocess.STDOUT,
-                text=True,
-                errors="replace",
                 pass_fds=(self.lock,),
-            ) as process,
-        ):
-            watcher = threading.Thread(target=self._watch, args=(process,), daemon=True)
-            watcher.start()
-            assert process.stdout is not None
-            for line in process.stdout:
-                lines.append(line.rstrip())
-                print(lines[-1], file=log, flush=True)
-                if time.monotonic() - reported_at > _PROGRESS_S:
-                    reported_at = time.monotonic()
-                    self.say(f"  {lines[-1]}")
-            code = process.wait()
-            watcher.join()
+            ) as process:
+                while process.poll() is None:
+                    if self.stop.wait(_POLL_S):
+                        _kill(process)
+            log.seek(start)
+            lines = log.read().decode(errors="replace").splitlines()
         if self.stop.is_set():
             raise Stopped(f"this worker was told to leave while making {name}")
-        if code:
+        if process.returncode:
             for line in lines[-_LAST:]:
                 self.say(f"  {line}")
             program = "pip" if argv[1:3] == ["-m", "pip"] else Path(argv[0]).name
-            failed = f"{name}: {program} failed: {error_message(lines) or f'exit code {code}'}"
+            failed = f"{name}: {program} failed: {error_message(lines) or f'exit code {process.returncode}'}"
             if any(_NETWORK.search(line) for line in lines):
                 raise Unavailable(f"{failed}; the network or the machine is at fault, it is tried again")
             raise OutlastError(f"{failed}; {self.remedy}")
 
-    def _watch(self, process: subprocess.Popen[str]) -> None:
-        """Kill the program on shutdown, and its child processes, too, since pip runs another Python."""
-        while process.poll() is None:
-            if self.stop.wait(0.1):
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    for child in psutil.Process(process.pid).children(recursive=True):
-                        child.kill()
-                process.kill()
-                return
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """Kill a program and its child processes, since pip runs another Python."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        for child in psutil.Process(process.pid).children(recursive=True):
+            child.kill()
+    process.kill()
+    process.wait()
 
 
 def error_message(lines: Sequence[str]) -> str:
