@@ -25,7 +25,6 @@ from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests import configmaps_and_service, labels
 from outlast.kubernetes.manifests.installed import cel, crd, operator_deployment
 from outlast.kubernetes.manifests.render_request import Document
-from outlast.kubernetes.manifests.scheduling import disruption
 
 ROOT = Path(__file__).parents[2]
 DEPLOY = runpy.run_path(str(ROOT / "deploy" / "render.py"))
@@ -479,7 +478,7 @@ INSTALLED = [
 OWNER = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "name": "a", "uid": "u", "controller": True}
 META = {"namespace": "team", "labels": {"x": "y"}, "ownerReferences": [OWNER]}
 ACCESS = configmaps_and_service.worker_access("a", "team", 2, {"x": "y"}, OWNER)
-BUDGET = disruption.budget("a", "team", 2, {"x": "y"}, OWNER)
+BUDGET = configmaps_and_service.disruption_budget("a", "team", 2, {"x": "y"}, OWNER)
 
 
 @each_minor

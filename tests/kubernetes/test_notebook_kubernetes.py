@@ -15,8 +15,8 @@ from typer.main import get_command
 import apiserver
 from outlast.cli import commands
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import volumes
-from outlast.kubernetes.manifests.scheduling import disruption, placement
+from outlast.kubernetes.manifests import volumes, worker_pod
+from outlast.kubernetes.manifests.scheduling import placement
 from outlast.local import jupyter
 from published_schemas import ACCOUNT, KUBEFLOW, STATEFUL_SET, validate
 from rights import needed, rights
@@ -47,7 +47,7 @@ def test_its_objects_are_valid_and_its_pod_is_restricted_and_on_no_spot_machine(
     assert container["securityContext"] == volumes.container_security()
     assert pod["affinity"] == placement.avoid_spot({})
     template = stateful_set["spec"]["template"]["metadata"]
-    assert template["annotations"] == disruption.DO_NOT_DISRUPT
+    assert template["annotations"] == worker_pod.DO_NOT_DISRUPT
     assert service["spec"]["selector"] == template["labels"] == stateful_set["spec"]["selector"]["matchLabels"]
     assert service["metadata"]["name"] == stateful_set["spec"]["serviceName"]
     assert pod["volumes"][0]["persistentVolumeClaim"]["claimName"] == claim["metadata"]["name"]
@@ -67,7 +67,7 @@ def test_kubeflows_notebook_is_the_same_pod_served_below_its_prefix() -> None:
     assert (pod.pop("serviceAccountName"), there.pop("serviceAccountName")) == ("notebook", "default-editor")
     pod.pop("automountServiceAccountToken")
     assert pod == there
-    assert own["metadata"]["annotations"] == {"notebooks.kubeflow.org/server-type": "jupyter", **disruption.DO_NOT_DISRUPT}
+    assert own["metadata"]["annotations"] == {"notebooks.kubeflow.org/server-type": "jupyter", **worker_pod.DO_NOT_DISRUPT}
 
 
 @pytest.mark.parametrize("file", [STATEFUL_SET, KUBEFLOW], ids=["StatefulSet", "Notebook"])

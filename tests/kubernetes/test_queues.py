@@ -122,7 +122,6 @@ def test_an_evicted_job_saves_leaves_and_only_then_gives_its_quota_back() -> Non
         "PodsReady": ("False", "WaitForStart"),
         "Requeued": ("True", "Preempted"),
     }
-    assert told.document["status"]["accumulatedPastExecutionTimeSeconds"] > 10
     assert settled(cluster)
     kueue_of(cluster).held = False
     cluster.until(trains(3))

@@ -1,4 +1,5 @@
-"""A job's objects besides its workload: ConfigMaps, the headless Service, claims, and the workers' Secret and access rights."""
+"""A job's objects besides its workload: ConfigMaps, the headless Service, claims, the PodDisruptionBudget, and the workers'
+Secret and access rights."""
 
 from __future__ import annotations
 
@@ -83,6 +84,21 @@ def _storage(claim: Document) -> dict[str, str]:
         "StorageClass": claim["spec"].get("storageClassName") or "",
         "access mode": ", ".join(claim["spec"].get("accessModes", ())),
     }
+
+
+def min_available(workers: spec.Workers) -> int:
+    """Return how many workers must remain after evictions: `workers.min`, but never all, because then no node could be
+    drained."""
+    return max(0, min(workers.min, workers.replicas - 1))
+
+
+def disruption_budget(job: str, namespace: str, min_available: int, job_labels: dict[str, str], owner: Document) -> Document:
+    """Return a job's PodDisruptionBudget. Workers that are not ready may always be evicted, because otherwise a waiting job would
+    block a drain. https://kubernetes.io/docs/tasks/run-application/configure-pdb/#unhealthy-pod-eviction-policy"""
+    meta = {"name": job, "namespace": namespace, "labels": dict(job_labels), "ownerReferences": [owner]}
+    selector = {"matchLabels": labels.selector(job)}
+    fields = {"minAvailable": min_available, "unhealthyPodEvictionPolicy": "AlwaysAllow", "selector": selector}
+    return kinds.DISRUPTION_BUDGET.document(meta, spec=fields)
 
 
 def worker_account(job: str) -> str:

@@ -17,9 +17,9 @@ from collections.abc import Callable, Mapping
 
 from outlast.base.errors import OutlastError
 from outlast.job import contract, spec
-from outlast.job.contract import S3_SECRET, Pod
+from outlast.job.contract import S3_SECRET, Env, Pod
 from outlast.kubernetes.api import document_parsing, kinds
-from outlast.kubernetes.manifests import configmaps_and_service, labels, rendezvous_endpoint, variables, volumes, worker_pod
+from outlast.kubernetes.manifests import configmaps_and_service, labels, variables, volumes, worker_pod
 from outlast.kubernetes.manifests.names import Names, digest
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
 from outlast.kubernetes.manifests.scheduling import gang, placement
@@ -60,7 +60,7 @@ def single_pod_job(request: Request) -> list[Document]:
     request = request.with_zero_as_suspended().limited_to(1)
     worker = worker_pod.Worker(
         index="0",
-        rendezvous=rendezvous_endpoint.single_worker_endpoint(request),
+        rendezvous=_endpoint(request, "localhost"),
         has_peers=False,
         on_demand=request.spec.scheduling.worker0 == placement.ON_DEMAND,
     )
@@ -83,7 +83,7 @@ def indexed_job(request: Request) -> list[Document]:
     pod_group = gang.of(request, name)
     worker = worker_pod.Worker(
         index=variables.field_source("metadata.annotations['batch.kubernetes.io/job-completion-index']"),
-        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
+        rendezvous=_endpoint(request, _worker_0(request, name)),
         subdomain=request.names.service,
         gang=pod_group,
     )
@@ -123,7 +123,7 @@ def statefulset(request: Request) -> list[Document]:
     pod_group = gang.of(request, name)
     worker = worker_pod.Worker(
         index=variables.field_source("metadata.labels['apps.kubernetes.io/pod-index']"),
-        rendezvous=rendezvous_endpoint.endpoint(request, f"{name}-0", request.names.service),
+        rendezvous=_endpoint(request, _worker_0(request, name)),
         restart="Always",
         stay=True,
         gang=pod_group,
@@ -137,6 +137,33 @@ def statefulset(request: Request) -> list[Document]:
         "template": worker_pod.template(request, worker),
     }
     return _of_several_pods(request, pod_group, kinds.STATEFUL_SET.document(labels.workload(request, name), spec=fields))
+
+
+def _endpoint(request: Request, host: str) -> str:
+    """Return the endpoint for OUTLAST_RENDEZVOUS where workers meet without an operator, such as `c10d://host:port`: that of the
+    job, or worker 0 at `host`. Raises InvalidJob if the job's endpoint cannot be used."""
+    rendezvous = request.spec.rendezvous
+    if rendezvous.endpoint is None:
+        return f"c10d://{host}:{Pod.RENDEZVOUS_PORT}"
+    scheme, _, address = rendezvous.endpoint.rpartition("://")
+    schemes = contract.SCHEMES[rendezvous.backend]
+    if scheme not in schemes:
+        allowed = " or ".join(f"{each}://" for each in schemes if each)
+        raise invalid_job(
+            request.job, f"rendezvous.endpoint ({rendezvous.endpoint}) begins with {scheme}://; write {address}, or {allowed}"
+        )
+    if rendezvous.backend == "c10d" and address.rpartition(":")[0].split(".")[0] == request.names.service:
+        remedy = "leave rendezvous out: it is pod 0 then"
+        raise invalid_job(
+            request.job, f"rendezvous.endpoint ({address}) is the Service of all pods, and each would be host; {remedy}"
+        )
+    return f"{schemes[scheme]}://{address.rstrip('/')}"
+
+
+def _worker_0(request: Request, workload: str) -> str:
+    """Return worker 0's full DNS name (https://kubernetes.io/docs/concepts/services-networking/dns-pod-service/). The name of the
+    Service would not do, because it resolves to every pod: each would consider itself the store's host and wait forever."""
+    return f"{workload}-0.{request.names.service}.$({Env.NAMESPACE}).svc.{contract.CLUSTER_DOMAIN}"
 
 
 def _of_several_pods(request: Request, pod_group: gang.Gang, workload: Document) -> list[Document]:

@@ -16,10 +16,19 @@ from typing import Literal
 from outlast.job import contract, spec
 from outlast.job.contract import Annotation, Label, Pod
 from outlast.kubernetes.api import kinds
-from outlast.kubernetes.manifests import injected_agent, labels, overlay, resources, variables
+from outlast.kubernetes.manifests import labels, overlay, resources, variables
 from outlast.kubernetes.manifests import volumes as places
 from outlast.kubernetes.manifests.render_request import Document, Request, invalid_job
-from outlast.kubernetes.manifests.scheduling import disruption, gang, placement
+from outlast.kubernetes.manifests.scheduling import gang, placement
+from outlast.worker.launch import relocatable
+
+DO_NOT_DISRUPT = {"karpenter.sh/do-not-disrupt": "true", "cluster-autoscaler.kubernetes.io/safe-to-evict": "false"}
+"""Annotations that keep autoscalers from removing a pod's node just to save costs. They do not prevent interruptions and drains.
+https://karpenter.sh/docs/concepts/disruption/#pod-level-controls
+https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
+"""
+_AGENT = "outlast-agent"
+"""Volume of the agent in pods whose image has no Outlast, and the init container that copies it; see `launch.relocatable`."""
 
 
 @dataclass(frozen=True)
@@ -44,7 +53,9 @@ class Worker:
 def template(request: Request, worker: Worker) -> Document:
     """Return the workers' PodTemplateSpec. Raises InvalidJob if there is no image, or if the user's template cannot be merged."""
     volumes, mounts = places.volumes(request)
-    init_containers, (volume, mount) = injected_agent.init_containers(request), injected_agent.volume(request)
+    if injected := request.spec.injected():
+        volumes.append({"name": _AGENT, "emptyDir": {}})
+        mounts.append({"name": _AGENT, "mountPath": Pod.INJECTED, "readOnly": True})
     base: Document = {
         "metadata": {"labels": {**labels.NO_SIDECAR, **labels.worker(request), **worker.gang.labels}},
         "spec": {
@@ -57,9 +68,9 @@ def template(request: Request, worker: Worker) -> Document:
             **({"schedulerName": worker.gang.scheduler} if worker.gang.scheduler else {}),
             "securityContext": places.pod_security(),
             **placement.pod(request.job, has_peers=worker.has_peers, on_demand=worker.on_demand),
-            **({"initContainers": init_containers} if init_containers else {}),
-            "containers": [_container(request, worker, [*mounts, *mount])],
-            "volumes": [*volumes, *volume],
+            **({"initContainers": [_agent_copier(request)]} if injected else {}),
+            "containers": [_container(request, worker, mounts)],
+            "volumes": volumes,
         },
     }
     if worker.gang.annotations:
@@ -74,7 +85,7 @@ def pod(request: Request, worker: Worker, *, index: int, generation: int, file: 
     meta = labels.metadata(request, contract.worker_name(request.job.metadata.name, index))
     meta["labels"] = {**templated["metadata"].pop("labels"), Label.WORKER: str(index), Label.GENERATION: str(generation)}
     own = templated["metadata"].pop("annotations", {})
-    meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
+    meta["annotations"] = {**DO_NOT_DISRUPT, **own, Annotation.JOB_FILE: file}
     # As in Kubernetes, the `name` of a template is ignored.
     return kinds.POD.document({**templated["metadata"], **meta}, spec=templated["spec"])
 
@@ -114,10 +125,11 @@ def job_limits(fields: spec.Spec) -> Document:
 def _container(request: Request, worker: Worker, mounts: list[Document]) -> Document:
     secrets = [{"secretRef": {"name": secret.name}} for secret in request.spec.secrets if not secret.to]
     env = variables.container_env(request, index=worker.index, rendezvous=worker.rendezvous, stay=worker.stay)
+    program = [*relocatable.command(Pod.INJECTED), "-m", "outlast"] if request.spec.injected() else ["outlast"]
     return {
         "name": Pod.TRAINER,
         "image": request.image(),
-        "command": [*injected_agent.program(request), "agent"],
+        "command": [*program, "agent"],
         "workingDir": Pod.CODE,
         "env": env,
         **({"envFrom": secrets} if secrets else {}),  # variables in `env` take precedence
@@ -132,6 +144,19 @@ def _container(request: Request, worker: Worker, mounts: list[Document]) -> Docu
         "securityContext": places.container_security(),
         "terminationMessagePolicy": "FallbackToLogsOnError",  # the log's last lines are in the status of a pod that failed
         "volumeMounts": mounts,
+    }
+
+
+def _agent_copier(request: Request) -> Document:
+    share = resources.share(request.job).container()  # the larger container counts, so the pod requests no more
+    shared = ("cpu", "memory")  # no devices
+    return {
+        "name": _AGENT,
+        "image": request.agent_image,
+        "command": ["python3", "-m", "outlast", "inject", Pod.INJECTED],
+        "resources": {kind: {name: each[name] for name in shared if name in each} for kind, each in share.items()},
+        "securityContext": places.container_security(),
+        "volumeMounts": [{"name": _AGENT, "mountPath": Pod.INJECTED}],
     }
 
 

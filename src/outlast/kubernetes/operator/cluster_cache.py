@@ -85,7 +85,7 @@ class KindCache:
     jobs: dict[NamespacedName, set[NamespacedName]] = field(default_factory=dict)
 
     def begin_listing(self) -> None:
-        """Record that a watch has started to list all objects."""
+        """Record that the watch starts to list all objects."""
         self.unconfirmed = set(self.watched)
 
     def set_version(self, version: str | None, now: float) -> list[_Entry]:
@@ -201,15 +201,12 @@ class Cache:
     # called by the watches
 
     def begin_listing(self, kind: Kind) -> None:
-        """Record that a watch of this kind starts to list all objects."""
         with self._lock:
             self._kinds[kind].begin_listing()
 
     def set_version(self, kind: Kind, version: str | None, now: float) -> None:
-        """Record that a watch has delivered everything up to `version`, or if that is None, that the watch is disconnected."""
         with self._lock:
-            kind_cache = self._kinds[kind]
-            for each in kind_cache.set_version(version, now):
+            for each in self._kinds[kind].set_version(version, now):
                 self._notify(kind, _decoded(each))
 
     def put(self, kind: Kind, document: Document) -> None:
@@ -260,15 +257,14 @@ class Cache:
             return [kind for kind in kinds or self._required if not self._kinds[kind].synced]
 
     def of_job(self, kind: Kind, key: Key) -> list[Document]:
-        """Return a job's objects of one kind."""
         with self._lock:
             return self._kinds[kind].of_job((key.namespace, key.name))
 
     def documents(self, kind: Kind) -> list[Document]:
-        """Return all objects of a kind. Meant for kinds that have few objects."""
+        """Return all objects of a kind that has few."""
         with self._lock:
-            kind_cache = self._kinds[kind]
-            return [_decoded(each) for name in sorted(kind_cache.watched) if (each := kind_cache.newest(name)) is not None]
+            newest = map(self._kinds[kind].newest, sorted(self._kinds[kind].watched))
+            return [_decoded(each) for each in newest if each is not None]
 
     def mark_unserved(self, kind: Kind, now: float) -> None:
         """Record that the cluster does not serve this kind, so that nothing waits for its watch."""

@@ -9,7 +9,7 @@ from outlast.job import contract, spec
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.manifests import configmaps_and_service, labels, names, topologies, volumes, worker_pod
 from outlast.kubernetes.manifests.render_request import Request
-from outlast.kubernetes.manifests.scheduling import disruption, gang, kueue, placement
+from outlast.kubernetes.manifests.scheduling import gang, kueue, placement
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator.observed_job import JobSnapshot
 
@@ -107,8 +107,10 @@ def _worker_access(snapshot: JobSnapshot, request: Request, *, bound_account: st
 
 
 def _budget(snapshot: JobSnapshot, request: Request) -> Document:
-    min_available = disruption.min_available(request.spec.workers)
-    return disruption.budget(snapshot.name, _namespace(snapshot), min_available, labels.common(request.job), snapshot.owner)
+    min_available = configmaps_and_service.min_available(request.spec.workers)
+    return configmaps_and_service.disruption_budget(
+        snapshot.name, _namespace(snapshot), min_available, labels.common(request.job), snapshot.owner
+    )
 
 
 def _namespace(snapshot: JobSnapshot) -> str:

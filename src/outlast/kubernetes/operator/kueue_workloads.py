@@ -137,27 +137,11 @@ class WorkloadSlice(Identified):
             # After other evictions, Kueue requeues the Workload by itself.
             ("Requeued", reason in ("Preempted", "NodeFailures"), reason, message),
         ]
-        spent: Document = {}
-        if admitted := pod_status.condition(self.document, "Admitted"):
+        if self.is_true("Admitted"):
             conditions.append(("Admitted", False, "NoReservation", "The workload has no reservation"))
-            accumulated = int(self._status.get("accumulatedPastExecutionTimeSeconds") or 0)
-            began = pod_status.timestamp(admitted["lastTransitionTime"]) or now
-            spent = {"accumulatedPastExecutionTimeSeconds": accumulated + max(0, int(now - began))}
         if self.condition("PodsReady") is not None:
             conditions.append(("PodsReady", False, "WaitForStart", "Its pods have gone"))
-        return self.with_status(now, conditions, admission=None, reclaimablePods=None, **spent)
-
-    def with_reclaimable(self, by: int, now: float) -> Document:
-        """Return the Workload with the quota of `by` more workers marked as reclaimable."""
-        return self.with_status(now, (), reclaimablePods=[{"name": kueue.PODS, "count": self.reclaimable + by}])
-
-    def with_pods_ready(self, now: float) -> Document:
-        """Return the Workload with its PodsReady condition set. Without this condition, Kueue evicts the Workload after a
-        timeout."""
-        return self.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
-
-    def with_finished(self, succeeded: bool, reason: str, now: float) -> Document:
-        return self.with_status(now, [("Finished", True, "Succeeded" if succeeded else "Failed", reason)])
+        return self.with_status(now, conditions, admission=None, reclaimablePods=None)
 
 
 @dataclass(frozen=True)
@@ -248,7 +232,8 @@ class Queue:
             return Changes(deletes=tuple(_delete(workload, "too few workers are admitted") for workload in superfluous))
         released = self._release_surplus(desired, pods, now)
         ready = [
-            workload.with_pods_ready(now)
+            # Without this condition, Kueue evicts the Workload after a timeout.
+            workload.with_status(now, [("PodsReady", True, "Started", "Its workers train")])
             for workload in self.admitted_slices
             if has_world and released == Changes() and not workload.is_true("PodsReady")
         ]
@@ -257,7 +242,8 @@ class Queue:
 
     def finished_workloads(self, succeeded: bool, reason: str, now: float) -> tuple[Document, ...]:
         """Return the Workloads marked as finished, which frees their quota."""
-        return tuple(workload.with_finished(succeeded, reason, now) for workload in self.slices if not workload.is_finished)
+        conditions = [("Finished", True, "Succeeded" if succeeded else "Failed", reason)]
+        return tuple(workload.with_status(now, conditions) for workload in self.slices if not workload.is_finished)
 
     def priority(self) -> Priority | str:
         """Return the priority of the job's Workloads, or a sentence saying that its priority class is missing."""
@@ -298,7 +284,8 @@ class Queue:
             if released == workload.count:
                 deletes.append(_delete(workload, "the job no longer needs its quota"))
             else:
-                statuses.append(workload.with_reclaimable(released, now))
+                reclaimable = {"name": kueue.PODS, "count": workload.reclaimable + released}
+                statuses.append(workload.with_status(now, (), reclaimablePods=[reclaimable]))
         return Changes((), tuple(statuses), tuple(deletes))
 
     def free_quota(self, pods: Sequence[Mapping[str, Any]]) -> dict[str, int]:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 from outlast.job.contract import LEAVING, Annotation, LeavingKind
 from outlast.kubernetes.api import pod_status
@@ -21,43 +21,32 @@ Document = Mapping[str, Any]
 SPOT_NOTICE_S = 120.0
 """Time from AWS's interruption notice until the machine ends.
 https://docs.aws.amazon.com/AWSEC2/latest/UserGuide/spot-instance-termination-notices.html"""
-
-
-class NoticePeriod(NamedTuple):
-    """Time from a notice until the node is gone, in seconds; None if the pod's own grace period ends first."""
-
-    default_s: float | None
-    spot_s: float | None
-    """The time on a spot node, where the same notice may announce an interruption instead of a planned change."""
-    source: str
-
-
-_HANDLER = "https://github.com/aws/aws-node-termination-handler/blob/main/pkg/node/node.go"
-_KARPENTER = "https://karpenter.sh/docs/concepts/disruption/"
-_GKE = "https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms"  # kubelets leave ordinary pods 15 of the 30 s
-_AKS = "https://learn.microsoft.com/en-us/azure/aks/node-auto-drain"  # at least 30 s, by Azure's scheduled events
-TAINTS: Mapping[str, NoticePeriod] = {
-    LEAVING: NoticePeriod(None, None, "docs/guide/spot.md"),  # its value is the kind
-    "aws-node-termination-handler/spot-itn": NoticePeriod(SPOT_NOTICE_S, SPOT_NOTICE_S, _HANDLER),
-    "aws-node-termination-handler/scheduled-maintenance": NoticePeriod(None, None, _HANDLER),
-    "aws-node-termination-handler/asg-lifecycle-termination": NoticePeriod(None, None, _HANDLER),
-    "aws-node-termination-handler/rebalance-recommendation": NoticePeriod(None, None, _HANDLER),
-    "karpenter.sh/disrupted": NoticePeriod(None, SPOT_NOTICE_S, _KARPENTER),
-    "karpenter.sh/disruption": NoticePeriod(None, SPOT_NOTICE_S, "https://karpenter.sh/v0.37/concepts/disruption/"),
-    "cloud.google.com/impending-node-termination": NoticePeriod(None, 15.0, _GKE),
-    "remediator.kubernetes.azure.com/unschedulable": NoticePeriod(None, 30.0, _AKS),
-    "remediator.aks.microsoft.com/unschedulable": NoticePeriod(None, 30.0, _AKS),
-    "ToBeDeletedByClusterAutoscaler": NoticePeriod(
-        None, None, "https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md"
-    ),
-    "node.kubernetes.io/out-of-service": NoticePeriod(
-        None, None, "https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service"
-    ),
+_SPOT_ITN = "aws-node-termination-handler/spot-itn"
+"""A taint that only spot nodes get, whatever their labels."""
+TAINTS: Mapping[str, float | None] = {
+    LEAVING: None,  # its value is the kind; docs/guide/spot.md
+    # https://github.com/aws/aws-node-termination-handler/blob/main/pkg/node/node.go
+    _SPOT_ITN: SPOT_NOTICE_S,
+    "aws-node-termination-handler/scheduled-maintenance": None,
+    "aws-node-termination-handler/asg-lifecycle-termination": None,
+    "aws-node-termination-handler/rebalance-recommendation": None,
+    "karpenter.sh/disrupted": SPOT_NOTICE_S,  # https://karpenter.sh/docs/concepts/disruption/
+    "karpenter.sh/disruption": SPOT_NOTICE_S,  # https://karpenter.sh/v0.37/concepts/disruption/
+    # Kubelets leave ordinary pods 15 of the 30 s: https://cloud.google.com/kubernetes-engine/docs/concepts/spot-vms
+    "cloud.google.com/impending-node-termination": 15.0,
+    # At least 30 s, by Azure's scheduled events: https://learn.microsoft.com/en-us/azure/aks/node-auto-drain
+    "remediator.kubernetes.azure.com/unschedulable": 30.0,
+    "remediator.aks.microsoft.com/unschedulable": 30.0,
+    # https://github.com/kubernetes/autoscaler/blob/master/cluster-autoscaler/FAQ.md
+    "ToBeDeletedByClusterAutoscaler": None,
+    # https://kubernetes.io/docs/reference/labels-annotations-taints/#node-kubernetes-io-out-of-service
+    "node.kubernetes.io/out-of-service": None,
 }
-CONDITIONS: Mapping[str, NoticePeriod] = {
-    "VMEventScheduled": NoticePeriod(None, 30.0, "https://learn.microsoft.com/en-us/azure/aks/node-problem-detector")
-}
-"""Node conditions that count as notices while they are True and the node is cordoned: a node that accepts pods is not leaving."""
+"""Time from each notice until a spot node is gone, in seconds; None if the pod's own grace period ends first, as it does on other
+nodes: there, the same notice announces a planned change."""
+CONDITIONS = {"VMEventScheduled": 30.0}  # https://learn.microsoft.com/en-us/azure/aks/node-problem-detector
+"""The same for node conditions that count as notices while they are True and the node is cordoned: a node that accepts pods is
+not leaving."""
 TAINTED_AT = "tainted"
 """Key under which the operator stores when it first saw a node's notice, by its own clock."""
 RESERVED_S = 2.0
@@ -134,10 +123,9 @@ def earliest(*departures: Departure | None) -> Departure | None:
 
 
 def _notice_period_s(name: str, kind: LeavingKind, *, spot: bool) -> float | None:
-    if kind is LeavingKind.SPOT:
+    if kind is LeavingKind.SPOT or name == _SPOT_ITN:
         return SPOT_NOTICE_S
-    period = TAINTS.get(name) or CONDITIONS[name]
-    return period.spot_s if spot else period.default_s
+    return {**TAINTS, **CONDITIONS}[name] if spot else None
 
 
 def _deadline(annotations: Mapping[str, str]) -> float | None:
@@ -148,7 +136,4 @@ def _deadline(annotations: Mapping[str, str]) -> float | None:
 
 
 def _reason(annotations: Mapping[str, str]) -> str:
-    return str(annotations.get(Annotation.LEAVING_REASON) or "")[:_MAX_REASON]
-
-
-_MAX_REASON = 256
+    return str(annotations.get(Annotation.LEAVING_REASON) or "")[:256]  # an arbitrary limit

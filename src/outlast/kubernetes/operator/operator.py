@@ -11,8 +11,7 @@ import functools
 import logging
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
-from contextlib import contextmanager
+from collections.abc import Callable, Mapping
 
 from outlast.base import backoff, probes
 from outlast.base.clock import Clock
@@ -144,9 +143,9 @@ class Operator:
 
     def _work(self) -> None:
         while (key := self.queue.get()) is not None:
+            started_at = self._pass_started_at[key] = time.monotonic()
             try:
-                with self._timed(key):
-                    self.reconcile(key)
+                self.reconcile(key)
                 self._failures.pop(key, None)
             except NotLeader as error:  # the process ends
                 log.warning("%s", error, extra=_log_fields(key))
@@ -155,6 +154,8 @@ class Operator:
             except Exception as error:  # a bug that affects one job must not stop the others
                 self._retry_later(key, error, bug=True)
             finally:
+                self._pass_started_at.pop(key, None)
+                self.metrics.time_reconcile(time.monotonic() - started_at)
                 self.queue.done(key)
 
     def reconcile(self, key: Key) -> None:
@@ -241,15 +242,6 @@ class Operator:
         else:
             log.warning(sentence, error, pause, extra=_log_fields(key))
         self.queue.add_at(key, self._clock() + pause)
-
-    @contextmanager
-    def _timed(self, key: Key) -> Iterator[None]:
-        started_at = self._pass_started_at[key] = time.monotonic()
-        try:
-            yield
-        finally:
-            self._pass_started_at.pop(key, None)
-            self.metrics.time_reconcile(time.monotonic() - started_at)
 
     def health(self) -> probes.Health:
         now, missing = time.monotonic(), self.cache.unsynced()

@@ -32,11 +32,11 @@ _TRAINING = ("Running", "Restarting")
 class _Job:
     state: str
     goodput: float | None
-    step: int | None = None
-    restarts: int = 0
-    progressed_at: float | None = None
-    committed_at: float | None = None
-    losses: elasticjob_status.Losses | None = None
+    step: int | None
+    restarts: int
+    progressed_at: float | None
+    committed_at: float | None
+    losses: elasticjob_status.Losses | None
 
 
 class Metrics:

@@ -83,10 +83,9 @@ class Watches:
             thread.start()
 
     def stop(self) -> None:
-        """Stop all threads, but do not wait long for threads that hang."""
         self._stop.set()
         for thread in (*self.threads, *self._optional.values()):
-            thread.join(_JOIN_S)  # the connections are closed next, when no thread may use them
+            thread.join(_JOIN_S)  # the connections are closed next, when no thread may use them; some may hang
 
     def serves(self, group: str) -> bool:
         """Return whether the cluster serves an API group of Kueue or a gang scheduler."""
@@ -109,9 +108,8 @@ class Watches:
             try:
                 queues = next((kinds for kinds in kueue.VERSIONS if all(self._cluster.serves(kind) for kind in kinds)), ())
                 discovered = (*queues, *(kind for kind in _GANGS if self._cluster.serves(kind)))
-            except ClusterError as error:
-                self._metrics.count_error()
-                return log.warning("Kueue and gang schedulers cannot be discovered: %s", error)
+            except Exception as error:  # a bug must not end the process
+                return self._failed("Kueue and gang schedulers cannot be discovered", error)
             previous, self._served = self._served, discovered
             self._watch_queues(queues)
         if discovered != previous:
@@ -120,11 +118,12 @@ class Watches:
 
     def _discover_periodically(self) -> None:
         while not self._stop.wait(self._settings.discovery_s):
-            try:
-                self.discover()
-            except Exception as error:  # an error must not end the process
-                self._metrics.count_error()
-                log.error("Kueue and gang schedulers cannot be discovered: %s", error, exc_info=error)
+            self.discover()
+
+    def _failed(self, sentence: str, error: Exception) -> None:
+        self._metrics.count_error()
+        bug = None if isinstance(error, ClusterError) else error
+        log.log(logging.ERROR if bug else logging.WARNING, "%s: %s", sentence, error, exc_info=bug)
 
     def _watch_queues(self, queues: tuple[Kind, ...]) -> None:
         for kind in (*queues, PRIORITY_CLASS) if queues else ():
@@ -152,9 +151,7 @@ class Watches:
                         log.warning("waiting for %s: %s", kind.resource, error)
             except Exception as error:  # a bug must not end the watch: all jobs depend on it
                 self._set_version(watch, None)
-                self._metrics.count_error()
-                bug = None if isinstance(error, ClusterError) else error
-                log.log(logging.ERROR if bug else logging.WARNING, "%s cannot be watched: %s", kind.resource, error, exc_info=bug)
+                self._failed(f"{kind.resource} cannot be watched", error)
             watch.failures += 1
             self._stop.wait(backoff.exponential(watch.failures - 1, self._settings.retry_s, WATCH_RETRY_S))
 

@@ -53,23 +53,20 @@ class Background:
         self._pending: set[Future[None]] = set()
 
     def __call__(self, function: Callable[[], None]) -> None:
-        """Schedule a call, or drop it with a warning if too many are pending."""
         if len(self._pending) > self._limit:
             return log.warning("an Event is dropped: %d are pending", self._limit)
-        future = self._pool.submit(_run_logged, function)
+        future = self._pool.submit(function)
         self._pending.add(future)
-        future.add_done_callback(self._pending.discard)
+        future.add_done_callback(self._ended)
+
+    def _ended(self, future: Future[None]) -> None:
+        self._pending.discard(future)
+        if bug := future.exception():
+            log.error("an Event could not be written", exc_info=bug)
 
     def finish(self, timeout_s: float) -> None:
         """Wait until all calls are done, or until the timeout."""
         wait(list(self._pending), timeout_s)
-
-
-def _run_logged(function: Callable[[], None]) -> None:
-    try:
-        function()
-    except Exception:  # a bug in one call must not stop the others
-        log.exception("an Event could not be written")
 
 
 Document = dict[str, Any]

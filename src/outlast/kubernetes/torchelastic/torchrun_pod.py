@@ -16,7 +16,8 @@ from outlast.job.contract import Label
 from outlast.kubernetes.api import owner_references
 from outlast.kubernetes.api.kinds import LEGACY_JOB, POD
 from outlast.kubernetes.manifests import configmaps_and_service, names
-from outlast.kubernetes.manifests.scheduling import disruption, placement
+from outlast.kubernetes.manifests.scheduling import placement
+from outlast.kubernetes.manifests.worker_pod import DO_NOT_DISRUPT
 from outlast.kubernetes.operator.observed_job import NNODES
 
 Document = dict[str, Any]
@@ -129,7 +130,7 @@ def pod(job: Document, index: int) -> Document:
     meta = _metadata(
         job, contract.worker_name(name, index), {**(template_metadata.get("labels") or {}), **selector(name), **labels}
     )
-    meta["annotations"] = {**disruption.DO_NOT_DISRUPT, **(template_metadata.get("annotations") or {}), NNODES: nnodes(job)}
+    meta["annotations"] = {**DO_NOT_DISRUPT, **(template_metadata.get("annotations") or {}), NNODES: nnodes(job)}
     pod_spec = {
         **spec,
         "hostname": _host(name, index),

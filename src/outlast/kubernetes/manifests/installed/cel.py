@@ -17,14 +17,12 @@ from outlast.job import accelerators, spec
 
 Rule = dict[str, str]
 
-BOUNDS = {
+BOUNDS = {  # items of lists, characters of texts
     ("Spec", "data"): 32,
     ("Spec", "models"): 32,
     ("Spec", "volumes"): 32,
     ("Spec", "secrets"): 32,
     ("Workers", "sizes"): 256,
-}
-TEXT_BOUNDS = {
     ("Data", "from"): 1024,
     ("Data", "to"): 256,
     ("Weights", "from"): 1024,

@@ -56,9 +56,7 @@ def _field(model: str, name: str, field: Schema, definitions: dict[str, Schema])
     if default and "Default: " not in described:
         described = f"{described} Default: {default}."
     if most := cel.BOUNDS.get((model, name)):
-        result["maxItems"] = most
-    if longest := cel.TEXT_BOUNDS.get((model, name)):
-        result["maxLength"] = longest
+        result["maxItems" if result.get("type") == "array" else "maxLength"] = most
     return {"description": described, **{key: value for key, value in result.items() if key != "description"}}
 
 

@@ -1,1 +1,1 @@
-"""When and where pods run, and what may evict them: placement, gangs, Kueue's queues, disruption budgets."""
+"""When and where pods run: placement, gangs, Kueue's queues."""
