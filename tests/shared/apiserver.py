@@ -6,12 +6,11 @@ import json
 import queue
 import re
 import threading
-import time
 import uuid
 from collections.abc import Callable, Iterator
-from contextlib import closing, contextmanager, suppress
+from contextlib import closing, contextmanager
 from dataclasses import dataclass, field
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import parse_qs, urlsplit
@@ -19,6 +18,8 @@ from urllib.parse import parse_qs, urlsplit
 import pytest
 
 import fake_cluster
+import waits
+import web
 from outlast.kubernetes import api as kube
 from outlast.kubernetes.api import requests
 from outlast.kubernetes.api.kinds import KINDS
@@ -31,7 +32,6 @@ _MEANT = {f'"{DEEP}"'.encode(): b"[" * 1100 + b"]" * 1100, f'"{FAT}"'.encode(): 
 
 
 def status(code: int, reason: str, message: str, **details: Any) -> tuple[int, Document]:
-    """Return an error response in the format of API servers."""
     body = {"kind": "Status", "status": "Failure", "code": code, "reason": reason, "message": message, "details": details}
     return code, body
 
@@ -72,9 +72,7 @@ class ApiServer:
         self.graceful = False
         """True to keep deleted pods as terminating until the test removes them, unless their grace period is 0."""
         self.may: Callable[[str], bool] = lambda asked: True
-        """Function that returns whether a request is authorized."""
         self.forbids = "the operator may not {asked}"
-        """Message for an unauthorized request."""
         self.well = True
         """False to respond with 503 to every request."""
         self.lock = threading.RLock()
@@ -88,7 +86,6 @@ class ApiServer:
             self.prescribed.append((pattern, answer if callable(answer) else _plain(*answer)))
 
     def put(self, document: Document) -> Document:
-        """Create or replace a document, and notify its watches."""
         with self.lock:
             meta = document["metadata"]
             kind = next(k for k in KINDS if (k.api_version, k.kind) == (document["apiVersion"], document["kind"]))
@@ -123,11 +120,7 @@ class ApiServer:
             watcher.tell(resource, document, line)
 
     def until(self, condition: Callable[[], object]) -> None:
-        """Wait for a condition, such as an open watch; fail after a time-out."""
-        deadline = time.monotonic() + 60
-        while not condition():
-            assert time.monotonic() < deadline, self.asked
-            time.sleep(0.005)
+        waits.until(condition, why=lambda: self.asked)
 
     def cut(self, *, forget: bool = False) -> None:
         """End all watches. With `forget`, drop all past events, so that clients must list again."""
@@ -268,7 +261,6 @@ class ApiServer:
                 self.watchers.remove(watcher)
 
     def raw(self, text: str) -> None:
-        """Write a text, unchanged, to all watches."""
         for watcher in self.watchers:
             watcher.news.put(text.encode())
 
@@ -340,7 +332,6 @@ def again_soon(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) 
 def connected(
     api: ApiServer, directory: Path, monkeypatch: pytest.MonkeyPatch, namespace: str | None = None
 ) -> Iterator[kube.Cluster]:
-    """Serve an API server, set KUBECONFIG to it, and return a connection."""
     with serving(api) as url:
         monkeypatch.setenv("KUBECONFIG", str(kubeconfig(directory / "config", url)))
         with closing(kube.connect(namespace=namespace)) as cluster:
@@ -349,35 +340,11 @@ def connected(
 
 @contextmanager
 def serving(api: ApiServer) -> Iterator[str]:
-    """Serve an API server, and yield its URL."""
-
-    class Handler(BaseHTTPRequestHandler):
-        protocol_version = "HTTP/1.1"
-        disable_nagle_algorithm = True  # else what is written in two parts waits 40 ms for an acknowledgement
-
-        def handle(self) -> None:
-            with suppress(ConnectionResetError):  # while the next request is waited for
-                super().handle()
-
-        def _any(self) -> None:
-            api.answer(self)
-
-        do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _any
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    try:
-        yield f"http://127.0.0.1:{server.server_address[1]}"
-    finally:
-        api.cut()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with web.serving(api.answer) as url:
+        try:
+            yield url
+        finally:
+            api.cut()
 
 
 def kubeconfig(path: Path, url: str, **user: Any) -> Path:

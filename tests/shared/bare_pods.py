@@ -26,8 +26,6 @@ ARGS = ("--steps=60", "--pause=0.04", "--gate")
 
 
 class Pods:
-    """Agents of one job, which only the test restarts."""
-
     def __init__(self, directory: Path, file: Path) -> None:
         self.directory, self.output, self._file = directory, directory / "out", file
         self._port = ports.free()
@@ -65,7 +63,6 @@ class Pods:
             log.close()
 
     def mend(self, old: str, new: str) -> None:
-        """Replace a text in the job file."""
         self._file.write_text(self._file.read_text().replace(old, new))
 
     def log(self, index: int) -> str:

@@ -65,8 +65,6 @@ def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
 
 @dataclass
 class Process:
-    """A process of a member, and its side of the board."""
-
     side: Any
     report: Report
     frozen: bool = False
@@ -208,7 +206,6 @@ class Run:
         return max(self.worlds)
 
     def training(self) -> list[int]:
-        """Return the members that train in the newest world, if all of it do."""
         world, ids = self.state.world, []
         for process in self.members.values():
             if world and process.report.standing == MemberState.TRAINING and process.report.generation == world.generation:
@@ -271,7 +268,6 @@ class Run:
         return id in self.members
 
     def is_known(self) -> bool:
-        """Whether a member that reaches the board trains in the newest world."""
         newest, here = self.state.world, [each for each in self.members.values() if not each.frozen and not each.cut]
         return (MemberState.TRAINING, newest and newest.generation) in [
             (each.report.standing, each.report.generation) for each in here
@@ -320,7 +316,6 @@ class Run:
             process.report = replace(me, attempt=me.attempt + 1, past=tuple(process.past))
 
     def leave(self, id: int) -> None:
-        """It is asked to leave."""
         process = self.members[id]
         if process.report.standing == MemberState.TRAINING:
             process.report = process.report.changed("leaving")
@@ -328,7 +323,6 @@ class Run:
             self.exit(id, process)
 
     def finish(self) -> None:
-        """Training is done, on all members at once."""
         for process in self.members.values():
             process.report = process.report.changed("done")
 
@@ -378,7 +372,6 @@ class OnSockets(Run):
             process.side._on_message(json.loads(json.dumps({kind: dataclasses.asdict(content)})))
 
     def _lose(self, process: Process) -> None:
-        """Its connection has ended."""
         if process.reads:
             process.reads = False
             if self.owner is not None:

@@ -6,8 +6,6 @@ from outlast.base.clock import Awake, Clock
 
 
 class Machine:
-    """The monotonic clock and the wall clock of a machine."""
-
     def __init__(self) -> None:
         self.wall, self.monotonic = 1_000_000.0, 50.0
 

@@ -29,8 +29,6 @@ Document = dict[str, Any]
 
 @dataclasses.dataclass(frozen=True)
 class Nonsense:
-    """No message of ours."""
-
     because: str = "I say so"
 
 
@@ -246,6 +244,5 @@ class Operator:
         return self.api.documents.get(("leases.coordination.k8s.io", "default", f"train-worker-{id}"))
 
     def said(self, id: int = 0) -> Document:
-        """The report on a lease."""
         lease = self.lease(id)
         return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}

@@ -104,14 +104,12 @@ def resized(
 def trained(
     main: Main, argv: Sequence[str], output: Path, ranks: int = 1, *, generation: int = 1, timeout_s: float = 240
 ) -> None:
-    """Train to the end."""
     processes = worlds.started(functools.partial(main, list(argv)), output, ranks, generation=generation)
     end = worlds.ended(processes, output, timeout_s=timeout_s)
     assert end.codes == [0] * ranks, end.errors
 
 
 def final(output: Path) -> dict[str, Any]:
-    """Return the content of final.json."""
     return dict(json.loads((output / "final.json").read_text()))
 
 
@@ -181,7 +179,6 @@ def _until(output: Path, generation: int, moment: Moment) -> Iterator[None]:
 
 
 def _step(metrics: Path) -> int:
-    """Return the last step in the metrics."""
     with metrics.open("rb") as file:
         file.seek(max(0, file.seek(0, os.SEEK_END) - 4096))
         lines = file.read().split(b"\n")[:-1]
@@ -247,7 +244,6 @@ def _rank(main: Main, argv: list[str], to: Path, generation: int, leave: int | N
 
 
 def _seen(directory: Path) -> list[tuple[int, int, int]]:
-    """Return (step, epoch, index) of all samples that ranks have read."""
     records = [json.loads(line) for file in directory.iterdir() for line in file.read_text().splitlines()]
     return [(step, epoch, index) for step, epoch, indices in records for index in indices]
 

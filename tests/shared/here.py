@@ -30,7 +30,6 @@ class Here:
     def __init__(self, directory: Path) -> None:
         self.started: list[list[str]] = []
         self.environ: Mapping[str, str] = {}
-        """Environment of the last started command."""
         self.backend = LocalBackend(directory / "state", start=self._start)
         self.state_dir = StateDir(directory / "state" / "jobs" / "job")
         self.output = directory / "state" / "runs" / "job"
@@ -49,7 +48,6 @@ class Here:
         os.utime(path, (at, at))
 
     def submit(self, *, fresh: bool = False, name: str = "job", **fields: object) -> str:
-        """Submit the job, and return the run's id."""
         path = self.source.parent / "job.yaml"
         whole = {"script": "train.py", "code": str(self.source), "workers": {"replicas": 2}, **fields}
         document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}

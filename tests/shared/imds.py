@@ -10,7 +10,9 @@ import json
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
+
+import web
 
 SPOT = "/latest/meta-data/spot/instance-action"
 REBALANCE = "/latest/meta-data/events/recommendations/rebalance"
@@ -23,15 +25,11 @@ def spot(time: str, action: str = "terminate") -> str:
 
 
 class Imds:
-    """State of a machine's metadata service. All paths require a token."""
-
     def __init__(self) -> None:
         self.documents: dict[str, str] = {SCHEDULED: "[]"}
         """Documents by path; other paths give 404."""
         self.tokens: set[str] = set()
-        """Valid tokens."""
         self.asked: list[str] = []
-        """Methods and paths of all requests."""
         self.refused = False
         """True to respond to everything with 403, as if the metadata service were disabled."""
         self.silent = threading.Event()
@@ -67,26 +65,8 @@ def _send(handler: BaseHTTPRequestHandler, code: int, text: str) -> None:
 
 @contextmanager
 def serving(service: Imds) -> Iterator[Imds]:
-    """Serve the metadata at `address`."""
-
-    class Handler(BaseHTTPRequestHandler):
-        def _any(self) -> None:
-            service.answer(self)
-
-        do_GET = do_PUT = _any
-
-        def log_message(self, format: str, *args: object) -> None:
-            pass
-
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
-    thread.start()
-    service.address = f"http://127.0.0.1:{server.server_address[1]}"
-    try:
-        yield service
-    finally:
-        service.released.set()
-        server.shutdown()
-        thread.join()
-        server.server_close()
+    with web.serving(service.answer) as service.address:
+        try:
+            yield service
+        finally:
+            service.released.set()

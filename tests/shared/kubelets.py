@@ -140,8 +140,6 @@ class Kubelet:
 
 
 class Operated:
-    """The operator, the kubelet, and a job."""
-
     def __init__(self, directory: Path, url: str, api: apiserver.ApiServer) -> None:
         self.api, self.directory = api, directory
         self.kubeconfig = apiserver.kubeconfig(directory / "kubeconfig", url)
@@ -154,7 +152,6 @@ class Operated:
             api.put(kinds.NODE.document({"name": name}, spec={"providerID": f"aws:///a/{name}"}, status=status))
 
     def operate(self) -> None:
-        """Start the operator."""
         env = {Env.NAMESPACE: "default", Env.PROBE_PORT: "0", Env.POD: OPERATOR, "KUBECONFIG": str(self.kubeconfig)}
         program = [sys.executable, "-m", "outlast", "operator", "--log=text"]
         with (self.directory / "operator.log").open("ab") as log:
@@ -192,7 +189,6 @@ class Operated:
         return str(pod["metadata"]["uid"])
 
     def lose(self, index: int) -> None:
-        """SIGKILL everything in a pod."""
         processes.kill(self.kubelet.running[self.uid(index)][1])
 
     @property
@@ -211,7 +207,6 @@ class Operated:
         return dict(json.loads((self.directory / "out/train/final.json").read_text()))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        """Wait until something is so."""
         pause, waited = threading.Event(), 0.0
         while not condition():
             logs = "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(self.directory.glob("*.log")))

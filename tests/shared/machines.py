@@ -46,17 +46,14 @@ class Machine:
         return path
 
     def submit(self, path: Path, **how: bool) -> str:
-        """Start the job of a file, and return its name."""
         job = spec.load(path)
         self.backend.submit(job, source=path, **how)
         return job.metadata.name
 
     def run(self, path: Path, *, timeout_s: float = 180) -> JobStatus:
-        """Start a job and wait for its end."""
         return self.end(self.submit(path), timeout_s=timeout_s)
 
     def wait(self, name: str, until: Callable[[JobStatus], bool], *, timeout_s: float = 180) -> JobStatus:
-        """Wait for a status that satisfies `until`, and return it."""
         deadline = time.monotonic() + timeout_s
         while True:
             status = self.backend.status(name)

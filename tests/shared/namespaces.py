@@ -7,13 +7,13 @@ import os
 import re
 import secrets
 import subprocess
-import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
 import pytest
 
+import waits
 from outlast.job import spec
 from outlast.kubernetes import manifests
 
@@ -22,8 +22,6 @@ STEPS = ("--epochs=250",)
 
 
 class Namespace:
-    """Restricted namespace, with kubectl in it."""
-
     def __init__(self, name: str) -> None:
         self.name = name
 
@@ -38,7 +36,6 @@ class Namespace:
         self.kubectl("apply", "--server-side", "--validate=strict", "-f", "-", given=items)
 
     def run(self, name: str, topology: str, **fields: object) -> list[Document]:
-        """Apply a job that trains the smoke recipe, and return its documents."""
         documents = manifests.render(a_job(name, **fields), topology, namespace=self.name)
         self.apply(documents)
         return documents
@@ -50,14 +47,9 @@ class Namespace:
         return self.kubectl("logs", "-l", f"outlast.dev/job={job}", "--tail=-1", "--prefix", fails=True)
 
     def wait(self, what: Callable[[], object], why: Callable[[], str], timeout_s: float = 240) -> Any:
-        deadline = time.monotonic() + timeout_s
-        while not (found := what()):
-            assert time.monotonic() < deadline, f"not within {timeout_s} s:\n{why()}"
-            time.sleep(1)
-        return found
+        return waits.until(what, timeout_s, why, pause_s=1)
 
     def weights(self, job: str) -> str:
-        """Wait for the smoke recipe's final line, and return the hash of its weights."""
 
         def done() -> re.Match[str] | None:
             return re.search(r"\[DONE\].* ranks agree on weights (\w+)", self.logs(job))
@@ -65,7 +57,6 @@ class Namespace:
         return str(self.wait(done, lambda: self.logs(job))[1])
 
     def at_epoch(self, job: str, epoch: int) -> None:
-        """Wait until the job has trained beyond an epoch."""
 
         def there() -> bool:
             return any(int(found) >= epoch for found in re.findall(r"\[EPOCH\] (\d+)/", self.logs(job)))
@@ -73,7 +64,6 @@ class Namespace:
         self.wait(there, lambda: self.logs(job))
 
     def ended(self, job: Document, condition: str) -> Document:
-        """Wait for a condition of a `batch/v1` Job, and return it."""
 
         def found() -> Document | None:
             status = json.loads(self.kubectl("get", "job", job["metadata"]["name"], "-o", "json"))["status"]

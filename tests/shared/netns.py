@@ -43,7 +43,6 @@ NEEDED = pytest.mark.skipif(bool(lacking()), reason=lacking() or "nothing is lac
 
 
 def run(*argv: str) -> None:
-    """Run a command. Raises RuntimeError with its output."""
     done = subprocess.run(argv, capture_output=True, text=True, check=False)
     if done.returncode:
         raise RuntimeError(f"{' '.join(argv)}: {done.stderr.strip()}")
@@ -51,8 +50,6 @@ def run(*argv: str) -> None:
 
 @dataclass
 class Host:
-    """Machine of the network."""
-
     network: Network
     index: int
     name: str
@@ -60,11 +57,9 @@ class Host:
     address: str
 
     def popen(self, argv: Sequence[str], **how: Any) -> subprocess.Popen[str]:
-        """Start a process on this host."""
         return subprocess.Popen(["ip", "netns", "exec", self.name, *argv], text=True, **how)
 
     def run(self, *argv: str) -> None:
-        """Run a command on this host. Raises RuntimeError."""
         run("ip", "netns", "exec", self.name, *argv)
 
     @contextlib.contextmanager
@@ -87,7 +82,6 @@ class Host:
         run("ip", "-n", self.network.switch, "link", "set", self._port, "nomaster")
 
     def join(self) -> None:
-        """Reconnect the switch port."""
         run("ip", "-n", self.network.switch, "link", "set", self._port, "master", "switch")
 
     def deaf_to(self, other: Host) -> None:
@@ -104,8 +98,6 @@ class Host:
 
 
 class Network:
-    """Network of `size` hosts at 10.77.0.1, 10.77.0.2 and so on, all connected."""
-
     def __init__(self, size: int) -> None:
         self._name = f"outlast-{os.getpid()}-{secrets.token_hex(2)}"
         self.switch = f"{self._name}-switch"
@@ -135,14 +127,12 @@ class Network:
             subprocess.run(["ip", "netns", "delete", name], capture_output=True)
 
     def split(self, *sides: Sequence[Host]) -> None:
-        """Disconnect hosts of different sides from each other."""
         for side in sides:
             for host in side:
                 for other in (each for others in sides if others is not side for each in others):
                     host.deaf_to(other)
 
     def heal(self) -> None:
-        """Reconnect all hosts."""
         for host in self.hosts:
             host.run("iptables", "-F", "INPUT")
             host.join()

@@ -30,7 +30,6 @@ def for_ranks(action: str) -> str:
 
 
 def weights(logs: str) -> str:
-    """Return the hash of the weights that a script has printed."""
     return str(re.findall(r"weights (\w{64})", logs)[-1])
 
 
@@ -73,7 +72,6 @@ def status(namespace: Namespace, name: str) -> Document:
 
 
 def until(namespace: Namespace, name: str, what: Callable[[Document], object], timeout_s: float = 240) -> Document:
-    """Wait for a condition of the job's status, and return the status."""
     deadline = time.monotonic() + timeout_s
     while not what(found := status(namespace, name)):
         assert time.monotonic() < deadline, (found, namespace.kubectl("get", "pods", "-o", "wide"))
@@ -86,7 +84,6 @@ def trains(workers: int) -> Callable[[Document], object]:
 
 
 def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> int:
-    """Begin a job, wait until it trains, and return the newest generation."""
     namespace.run(name, "elasticjob", workers=workers, **fields)
     until(namespace, name, trains(workers["replicas"]))
     namespace.at_epoch(name, 20)
@@ -94,7 +91,6 @@ def begun(namespace: Namespace, name: str, workers: Document, **fields: Any) -> 
 
 
 def live(namespace: Namespace, name: str) -> list[str]:
-    """Return the pods that neither have ended nor are terminating."""
     return sorted(
         pod["metadata"]["name"]
         for pod in namespace.pods(name)
@@ -104,7 +100,6 @@ def live(namespace: Namespace, name: str) -> list[str]:
 
 @pytest.fixture(scope="module")
 def undisturbed_pods(namespace: Namespace) -> str:
-    """Return the weights of two undisturbed workers."""
     namespace.run("undisturbed", "elasticjob", workers={"replicas": 2, "min": 2})
     until(namespace, "undisturbed", lambda found: found.get("state") == "Succeeded")
     return namespace.weights("undisturbed")

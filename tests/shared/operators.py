@@ -49,20 +49,16 @@ def pods_of(looked: CachedJob, *, count: int) -> Plan:
 
 
 def writes(operator: Operator) -> dict[str, int]:
-    """Return the number of an operator's writes so far, by verb and kind: `create Pod`."""
     samples = [each for metric in operator.metrics.registry.collect() for each in metric.samples]
     counts = [each for each in samples if each.name == "outlast_operator_writes_total"]
     return {f"{each.labels['verb']} {each.labels['kind']}": int(each.value) for each in counts}
 
 
 def looks(operator: Operator) -> int:
-    """Return the number of an operator's reconcile passes so far."""
     return int(operator.metrics.registry.get_sample_value("outlast_reconcile_seconds_count") or 0)
 
 
 class World:
-    """Small API server, and the operators that run against it."""
-
     def __init__(self, api: apiserver.ApiServer, connect: Callable[[], kube.Cluster]) -> None:
         self.api, self.connect = api, connect
         self.running: list[tuple[Operator, threading.Event, threading.Thread, list[int]]] = []
@@ -84,7 +80,6 @@ class World:
         return operator
 
     def stop(self, number: int = -1) -> int:
-        """Stop an operator gracefully, and return its exit code."""
         _, stop, thread, codes = self.running[number]
         stop.set()
         thread.join(60)
@@ -115,7 +110,6 @@ class World:
         self.api.until(lambda: all(each.queue.idle() for each, *_ in self.running if each.leadership.is_leader()))
 
     def writes(self) -> list[str]:
-        """Return all write requests, except those for the operators' own Lease."""
         with self.api.lock:
             return [each for each in self.api.asked if not each.startswith("GET ") and "/leases" not in each]
 

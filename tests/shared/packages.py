@@ -8,7 +8,6 @@ from pathlib import Path
 
 
 def a_wheel(directory: Path, name: str, version: str = "1.0", *, requires: tuple[str, ...] = (), code: str = "") -> Path:
-    """Build a package of one module, which contains the version."""
     path, info = directory / f"{name}-{version}-py3-none-any.whl", f"{name}-{version}.dist-info"
     metadata = f"Metadata-Version: 2.1\nName: {name}\nVersion: {version}\n" + "".join(f"Requires-Dist: {r}\n" for r in requires)
     with zipfile.ZipFile(path, "w") as wheel:

@@ -58,11 +58,9 @@ class Agents:
         return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
 
     def newest(self, generation: int) -> newest_snapshot.Candidate:
-        """Return the newest state to resume from."""
         return self._elected(generation).candidates[0]
 
     def has(self, generation: int) -> bool:
-        """Return whether a snapshot exists to resume from."""
         return bool(self._elected(generation).candidates)
 
     def _elected(self, generation: int) -> newest_snapshot.Election:
@@ -70,7 +68,6 @@ class Agents:
         return newest_snapshot.newest(held, "r", generation)
 
     def settle(self) -> None:
-        """Wait until the agents hold the snapshots of ended ranks."""
         until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
 
     def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
@@ -96,7 +93,6 @@ def resumed(end: Ended) -> int:
 
 
 def restored(end: Ended) -> dict[str, Any]:
-    """Return the last event of a restore."""
     return [event for event in end.events if event["kind"] == "restored"][-1]
 
 
@@ -146,7 +142,6 @@ class Rank:
         assert {self.client.poll()[kind, self.step] for kind in ("shared", "unique")} == {"held"}
 
     def loaded(self, into: dict[str, Any]) -> dict[str, Any]:
-        """Load the newest snapshot into a state."""
         held = [Held(part, self.client.address) for part in self.client.catalog()]
         candidate = newest_snapshot.newest(held, "r", 1).candidates[0]
         assert candidate.at == (1, self.step)

@@ -20,7 +20,6 @@ RULES: dict[str, list[dict[str, Any]]] = {
 
 
 def rights(rules: list[dict[str, Any]], name: str | None = None) -> set[Right]:
-    """Return the permissions that rules grant: for a resource name, or for all names."""
     return {
         (verb, group, resource)
         for rule in rules
@@ -50,7 +49,6 @@ def needed(asked: str) -> tuple[Right, str, str] | None:
 
 
 def node_watch(asked: str) -> bool:
-    """Return whether the role of the node watcher permits a request."""
     rules = [rule for each in INSTALLED["node-watch/node-watch.yaml"] for rule in each.get("rules", ())]
     found = needed(asked)
     return found is None or found[0] in rights(rules)

@@ -36,8 +36,6 @@ STARTED = re.compile(rb"http://127\.0\.0\.1:(\d+)")
 
 @dataclass
 class Server:
-    """Running S3 server."""
-
     name: str
     endpoint: str
     directory: Path | None
@@ -48,7 +46,6 @@ class Server:
     """Client of botocore, for a test's changes outside the code under test."""
 
     def bucket(self, prefix: str = "bucket") -> str:
-        """Create an empty bucket, and return its name."""
         name = f"{prefix}-{uuid.uuid4().hex[:12]}"
         self.client.create_bucket(Bucket=name)
         return name
@@ -56,8 +53,6 @@ class Server:
 
 @dataclass
 class Place:
-    """New bucket."""
-
     server: Server
     bucket: str
     env: Mapping[str, str] = field(default_factory=dict)

@@ -49,8 +49,6 @@ class Killed(Exception):
 
 @dataclasses.dataclass
 class Agent:
-    """Worker in one pod."""
-
     index: int
     uid: str
     standing: str = "waiting"
@@ -81,8 +79,6 @@ class Agent:
 
 
 class Cluster:
-    """State of the cluster. `pass_` advances the time."""
-
     def __init__(self, workers: Document, *, steps: int = 400, nodes: int = 6, **fields: Any) -> None:
         self.now = BEGAN
         self.since = BEGAN
@@ -95,7 +91,6 @@ class Cluster:
         self.agents: dict[str, Agent] = {}
         self.writes: list[str] = []
         self.made: dict[str, int] = {}
-        """Number of pods created with each name."""
         self.uids = 0
         self.most = 0
         """Maximum number of live pods at one time, since it was last set to 0."""
@@ -106,11 +101,8 @@ class Cluster:
         self.counted: tuple[float, Document] = (BEGAN, {})
         """Time of the last computation of goodput and losses, and their values."""
         self.lost: dict[str, float] = {}
-        """Lost nodes, with the time of the loss."""
         self.reached = True
-        """True if agents reach the API server."""
         self.cut: set[str] = set()
-        """Healthy nodes whose agents do not reach the API server."""
         self.mesh = False
         """True if the members of a world watch one another."""
         self.broken: set[frozenset[str]] = set()
@@ -124,12 +116,10 @@ class Cluster:
         self.trained: list[tuple[float, int]] = []
         """Time and generation of each step."""
         self.unreadable = False
-        """True if the job's document is unreadable."""
         self.set_by, self.slept = 0.0, 0.0
         """Seconds by which the clock of the operator's machine was changed, and seconds for which the machine slept."""
         self.clock = self.started()
         self.found: frozenset[str] = frozenset()
-        """API groups of other installed systems."""
         self.kueue: Kueue | None = None
         for n in range(nodes):
             self.put(kinds.NODE.document({"name": f"node-{n}"}, spec={}, status=ready(True, self.now)))
@@ -250,7 +240,6 @@ class Cluster:
         self.put({**there, **document, "metadata": {**there.get("metadata", {}), **document["metadata"]}})
 
     def has(self) -> ClusterFeatures:
-        """Return the API groups that the operator finds."""
         return ClusterFeatures(self.found | {kueue.GROUP}, self.kueue.sight()) if self.kueue else ClusterFeatures(self.found)
 
     def create(self, pod: Document) -> None:
@@ -301,18 +290,15 @@ class Cluster:
         return agent.answered + LIVE_S if agent.reported else agent.begins + PROBED_S
 
     def reaches(self, agent: Agent) -> bool:
-        """Return whether an agent reaches the API server."""
         return self.reached and self.node_of(agent) not in self.cut
 
     def answers(self, pod: Document) -> bool:
-        """Return whether the pod's node responds."""
         node = pod["spec"].get("nodeName", "")
         return ("Node", node) in self.documents and node not in self.lost
 
     # what happens to pods
 
     def end(self, pod: Document, code: int, *, reason: str = "", disrupted: str = "") -> None:
-        """End the container of a pod."""
         phase = "Succeeded" if code == 0 else "Failed"
         self.end_beside(pod, code, reason=reason)
         pod["status"] = {"phase": phase, "containerStatuses": pod["status"]["containerStatuses"][:1]}
@@ -425,7 +411,6 @@ class Cluster:
                 self.report(agent)
 
     def told(self, agent: Agent) -> Document:
-        """Return the rendezvous document that an agent receives."""
         return self.status.get("rendezvous") or {} if self.reaches(agent) else {}
 
     def live(self, agent: Agent) -> None:
@@ -476,11 +461,9 @@ class Cluster:
                 self.write("restored", generation=agent.generation, step=self.step, path=None)
 
     def write(self, kind: str, ago_s: float = 0.0, **fields: Any) -> None:
-        """Append to the run's ledger."""
         self.ledger.append({"t": self.now - ago_s, "kind": kind, "source": "rank-0", **fields})
 
     def saved(self) -> None:
-        """Record that rank 0 saved after its interruption."""
         if not self.ledger or self.ledger[-1]["kind"] != "interrupted":
             self.write("committed", SAVE_S, step=self.step)
             self.write("interrupted", SAVE_S, step=self.step, reason=f"saved step {self.step}")
@@ -606,14 +589,12 @@ class Cluster:
     # running
 
     def run(self, seconds: float, *, every: float = STEP_S) -> None:
-        """Advance the time with a living operator."""
         end = self.now + seconds
         while self.now < end:
             self.pass_(every)
             self.look()
 
     def until(self, condition: Any, seconds: float = 300.0) -> None:
-        """Advance the time until a condition holds."""
         end = self.now + seconds
         while not condition(self):
             assert self.now < end, (self.status, self.writes[-20:])
@@ -648,7 +629,6 @@ class Kueue:
         return sum(share.count for share in self.shares() if share.is_true("QuotaReserved") and not share.is_true("Finished"))
 
     def admits(self) -> None:
-        """Admit the Workloads that fit into the quota, first come first served."""
         for document in self.cluster.all("Workload"):
             if "creationTimestamp" not in document["metadata"]:
                 self.serial += 1
@@ -670,7 +650,6 @@ class Kueue:
         self._say(share, ("Evicted", True, "Preempted", message))
 
     def told(self, document: Document) -> None:
-        """Handle a write of the operator to the status of a Workload."""
         before = self.cluster.documents.get(("Workload", document["metadata"]["name"]))
         assert before is not None
         assert before["metadata"]["uid"] == document["metadata"]["uid"]
@@ -680,7 +659,6 @@ class Kueue:
         assert self.using(before["metadata"]["name"]) <= WorkloadSlice(before).count
 
     def allows(self, pod: Document) -> None:
-        """Return whether a pod has quota."""
         named = pod["metadata"]["annotations"][kueue.WORKLOAD]
         share = WorkloadSlice(self.cluster.documents["Workload", named])
         assert share.is_admitted, f"{named} is not admitted"
@@ -689,7 +667,6 @@ class Kueue:
         assert {"key": "spot", "operator": "Exists"} in pod["spec"]["tolerations"]
 
     def using(self, name: str) -> int:
-        """Return the number of pods that use the quota of a Workload."""
         there = [pod for pod in self.cluster.pods if pod["status"]["phase"] in ("Pending", "Running")]
         return sum(pod["metadata"]["annotations"].get(kueue.WORKLOAD) == name for pod in there)
 
@@ -700,7 +677,6 @@ class Kueue:
 
 
 def stored(value: Any) -> Any:
-    """Return a value as an API server stores it, without nulls."""
     if isinstance(value, Mapping):
         return {key: stored(each) for key, each in value.items() if each is not None}
     return [stored(each) for each in value] if isinstance(value, list | tuple) else value

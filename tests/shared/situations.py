@@ -173,7 +173,6 @@ SITUATIONS: dict[str, Situation] = {
 
 
 def job(name: str) -> spec.Job:
-    """Return the job of a situation."""
     usual: Document = {
         "image": IMAGE,
         "module": "outlast.recipes.smoke",
@@ -191,7 +190,6 @@ def job(name: str) -> spec.Job:
 
 
 def recorded(name: str) -> Document:
-    """Return the recorded documents of a situation."""
     return dict(json.loads((HERE / f"{name}.json").read_text()))
 
 
@@ -214,7 +212,6 @@ def seen(name: str) -> Snapshot:
 
 
 def findings(name: str) -> list[Finding]:
-    """Return what is expected to be found in the recorded documents."""
     return [Finding(**{**each, "evidence": tuple(each["evidence"])}) for each in _findings()[name]]
 
 
@@ -239,7 +236,6 @@ def kubectl(*words: str, documents: list[Document] | None = None) -> str:
 
 
 def begin(name: str, namespace: str) -> None:
-    """Apply a situation to a new namespace."""
     it = SITUATIONS[name]
     kubectl(
         "apply",
@@ -255,7 +251,6 @@ def begin(name: str, namespace: str) -> None:
 
 
 def visible(name: str, namespace: str) -> bool:
-    """Return whether the situation is visible in the namespace."""
     return SITUATIONS[name].until in kubectl("get", "jobs,pods,events,pvc", "-n", namespace, "-o", "json")
 
 

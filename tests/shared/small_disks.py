@@ -16,7 +16,6 @@ SIZE = 6 << 20
 
 @pytest.fixture
 def small_disk(tmp_path: Path) -> Iterator[Path]:
-    """Yield a disk of 6 MiB."""
     directory = tmp_path / "disk"
     directory.mkdir()
     tmpfs = ["-t", "tmpfs", "-o", f"size={SIZE}", "tmpfs", str(directory)]
@@ -28,7 +27,6 @@ def small_disk(tmp_path: Path) -> Iterator[Path]:
 
 
 def fill(disk: Path) -> None:
-    """Fill the disk."""
     with (disk / "filler").open("ab", buffering=0) as file:
         for size in (1 << 20, 4096):
             with contextlib.suppress(OSError):
@@ -46,7 +44,6 @@ def protect(disk: Path) -> None:
 
 
 def repair(disk: Path) -> None:
-    """Undo `fill` and `protect`."""
     if os.statvfs(disk).f_flag & os.ST_RDONLY:
         subprocess.run(["umount", "-l", str(disk)], check=True)
     (disk / "filler").unlink(missing_ok=True)

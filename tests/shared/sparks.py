@@ -135,8 +135,6 @@ CASES: Mapping[str, Case] = {
 
 @dataclass(frozen=True)
 class Unit:
-    """Unit with a prescribed behaviour."""
-
     number: int
     seconds: float = 0.0
     wrong: str = ""
@@ -165,13 +163,11 @@ def do(unit: Unit, *, into: Path) -> work_units.Note:
 
 
 def times(directory: Path, number: int) -> int:
-    """Return the number of times that a unit was begun."""
     path = directory / f"done-{number}"
     return len(path.read_text().splitlines()) if path.exists() else 0
 
 
 def results(directory: Path, engine: work_units.Engine, *units: Unit, **request: Any) -> list[work_units.Note]:
-    """Do units with an engine, as `prepare` does."""
     (directory / "to").mkdir(exist_ok=True)
     asked = work_units.Request(directory, directory / "to", engine=engine, **request)
     with work_units.opened(asked, {}, []) as place:

@@ -25,7 +25,6 @@ def a_text(directory: Path, tokens: int = 1000, shard: int | None = None, dtype:
 
 
 def digests(directory: Path) -> dict[str, str]:
-    """Return the digests of the files of a dataset."""
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in sorted(directory.iterdir())}
 
 

@@ -18,7 +18,6 @@ def append(output: Path, *steps: int, **values: float) -> None:
 
 
 def shown(directory: Path) -> dict[str, list[tuple[int, float]]]:
-    """Return the values that TensorBoard reads."""
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     with warnings.catch_warnings():

@@ -121,14 +121,12 @@ class Turns:
         self._rng, self._after = rng, after
         self._turn = threading.Condition()
         self._waiting: dict[int, str] = {}
-        """Waiting writers, by ticket."""
         self._tickets = 0
         self._granted: int | None = None
         self._alive: set[str] = set()
         self._problems: list[BaseException] = []
 
     def hand(self, who: str) -> Hand:
-        """Return the hook of a writer's requests."""
 
         def hand(request: str, key: str, act: Callable[[], Any]) -> Any:
             with self._turn:
@@ -158,7 +156,6 @@ class Turns:
             self._turn.notify_all()
 
     def run(self, **writers: Callable[[], Any]) -> dict[str, Any]:
-        """Run the writers to their ends, and return their results. Raises their errors."""
         results: dict[str, Any] = {}
         self._alive = set(writers)
 

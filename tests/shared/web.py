@@ -19,7 +19,6 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
-from typing import Any
 from urllib.parse import unquote, urlsplit
 
 import pytest
@@ -27,8 +26,6 @@ import pytest
 
 @dataclasses.dataclass
 class Request:
-    """Received request."""
-
     path: str
     headers: dict[str, str]
     """Names in lower case."""
@@ -56,26 +53,42 @@ class Fault:
     """False to ignore `Range`."""
     chunked: bool = False
     content: bytes | None = None
-    """Other content to send."""
 
 
-class _Handler(BaseHTTPRequestHandler):
-    protocol_version = "HTTP/1.1"
-    timeout = 30
-    disable_nagle_algorithm = True
-    server: Any
+@contextlib.contextmanager
+def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]:
+    """Have a function answer all requests on a port of this machine, and yield the URL."""
 
-    def log_message(self, *_: object) -> None:
-        pass
+    class Handler(BaseHTTPRequestHandler):
+        protocol_version = "HTTP/1.1"
+        disable_nagle_algorithm = True  # else what is written in two parts waits 40 ms for an acknowledgement
 
-    def do_GET(self) -> None:
-        web: Web = self.server.web
-        with contextlib.suppress(ConnectionError):
-            web.answer(self)
+        def handle(self) -> None:
+            with contextlib.suppress(ConnectionError):  # while the next request is waited for
+                super().handle()
+
+        def _any(self) -> None:
+            answer(self)
+
+        do_GET = do_POST = do_PATCH = do_PUT = do_DELETE = _any
+
+        def log_message(self, *_: object) -> None:
+            pass
+
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.daemon_threads = True
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True)
+    thread.start()
+    try:
+        yield f"http://127.0.0.1:{server.server_address[1]}"
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
 
 
 class Web:
-    """HTTP server."""
+    url: str
 
     def __init__(self) -> None:
         self.files: dict[str, bytes] = {}
@@ -85,28 +98,13 @@ class Web:
         self.slowed = threading.Event()
         """Set when a slow response has begun."""
         self._lock = threading.Lock()
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.daemon_threads = True
-        self._server.web = self  # type: ignore[attr-defined]
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
-
-    @property
-    def url(self) -> str:
-        return f"http://127.0.0.1:{self._server.server_address[1]}"
 
     def put(self, name: str, content: bytes, *, etag: str | None = '"1"', modified: str | None = None) -> str:
-        """Serve a file, and return its URL."""
         self.files[f"/{name}"] = content
         self.headers[f"/{name}"] = {k: v for k, v in (("ETag", etag), ("Last-Modified", modified)) if v}
         return f"{self.url}/{name}"
 
-    def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
-
-    def answer(self, handler: _Handler) -> None:
+    def answer(self, handler: BaseHTTPRequestHandler) -> None:
         path = unquote(urlsplit(handler.path).path)
         with self._lock:
             request = Request(path, {k.lower(): v for k, v in handler.headers.items()}, len(self.requests))
@@ -130,7 +128,7 @@ class Web:
             headers["Content-Length"] = str(len(body))
         return self._send(handler, status, headers | fault.headers, body, fault)
 
-    def _send(self, handler: _Handler, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
+    def _send(self, handler: BaseHTTPRequestHandler, status: int, headers: dict[str, str], body: bytes, fault: Fault) -> None:
         handler.send_response(status)
         for name, value in headers.items():
             if value:
@@ -155,5 +153,5 @@ class Web:
 @pytest.fixture
 def web() -> Iterator[Web]:
     server = Web()
-    yield server
-    server.close()
+    with serving(server.answer) as server.url:
+        yield server

@@ -50,7 +50,6 @@ class Training:
     leave_at: int = 0
     """Step in which rank 0's worker gets its notice."""
     raise_at: int = 0
-    """Step in which rank 1 raises."""
     limit_at: int = 0
     """First step at which rank `limited` cannot write files of more than 8 KiB, as on a full disk."""
     limited: int = 0
@@ -70,7 +69,6 @@ class Training:
 
 
 LAST = 20
-"""Number of steps of a Training."""
 
 
 def network(kind: str) -> Any:
@@ -191,17 +189,13 @@ def steps(events: Iterable[Event]) -> list[int]:
 
 @dataclasses.dataclass
 class Ended:
-    """Results of the ranks of a world."""
-
     codes: list[int]
     """Exit codes by rank, -9 for SIGKILL."""
     errors: list[str]
-    """Output of each rank to stderr."""
     output: Path
     disks: Sequence[str] = ()
 
     def disk(self, rank: int) -> Path:
-        """Return the output directory of a rank."""
         return self.output / self.disks[rank] if self.disks else self.output
 
     @property
@@ -346,7 +340,6 @@ def again(end: Ended) -> None:
 
 
 def fresh(output: Path) -> Path:
-    """Create an empty directory."""
     shutil.rmtree(output, ignore_errors=True)
     return output
 
