@@ -66,11 +66,3 @@ def test_the_monitor_selects_operator_and_workers_and_the_sidecar_finds_the_dash
     assert (endpoint["port"], endpoint["honorLabels"]) == (port["name"], True)
     assert port["containerPort"] == Pod.PROBE_PORT
     assert DASHBOARD["metadata"]["labels"]["grafana_dashboard"] == "1"
-
-
-def test_panels_lie_side_by_side_and_have_numbers_of_their_own() -> None:
-    panels = BOARD["panels"]
-    assert len({each["id"] for each in panels}) == len(panels)
-    places = [each["gridPos"] for each in panels]
-    assert [(each["x"], each["y"]) for each in places] == [(8 * (n % 3), 8 * (n // 3)) for n in range(len(panels))]
-    assert {(each["w"], each["h"]) for each in places} == {(8, 8)}, "Grafana's grid has 24 columns"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from typing import Any
 
 import pytest
@@ -13,7 +12,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, ru
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.operator.kueue_workloads import WorkloadSlice
-from simulated import Cluster, Killed, Kueue, trains
+from simulated import Cluster, Kueue, trains
 
 
 def a_cluster(replicas: int = 3, *, quota: int = 4, low: int = 2, high: int = 6, partly: bool = True, **fields: Any) -> Cluster:
@@ -319,30 +318,6 @@ def test_a_flavor_that_is_not_there_is_waited_for() -> None:
     assert cluster.status["reason"] == "the queue research has assigned the ResourceFlavor spot, which does not exist"
     kueue_of(cluster).sight = sight  # type: ignore[method-assign]
     cluster.until(trains(2))
-
-
-def test_an_operator_that_is_killed_between_any_two_writes_doubles_nothing() -> None:
-    cluster = a_cluster(3, restarts={"limit": 1000})
-    chance = random.Random(0)
-    killed = 0
-    while killed < 60:
-        cluster.pass_()
-        event = chance.random()
-        if event < 0.03:
-            cluster.change(replicas=chance.randint(2, 6))
-        elif event < 0.06:
-            kueue_of(cluster).quota = chance.randint(0, 6)
-        elif event < 0.1 and (holding := [each for each in kueue_of(cluster).shares() if each.is_admitted]):
-            kueue_of(cluster).evict(chance.choice(holding))
-        try:
-            cluster.look(dies_after=chance.randint(0, 3))
-        except Killed:
-            killed += 1
-        assert sum(each.is_pending for each in kueue_of(cluster).shares()) <= 2
-    kueue_of(cluster).quota = 6
-    cluster.change(replicas=4)
-    cluster.until(lambda c: trains(4)(c) and kueue_of(c).used == 4, 600)
-    assert settled(cluster)
 
 
 class Quota(RuleBasedStateMachine):

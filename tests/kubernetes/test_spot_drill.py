@@ -178,16 +178,6 @@ def test_a_recommendation_that_is_withdrawn_is_taken_back(drill: Drill) -> None:
     assert drill.node["metadata"]["annotations"] == before["metadata"]["annotations"]
 
 
-def test_an_interruption_after_a_recommendation_brings_a_deadline(drill: Drill) -> None:
-    drill.service.documents[imds.REBALANCE] = '{"noticeTime": "2026-01-01T00:00:00Z"}'
-    drill.until(T0 + 60)
-    drill.service.documents[imds.SPOT] = imds.spot(pod_status.rfc3339(T0 + 180))
-    drill.until(T0 + 180)
-    assert drill.node["spec"]["taints"][0]["value"] == "spot"
-    assert drill.node["metadata"]["annotations"][Annotation.LEAVING_AT] == pod_status.rfc3339(T0 + 180)
-    assert pods(drill) == ["kube-proxy"]
-
-
 def test_maintenance_that_has_begun_gives_each_pod_its_own_grace(drill: Drill) -> None:
     drill.api.put(a_pod("long", grace=630))
     event = {"NotBefore": "31 Dec 2025 00:00:00 GMT", "Code": "system-maintenance", "State": "active", "Description": "d"}

@@ -242,22 +242,13 @@ def test_the_definition_takes_the_jobs_that_there_are() -> None:
     assert list(check.iter_errors(a_job(worker={"replicas": -1}, replicas=None)))
     assert list(check.iter_errors(a_job(policy="Sometimes")))
     assert list(check.iter_errors({**a_job(), "spec": {"replicaSpecs": {}}}))
-
-
-@pytest.mark.parametrize(
-    "template",
-    [
+    for template in (
         {"metadata": {"labels": "team=vision"}, "spec": {"containers": [{"name": "a"}]}},
         {"metadata": {"annotations": ["x"]}, "spec": {"containers": [{"name": "a"}]}},
         {"spec": {"containers": [{"name": "a", "env": {"NCCL_DEBUG": "INFO"}}]}},
         {"spec": {"containers": [{"name": "a", "env": [{"value": "INFO"}]}]}},
-    ],
-    ids=str,
-)
-def test_a_template_that_no_pod_can_be_made_of_is_refused(template: Document) -> None:
-    job = a_job()
-    job["spec"]["replicaSpecs"]["Worker"]["template"] = template
-    assert list(jsonschema.Draft202012Validator(SCHEMA).iter_errors(job))
+    ):
+        assert list(check.iter_errors(a_job(worker={"template": template}))), template
 
 
 @pytest.mark.parametrize(
@@ -648,16 +639,6 @@ def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on() -> N
     assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
 
 
-def test_a_worker_on_a_node_that_is_lost_is_made_again_elsewhere() -> None:
-    cluster = running()
-    cluster.lost.add("node-1")
-    plan = cluster.look()
-    reason = "worker 1 was lost: its node node-1 has not answered for 30 s"
-    assert [(each.name, each.grace_s, each.reason) for each in plan.deletes] == [("cifar-worker-1", 0, reason)]
-    cluster.lost.clear()
-    assert cluster.settled() == ("Running", 0, [0, 1])
-
-
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
     by = pod_status.rfc3339(cluster.now + 15)
@@ -846,15 +827,6 @@ def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> N
     assert (plan.deletes, plan.creates) == ((), ())
 
 
-def test_a_job_may_run_for_so_long_and_no_longer() -> None:
-    cluster = running(a_job(activeDeadlineSeconds=100))
-    assert cluster.decide().requeue_at == START + 100
-    cluster.now = START + 100
-    cluster.settle()
-    assert cluster.message("Failed").endswith("the job has run for activeDeadlineSeconds (100)")
-    assert cluster.indices == []
-
-
 def test_a_stored_job_that_is_none_of_ours_says_why_and_its_pods_stay() -> None:
     cluster = running()
     cluster.job["spec"]["backoffLimit"] = -1  # the archived controller's definition may have let it in
@@ -871,22 +843,6 @@ def test_pods_of_a_job_that_is_over_are_cleaned_up_as_it_says(policy: str | None
     cluster.end(1, 0)
     assert cluster.settled() == ("Succeeded", 0, left)
     assert cluster.status["replicaStatuses"] == {"Worker": {"active": 0, "succeeded": 2, "failed": 0}}
-
-
-@pytest.mark.parametrize("code", [0, 1])
-def test_a_finished_job_is_deleted_once_and_never_runs_again(code: int) -> None:
-    cluster = running(a_job(ttlSecondsAfterFinished=50))
-    cluster.end(0, code)
-    cluster.end(1, code)
-    cluster.settle()
-    assert cluster.decide().requeue_at == cluster.now + 50
-    cluster.now += 50
-    cluster.look()
-    for _ in range(3):
-        cluster.now += 10
-        assert not cluster.look()
-    assert cluster.removed == ["cifar"]
-    assert set(cluster.indices) == {0, 1}
 
 
 def test_a_job_that_failed_under_the_archived_controller_is_deleted_in_its_time() -> None:
