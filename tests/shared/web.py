@@ -88,9 +88,9 @@ def serving(answer: Callable[[BaseHTTPRequestHandler], object]) -> Iterator[str]
 
 
 class Web:
-    url: str
-
     def __init__(self) -> None:
+        opened = contextlib.ExitStack()
+        self.url, self.close = opened.enter_context(serving(self.answer)), opened.close
         self.files: dict[str, bytes] = {}
         self.headers: dict[str, dict[str, str]] = {}
         self.requests: list[Request] = []
@@ -153,5 +153,5 @@ class Web:
 @pytest.fixture
 def web() -> Iterator[Web]:
     server = Web()
-    with serving(server.answer) as server.url:
-        yield server
+    yield server
+    server.close()
