@@ -42,7 +42,6 @@ def cluster(api: ApiServer, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
 
 
 def a_job(api: ApiServer, name: str = "train", **status: Any) -> Document:
-    """An ElasticJob that is there."""
     return api.put(kinds.ELASTIC_JOB.document({"name": name}, spec={"image": "i"}, **({"status": status} if status else {})))
 
 
@@ -52,7 +51,6 @@ def job(api: ApiServer) -> Document:
 
 
 def a_pod(job: Document, index: int = 0) -> Document:
-    """A worker of a job."""
     name, uid = job["metadata"]["name"], job["metadata"]["uid"]
     owner = {"apiVersion": job["apiVersion"], "kind": job["kind"], "name": name, "uid": uid}
     labels = {Label.JOB: name, Label.WORKER: str(index)}
@@ -71,7 +69,6 @@ def writes(api: ApiServer) -> list[str]:
 
 
 def told(cluster: Cluster) -> list[tuple[str, str, str]]:
-    """The Events that there are."""
     return [(each["type"], each["reason"], each["message"]) for each in cluster.list_(kinds.EVENT)]
 
 

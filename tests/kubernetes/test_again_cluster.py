@@ -28,8 +28,6 @@ OUTLAST = str(Path(sys.executable).with_name("outlast"))
 
 
 class User:
-    """Somebody with a script and a job file in a directory."""
-
     def __init__(self, directory: Path, namespace: Namespace, script: str, args: list[str]) -> None:
         if not STORE:
             pytest.skip("OUTLAST_TEST_STORE is not set")
@@ -46,7 +44,6 @@ class User:
         self._directory, self._namespace = directory, namespace
 
     def submit(self, topology: str) -> str:
-        """Submit the job, and return the output when the job has ended."""
         words = ["submit", "job.yaml", "--as", topology, "-n", self._namespace.name, "--follow"]
         done = subprocess.run([OUTLAST, *words], cwd=self._directory, capture_output=True, text=True, check=False)
         return done.stdout + done.stderr
@@ -72,7 +69,6 @@ def test_a_mended_script_goes_on_and_ends_with_the_weights_of_the_undisturbed_ru
 
 
 def _undisturbed(directory: Path) -> str:
-    """The weights of the same on this machine."""
     words = ["run", "--workers", "2", "--name", "undisturbed", "train.py", "--epochs=4"]
     done = subprocess.run([OUTLAST, *words], cwd=directory, capture_output=True, text=True, check=True)
     return re.findall(r"step \d+, weights (\w+)", done.stdout)[0]

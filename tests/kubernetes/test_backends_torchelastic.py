@@ -45,7 +45,6 @@ class Team:
         return {**pod, "status": {"phase": phase, "containerStatuses": statuses}}
 
     def written(self) -> Document:
-        """The job as it is by now."""
         return self.cluster.get(kube.kinds.LEGACY_JOB, "cifar")
 
 

@@ -294,7 +294,6 @@ def test_no_rule_refuses_what_the_job_file_takes(fields: Document) -> None:
 
 
 def words(sentence: str) -> set[str]:
-    """The names of fields in a sentence."""
     return set(re.findall(r"[\w.]*\w\.\w+", sentence.partition(";")[0]))
 
 
@@ -442,7 +441,6 @@ def test_a_status_of_an_operator_is_read() -> None:
 
 
 def example(part: Schema) -> Any:
-    """A value that a part of a schema takes."""
     match part.get("type"):
         case "object":
             return {name: example(inner) for name, inner in part.get("properties", {}).items()}

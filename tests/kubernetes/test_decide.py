@@ -26,7 +26,6 @@ def a_cluster(replicas: int = 2, *, low: int = 1, high: int = 4, **fields: Any) 
 
 
 def training(replicas: int = 2, **fields: Any) -> Cluster:
-    """A cluster whose job trains for a while."""
     cluster = a_cluster(replicas, **fields)
     cluster.until(trains(replicas))
     cluster.run(10)
@@ -227,7 +226,6 @@ def test_what_prometheus_is_told_is_what_has_happened() -> None:
 
 
 def floats(value: Any) -> list[float]:
-    """All that are in a document."""
     if isinstance(value, dict | list):
         return [each for part in (value.values() if isinstance(value, dict) else value) for each in floats(part)]
     return [value] if isinstance(value, float) else []
@@ -246,7 +244,6 @@ def test_scaling_makes_exactly_so_many_pods_and_loses_no_step() -> None:
 
 
 def conditions(cluster: Cluster) -> set[str]:
-    """Return the types of the true conditions."""
     return {each["type"] for each in cluster.status["conditions"] if each["status"] == "True"}
 
 
@@ -373,7 +370,6 @@ def test_a_failure_counts_once_is_told_with_its_node_and_costs_at_most_the_steps
 
 
 def taint(cluster: Cluster) -> None:
-    """The node of worker 1 is going away."""
     taints = [{"key": "aws-node-termination-handler/spot-itn", "effect": "NoSchedule"}]
     cluster.documents["Node", pod(cluster, 1)["spec"]["nodeName"]]["spec"] = {"taints": taints}
 

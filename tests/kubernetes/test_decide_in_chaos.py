@@ -17,8 +17,6 @@ WORKER = st.integers(0, MOST - 1)
 
 
 class Chaos(RuleBasedStateMachine):
-    """Things go wrong, in any order, and the operator dies after any of its writes."""
-
     FIELDS: ClassVar[dict[str, Any]] = {}
 
     def __init__(self) -> None:

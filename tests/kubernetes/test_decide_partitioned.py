@@ -28,7 +28,6 @@ def node(cluster: Cluster, index: int) -> str:
 
 
 def cut(cluster: Cluster, *sides: set[int]) -> None:
-    """Nothing passes between these workers."""
     where = {id: number for number, side in enumerate(sides) for id in side}
     nodes = {id: node(cluster, id) for id in where}
     cluster.broken = {frozenset((nodes[one], nodes[other])) for one in where for other in where if where[one] != where[other]}

@@ -43,7 +43,6 @@ def an_etcd(storage: str) -> list[Document]:
 
 
 def disks(name: str, nodes: list[str]) -> list[Document]:
-    """A volume on each node, of a class of their own."""
     found = []
     for node in nodes:
         place = Path(os.environ["OUTLAST_TEST_DISKS"], f"{name}-{node}")
@@ -58,8 +57,6 @@ def disks(name: str, nodes: list[str]) -> list[Document]:
 
 
 class Etcd:
-    """An etcd in a namespace."""
-
     def __init__(self, namespace: Namespace, directory: Path) -> None:
         self.namespace = namespace
         certificates(directory, namespace.name)
@@ -70,19 +67,16 @@ class Etcd:
         namespace.apply(an_etcd(namespace.name))
 
     def wait(self) -> None:
-        """Wait until all members are ready."""
         self.namespace.kubectl("wait", "--for=jsonpath={.status.readyReplicas}=3", f"statefulset/{SERVER}", "--timeout=240s")
 
     def ctl(self, *words: str) -> str:
         return self.namespace.kubectl("exec", f"{SERVER}-0", "--", "sh", "-c", SHELL, "etcdctl", *words)
 
     def leader(self) -> int:
-        """Which member leads."""
         (line,) = [each for each in self.ctl("endpoint", "status", "--cluster").splitlines() if each.split(", ")[4] == "true"]
         return int(line.split(".")[0].rpartition("-")[2])
 
     def job(self, name: str, topology: str) -> list[Document]:
-        """Apply a job whose workers meet here."""
         example = yaml.safe_load((ROOT / "examples" / "kubernetes" / "etcd.yaml").read_text())["spec"]
         there = {field: example[field] for field in ("rendezvous", "secrets", "env")}
         return self.namespace.run(name, topology, args=["--epochs=30"], **there)
@@ -148,7 +142,6 @@ def test_jobs_train_on_while_they_lose_workers_and_members_of_their_etcd(three: 
 
 
 def fitted(pod: Document) -> Document:
-    """A pod made by hand, for this cluster."""
     (container,) = pod["spec"]["containers"]
     container["image"] = os.environ["OUTLAST_TEST_IMAGE"]
     container["resources"] = {"requests": {"cpu": "0.2", "memory": "700Mi"}}
@@ -164,7 +157,6 @@ def test_a_third_pod_joins_two_that_were_made_by_hand_and_whichever_is_deleted_t
         namespace.apply([fitted(pod) for pod in pods if pod["kind"] == "Pod"])
 
     def says(pattern: str, *names: str) -> None:
-        """Wait until one of these pods has said so."""
 
         def logs() -> str:
             return "".join(namespace.kubectl("logs", f"hand-made-{name}", fails=True) for name in names)

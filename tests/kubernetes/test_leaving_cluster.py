@@ -50,7 +50,6 @@ def place(namespace: Namespace) -> Iterator[store.Store]:
 
 
 def without_training(events: list[Event]) -> list[float]:
-    """Seconds between the last step of a generation and the first of the next, for each."""
     steps = [event for event in events if event["kind"] == "step"]
     return [
         after["t"] - before["t"] for before, after in itertools.pairwise(steps) if after["generation"] != before["generation"]

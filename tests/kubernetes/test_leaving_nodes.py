@@ -24,7 +24,6 @@ def a_node(*taints: str, labels: dict[str, str] | None = None, **annotations: st
 
 
 def scheduled(message: str = "", *, cordoned: bool = True, labels: dict[str, str] | None = None) -> dict[str, Any]:
-    """A node of Azure with an event."""
     conditions = [{"type": "VMEventScheduled", "status": "True", "message": message}]
     return {**a_node(labels=labels), "spec": {"unschedulable": cordoned}, "status": {"conditions": conditions}}
 

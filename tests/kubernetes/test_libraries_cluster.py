@@ -32,7 +32,6 @@ def trainer() -> str:
 
 
 def accelerate_loop() -> str:
-    """The example, without dropout."""
     return (ROOT / "examples" / "accelerate_loop.py").read_text().replace(" nn.Dropout(0.1),", "")
 
 

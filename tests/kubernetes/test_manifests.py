@@ -51,7 +51,6 @@ every_job = pytest.mark.parametrize("name", JOBS)
 
 
 def a_job(name: str = "a", **fields: Any) -> spec.Job:
-    """A job with these fields in its spec."""
     usual = {"image": "example.com/image:1", "module": "recipes.smoke", "output": "s3://bucket/runs"}
     head = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}}
     return spec.parse(yaml.safe_dump({**head, "spec": {**usual, **fields}}))
@@ -62,7 +61,6 @@ def rendered(topology: str = "job", **fields: Any) -> list[Document]:
 
 
 def templates(documents: list[Document]) -> Iterator[Document]:
-    """The pod templates in documents."""
     for document in documents:
         fields = document.get("spec", {})
         if document["kind"] != contract.KIND:
@@ -75,7 +73,6 @@ def template(documents: list[Document]) -> Document:
 
 
 def worker(documents: list[Document]) -> Document:
-    """The container of the agent."""
     return next(each for each in template(documents)["spec"]["containers"] if each["name"] == "trainer")
 
 
@@ -88,7 +85,6 @@ def kind(documents: list[Document], wanted: str) -> Document:
 
 
 def wrong(job: spec.Job, topology: str = "indexed-job") -> list[str]:
-    """Return the mistakes that keep a job from being rendered."""
     with pytest.raises(InvalidJob) as caught:
         manifests.render(job, topology)
     return [sentence for _, sentence in caught.value.problems]
@@ -625,7 +621,6 @@ def required(found: Document) -> list[list[tuple[str, str, list[str]]]]:
 
 
 def operated(job: spec.Job, index: int) -> Document:
-    """The pod of a worker as the operator makes it."""
     document = {**yaml.safe_load(spec.dump(job)), "metadata": {"name": "a", "namespace": "team", "uid": "12345678-uid"}}
     snapshot = observed_job.take_snapshot(CachedJob(document, [], [], {}, 0.0), 1.0)
     (pod,) = desired.workers(snapshot, [index], 1, ())

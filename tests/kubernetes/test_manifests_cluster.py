@@ -25,7 +25,6 @@ GOLDEN = runpy.run_path(str(ROOT / "tests" / "shared" / "golden" / "render.py"))
 
 
 def kubectl(*words: str, documents: list[dict[str, Any]] | None = None) -> subprocess.CompletedProcess[str]:
-    """Run kubectl, with documents as its input."""
     given = json.dumps({"apiVersion": "v1", "kind": "List", "items": documents}) if documents is not None else None
     return subprocess.run(["kubectl", *words], input=given, capture_output=True, text=True, check=False)
 
@@ -36,7 +35,6 @@ def a_job(name: str, **fields: Any) -> dict[str, Any]:
 
 @pytest.fixture(scope="module", autouse=True)
 def definition() -> None:
-    """The API server knows ElasticJobs."""
     applied = kubectl("apply", "--server-side", "--force-conflicts", "-f", str(ROOT / "deploy" / "crd.yaml"))
     assert applied.returncode == 0, applied.stderr
     kubectl("wait", "--for=condition=established", "crd/elasticjobs.outlast.dev", "--timeout=30s")

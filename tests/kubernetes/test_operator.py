@@ -53,7 +53,6 @@ TRAIN = Key(ELASTIC_JOB, "default", "train")
 
 
 def a_document(kind: kinds.Kind, name: str, version: int, *, uid: str = "", job: str = "train", **more: Any) -> Document:
-    """A document as a watch brings it."""
     meta = {"name": name, "uid": uid or f"uid-{name}", "resourceVersion": str(version), **more.pop("metadata", {})}
     if kind.namespaced:
         meta |= {"namespace": "default"}

@@ -24,7 +24,6 @@ pytestmark = [pytest.mark.cluster, pytest.mark.timeout(600)]
 
 @pytest.fixture(scope="module")
 def undisturbed(namespace: Namespace) -> str:
-    """The weights of two workers that nothing happened to."""
     documents = namespace.run("undisturbed", "indexed-job")
     namespace.ended(kind(documents, "Job"), "Complete")
     return namespace.weights("undisturbed")
@@ -58,7 +57,6 @@ def test_a_pod_is_killed_and_the_weights_are_those_of_the_undisturbed_run(
 
 @pytest.fixture(scope="module")
 def stored(namespace: Namespace) -> Document:
-    """Fields of a job whose output is in an S3 server of the cluster."""
     namespace.apply(a_server(namespace.name))
     namespace.kubectl("wait", "--for=condition=Ready", "pod/s3", "--timeout=120s")
     keys = {"AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}

@@ -321,8 +321,6 @@ def test_a_flavor_that_is_not_there_is_waited_for() -> None:
 
 
 class Quota(RuleBasedStateMachine):
-    """Quota comes and goes, and so do wishes, pods and the operator."""
-
     @initialize(replicas=st.integers(2, 4), quota=st.integers(0, 5), partly=st.booleans())
     def begin(self, replicas: int, quota: int, partly: bool) -> None:
         self.cluster = a_cluster(replicas, quota=quota, high=4, partly=partly, steps=400, restarts={"limit": 1000})

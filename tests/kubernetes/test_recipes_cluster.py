@@ -67,7 +67,6 @@ class Case:
     args: Sequence[str]
     write: Callable[[Path], None]
     lost: int
-    """The worker whose pod is deleted."""
     every: int
     """Steps between checkpoints."""
 
@@ -121,7 +120,6 @@ def server(namespace: Namespace) -> Namespace:
 
 
 def brought(namespace: Namespace, directory: Path, name: str) -> str:
-    """Bring a directory to the S3 server; its URL."""
     made = io.BytesIO()
     with tarfile.open(fileobj=made, mode="w") as archive:
         archive.add(directory, arcname=name)
@@ -134,18 +132,15 @@ def brought(namespace: Namespace, directory: Path, name: str) -> str:
 
 
 def keys(namespace: Namespace) -> dict[str, str]:
-    """What a client of the S3 server needs."""
     url = f"http://s3.{namespace.name}.svc:8080"
     return {"AWS_ENDPOINT_URL": url, "AWS_ACCESS_KEY_ID": "key", "AWS_SECRET_ACCESS_KEY": "secret", "AWS_REGION": "us-east-1"}
 
 
 def stored(namespace: Namespace, path: str) -> Any:
-    """A document in the S3 server."""
     return json.loads(namespace.kubectl("exec", "s3", "--", "cat", f"/buckets/bucket/{path}"))
 
 
 def evaluated(namespace: Namespace, name: str, *options: str) -> Document:
-    """What `outlast evaluate` finds in a pod."""
     with pytest.raises(SystemExit) as ended:
         cli.main(["evaluate", name, "-n", namespace.name, *options])
     assert ended.value.code == 0, namespace.logs(name)

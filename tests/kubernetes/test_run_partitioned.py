@@ -79,7 +79,6 @@ class Hosts(Pods):
                 super().start(index, **where, **more)
 
     def start_again(self) -> None:
-        """What a kubelet does."""
         for index in range(self.size):
             if (code := self.running[index].poll()) is not None:
                 assert code == AWAY, f"worker {index} exited with {code}:\n{self.log(index)}"
@@ -264,7 +263,6 @@ Disturbance = Callable[[], None]
 
 
 def stopped(of: psutil.Process, which: str) -> Disturbance:
-    """Stop processes below the agent `of`, and itself: those whose title has that word."""
 
     def disturb() -> None:
         found = [process for process in (of, *of.children(recursive=True)) if which in " ".join(process.cmdline()[:1])]
@@ -279,7 +277,6 @@ def stopped(of: psutil.Process, which: str) -> Disturbance:
 
 
 def busy() -> None:
-    """Three busy loops on each core."""
     loops = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3 * (os.cpu_count() or 1))]
     time.sleep(BUSY_S)
     for loop in loops:
@@ -288,7 +285,6 @@ def busy() -> None:
 
 
 def disturbances(agent: int) -> dict[str, Disturbance]:
-    """What happens to the worker of an agent. Titles are those of `launch.titles`."""
     process = psutil.Process(agent)
     names = {"agent": "outlast: agent", "warm process": "warm process", "worker": ""}
     return {**{name: stopped(process, title) for name, title in names.items()}, "busy cores": busy}

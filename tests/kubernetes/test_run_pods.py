@@ -109,7 +109,6 @@ EXAMPLES = str(Path(__file__).parents[2] / "examples")
 
 
 def disk(directory: Path, index: int, store_url: str) -> dict[str, str]:
-    """Return the environment of a pod with a disk of its own."""
     output = directory / f"disk-{index}"
     paths = {contract.Env.OUTPUT: str(output), contract.Env.LEDGER: str(output / contract.LEDGER)}
     return {**paths, contract.Env.CODE: EXAMPLES, contract.Env.STORE: store_url}

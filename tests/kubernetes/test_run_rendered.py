@@ -98,7 +98,6 @@ def node(tmp_path: Path) -> Iterator[Node]:
 
 
 def documents(file: str, topology: str, **fields: object) -> list[Document]:
-    """Of an example, with other fields."""
     job = yaml.safe_load((ROOT / "examples" / "kubernetes" / file).read_text())
     kept = {name: value for name, value in job["spec"].items() if name not in ("output", "volumes", "secrets", "env")}
     return manifests.render(spec.parse(yaml.safe_dump({**job, "spec": {**kept, **fields}})), topology)

@@ -42,13 +42,11 @@ class Drill:
         self.workers_save_s = 5.0
         """How long a worker takes from the taint until it has saved and left."""
         self.heard_at = 0.0
-        """When the operator saw the taint."""
         self.left: dict[str, tuple[float, int | None]] = {}
         """When each pod began to leave, and with which grace period."""
         self.make()
 
     def make(self) -> None:
-        """Start the watcher, or start it again."""
         source = Metadata(self.service.address, timeout_s=30)
         self.watcher = Watcher(self.cluster.get(kinds.NODE, "n1"), source, self.cluster, clock=lambda: self.now)
 

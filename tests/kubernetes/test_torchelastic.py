@@ -207,17 +207,14 @@ def test_a_deadline_of_0_which_the_archived_definition_let_in_is_none() -> None:
 
 
 def test_what_cannot_be_honoured_is_said() -> None:
-    job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379", schedulingPolicy={"minAvailable": 2})
-    job["spec"]["replicaSpecs"] |= {"Etcd": {"template": {"spec": {"containers": [{"name": "etcd"}]}}}, "Master": {"replicas": 1}}
+    job = a_job(200, policy="Always", rdzvEndpoint="etcd-service:2379")
+    job["spec"]["replicaSpecs"] |= {"Master": {"replicas": 1}}
     spec = job["spec"]["replicaSpecs"]["Worker"]["template"]["spec"]
     spec["restartPolicy"] = "Never"
     spec["containers"][0]["args"].insert(0, "--rdzv_backend=etcd")
     assert limits(job) == [
         f"rdzvEndpoint etcd-service:2379 is not used: workers meet at {WORKER_0}",
-        "replicaSpecs.Etcd is not used: there are workers only",
-        "replicaSpecs.Master is not used, its template does not run: torchrun has no master, workers meet at worker 0; "
-        "add its replicas to those of replicaSpecs.Worker",
-        "schedulingPolicy.minAvailable (2) is not used: workers start one by one, and training with minReplicas",
+        "replicaSpecs.Master is not used: torchrun has workers only; add its replicas to those of replicaSpecs.Worker",
         "replicas (200) is not within minReplicas and maxReplicas (1 to 128): 128 is used",
         "restartPolicy Never of the template is not used: replicaSpecs.Worker.restartPolicy is Always",
         "restartPolicy Always restarts workers that have succeeded, so the job never ends; write ExitCode or OnFailure",
@@ -283,7 +280,6 @@ class Cluster:
         self.pods: dict[str, Document] = {}
         self.services: set[str] = set()
         self.lost: set[str] = set()
-        """Nodes that do not answer."""
         self.taints: dict[str, Document] = {}
         """Metadata and taint of nodes that are about to be terminated."""
         self.refused = ""
@@ -361,12 +357,10 @@ class Cluster:
         raise AssertionError("this never settles")
 
     def settled(self) -> tuple[str, int, list[int]]:
-        """Settle, and return the state, the restarts and the workers that there are."""
         self.settle()
         return self.status["state"], self.status["restarts"], self.indices
 
     def running_workers(self) -> list[int]:
-        """Return the workers whose pods run."""
         return [index for index in self.indices if self.pods[f"cifar-worker-{index}"]["status"]["phase"] == "Running"]
 
     def end(self, index: int, code: int | None, *, reason: str = "", condition: str = "", began: float | None = None) -> None:
@@ -712,7 +706,6 @@ def test_restarts_by_nodes_count_against_the_budget() -> None:
 
 
 def started_again(cluster: Cluster, index: int, code: int, count: int, *, reason: str = "Error") -> None:
-    """The node of a worker has started its container again, so many times by now."""
     (status,) = cluster.pods[f"cifar-worker-{index}"]["status"]["containerStatuses"]
     status |= {"restartCount": count, "lastState": {"terminated": {"exitCode": code, "reason": reason}}}
 

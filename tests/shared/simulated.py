@@ -68,14 +68,10 @@ class Agent:
     frozen: bool = False
     """True if it no longer responds, because it was stopped or hangs."""
     answered: float = 0.0
-    trained: float = 0.0
-    """Seconds of training in this world."""
     begins: float = 0.0
     beat: float = 0.0
     reported: str = ""
     batch: tuple[int, ...] = ()
-    wanted: Document | None = None
-    """Plan of the operator, if another coordinator decides."""
 
 
 class Cluster:
@@ -452,7 +448,7 @@ class Cluster:
         called_in = world and world["generation"] > agent.generation and agent.index in world["members"]
         if agent.standing == "waiting" and self.now >= agent.begins and called_in:
             agent.standing, agent.generation, agent.since = "training", world["generation"], self.now
-            agent.failed, agent.failure, agent.again, agent.trained = False, None, False, 0.0
+            agent.failed, agent.failure, agent.again = False, None, False
             if not any(
                 a.standing == "training" and a.generation == agent.generation and a is not agent for a in self.agents.values()
             ):

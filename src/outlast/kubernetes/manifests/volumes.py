@@ -157,9 +157,6 @@ def claims(fields: spec.Spec, mode: str) -> dict[str, Document]:
     }
 
 
-# -------------------------------------------------------------------------------------------------------------------- volumes
-
-
 def _standard_volumes(request: Request) -> Iterator[tuple[str, str, Document]]:
     """Yield the mount path, name and source of each volume that every worker has. A worker can write only to volumes, because its
     image is read-only."""
@@ -201,9 +198,6 @@ def user_volumes(fields: spec.Spec) -> Iterator[tuple[str, Document, Document]]:
         if secret.to:
             name = f"secret-{index}"
             yield secret.to, {"name": name, "secret": {"secretName": secret.name}}, {"name": name, "readOnly": True}
-
-
-# ------------------------------------------------------------------------------------------------------- what pods cannot see
 
 
 def _invisible_paths(job: spec.Job) -> Iterator[str]:

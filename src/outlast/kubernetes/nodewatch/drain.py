@@ -35,11 +35,11 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
     """Return the evictions that are due, and the pods to wait for, as `namespace/name`."""
     evictable = [pod for pod in pods if _evictable(pod)]
     remaining_s = math.inf if deadline is None else max(0.0, deadline - END_MARGIN_S - now)
-    workers = [managed_by_operator(pod) or Label.JOB in _labels(pod) for pod in evictable]
+    workers = [_moved_by_operator(pod) or Label.JOB in _labels(pod) for pod in evictable]
     steps, waiting = [], []
     for pod, worker in zip(evictable, workers, strict=True):
         outlast_pod = not worker and _labels(pod).get("app.kubernetes.io/part-of") == "outlast"
-        stays = (managed_by_operator(pod) or (outlast_pod and any(workers))) and remaining_s > WORKER_RESERVE_S - END_MARGIN_S
+        stays = (_moved_by_operator(pod) or (outlast_pod and any(workers))) and remaining_s > WORKER_RESERVE_S - END_MARGIN_S
         grace_s = pod["spec"].get("terminationGracePeriodSeconds", 30)
         if pod_status.terminating(pod) or stays:
             waiting.append(full_name(pod))
@@ -53,8 +53,7 @@ def full_name(pod: Mapping[str, Any]) -> str:
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 
-def managed_by_operator(pod: Mapping[str, Any]) -> bool:
-    """Return whether the operator moves the pod because of the node's taint."""
+def _moved_by_operator(pod: Mapping[str, Any]) -> bool:
     return any(each.get("kind") == "ElasticJob" for each in pod["metadata"].get("ownerReferences") or ())
 
 

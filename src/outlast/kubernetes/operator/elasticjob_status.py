@@ -205,12 +205,10 @@ def read(status: Mapping[str, Any]) -> Status:
         counted=(counted.get("generation", 0), counted.get("attempt") or 0),
         handled_pods=tuple(counted.get("pods") or ()),
         restarted=counted.get("restarted") or {},
-        silent=tuple(each for fields in counted.get("silent") or () if (each := _valid(Silent, fields))),
-        lost=tuple(loss for fields in counted.get("lost") or () if (loss := _valid(Lost, fields))),
-        leaves=tuple(leaving for fields in rendezvous.get("leaving") or () if (leaving := _valid(Leaving, fields))),
-        counted_failures=tuple(
-            failure.counted for fields in status.get("failures") or () if (failure := _valid(_Failure, fields))
-        ),
+        silent=_all_valid(Silent, counted.get("silent")),
+        lost=_all_valid(Lost, counted.get("lost")),
+        leaves=_all_valid(Leaving, rendezvous.get("leaving")),
+        counted_failures=tuple(failure.counted for failure in _all_valid(_Failure, status.get("failures"))),
         restarts=status.get("restarts", 0),
         interruptions=status.get("interruptions", 0),
         uses_etcd=bool(rendezvous.get("wanted")),
@@ -280,6 +278,10 @@ def _valid(type_: type[T], fields: object) -> T | None:
     with contextlib.suppress(ValueError):
         return None if fields is None else decode(type_, fields)
     return None
+
+
+def _all_valid(type_: type[T], items: Sequence[object] | None) -> tuple[T, ...]:
+    return tuple(each for fields in items or () if (each := _valid(type_, fields)) is not None)
 
 
 def write(

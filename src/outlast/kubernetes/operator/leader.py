@@ -6,6 +6,7 @@ at once."""
 from __future__ import annotations
 
 import contextlib
+import logging
 import threading
 import time
 from collections.abc import Callable
@@ -18,6 +19,7 @@ from outlast.job.contract import OPERATOR
 from outlast.kubernetes import api
 from outlast.kubernetes.api.kinds import LEASE
 
+log = logging.getLogger(__name__)
 Document = dict[str, Any]
 
 DURATION_S = 7.0
@@ -83,13 +85,12 @@ class Leadership:
         identity: str,
         namespace: str,
         *,
-        log: Callable[[str], None] = lambda sentence: None,
         clock: Callable[[], float] = boottime,
         interval_s: float = RENEW_S,
         duration_s: float = DURATION_S,
     ) -> None:
         self.cluster, self.identity, self.namespace = cluster, identity, namespace
-        self._log, self._clock = log, clock
+        self._clock = clock
         self._interval_s, self._duration_s = interval_s, duration_s
         self._renewed_at: float | None = None
         self._observation: LeaseObservation | None = None
@@ -174,7 +175,7 @@ class Leadership:
     def _log_once(self, sentence: str) -> None:
         if sentence != self._last_logged:
             self._last_logged = sentence
-            self._log(sentence)
+            log.info(sentence)
 
 
 def _renewed_lease(old: Document | None, identity: str, namespace: str, duration_s: float) -> Document:

@@ -100,7 +100,7 @@ def main(limits: Limits, *, namespace: str | None, workers: int, text: bool, con
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: stop.set())
     operator_namespace = os.environ.get(Env.NAMESPACE) or contract.OPERATOR_NAMESPACE
-    leadership = Leadership(cluster, identity(os.environ), operator_namespace, log=log.info)
+    leadership = Leadership(cluster, identity(os.environ), operator_namespace)
     orphans = functools.partial(reconciler_by_kind.orphans, limits)
     agent_image = functools.cache(functools.partial(own_image, cluster, os.environ))
     operator = Operator(

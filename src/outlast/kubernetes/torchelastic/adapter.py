@@ -127,15 +127,8 @@ def unsupported(job: Document) -> Iterator[str]:
     if (node_kind := torchrun_pod.annotation(job, torchrun_pod.WORKER0)) not in (None, placement.ON_DEMAND):
         yield f"the annotation {torchrun_pod.WORKER0} ({node_kind}) is not used: it must be {placement.ON_DEMAND}"
     for kind in fields["replicaSpecs"]:
-        if kind == "Master":
-            yield (
-                "replicaSpecs.Master is not used, its template does not run: torchrun has no master, workers meet at worker 0; "
-                "add its replicas to those of replicaSpecs.Worker"
-            )
-        elif kind != "Worker":
-            yield f"replicaSpecs.{kind} is not used: there are workers only"
-    if (gang := (fields.get("schedulingPolicy") or {}).get("minAvailable")) is not None:
-        yield f"schedulingPolicy.minAvailable ({gang}) is not used: workers start one by one, and training with minReplicas"
+        if kind != "Worker":
+            yield f"replicaSpecs.{kind} is not used: torchrun has workers only; add its replicas to those of replicaSpecs.Worker"
     requested, (minimum, used, maximum) = torchrun_pod.count(worker, "replicas", 1), sizes(job)
     if requested != used:
         yield f"replicas ({requested}) is not within minReplicas and maxReplicas ({minimum} to {maximum}): {used} is used"
