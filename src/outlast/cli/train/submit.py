@@ -145,7 +145,7 @@ def _change(cluster: Cluster, document: Document) -> str:
 
     old = apply_documents.existing(cluster, document)
     if old is not None and kinds.kind_of(document) is kinds.CLAIM:
-        return configmaps_and_service.existing_claim(document, old)
+        return configmaps_and_service.existing_claim(old)
     done = apply_documents.apply(cluster, document, old=old, dry_run=True)
     verb = "is" if done.what == "unchanged" else "would be"
     difference = _diff(*map(api.without_server_fields, (old, done.new))) if old else ()

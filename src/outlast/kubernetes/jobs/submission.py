@@ -86,7 +86,7 @@ class Submission:
             title = f"{kind} {meta['name']}"
             old = self._existing(document, alive)
             if old is not None and kind is kinds.CLAIM:
-                yield configmaps_and_service.existing_claim(document, old)
+                yield configmaps_and_service.existing_claim(old)
                 continue
             if kind not in dropins.ELASTIC_JOBS:  # includes objects created since `make_room`
                 ownership.check(old, {Label.JOB: job.metadata.name}, instead=_REMEDY)

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import base64
 
-from outlast.base import units
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes.api import kinds
@@ -68,22 +67,10 @@ def claims(request: Request, *, mode: str = "ReadWriteMany") -> list[Document]:
     return [kinds.CLAIM.document(labels.metadata(request, name), spec=claim) for name, claim in claims.items()]
 
 
-def existing_claim(desired: Document, existing: Document) -> str:
+def existing_claim(existing: Document) -> str:
     """Return a sentence about an existing claim, which is used unchanged because it may hold data."""
-    requested, actual = _storage(desired), _storage(existing)
-    differ = [
-        f"its {name} is {actual[name] or 'none'}, not {each}" for name, each in requested.items() if each and each != actual[name]
-    ]
-    return "; ".join([f"PersistentVolumeClaim {existing['metadata']['name']} exists and is used as it is", *differ])
-
-
-def _storage(claim: Document) -> dict[str, str]:
-    size = claim["spec"].get("resources", {}).get("requests", {}).get("storage")
-    return {
-        "size": units.memory_text(units.memory(size)) if size else "",
-        "StorageClass": claim["spec"].get("storageClassName") or "",
-        "access mode": ", ".join(claim["spec"].get("accessModes", ())),
-    }
+    meta, size = existing["metadata"], existing["spec"].get("resources", {}).get("requests", {}).get("storage")
+    return f"PersistentVolumeClaim {meta['name']} exists and is used as it is{f', with {size}' if size else ''}"
 
 
 def min_available(workers: spec.Workers) -> int:

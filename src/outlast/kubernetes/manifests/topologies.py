@@ -206,8 +206,6 @@ def render(
     `volumes.files` lists, keyed by path, and `code` is the archive for a ConfigMap. A `fresh` run ignores checkpoints. Raises
     InvalidJob if the topology cannot render the job, and OutlastError for an unknown topology.
     """
-    if topology == "volcano":
-        raise OutlastError("Jobs of Volcano are no more; --as elasticjob with scheduling.gang: volcano has its gangs and queues")
     if topology not in TOPOLOGIES:
         raise OutlastError(f"there is no topology {topology}; choose one of {', '.join(TOPOLOGIES)}")
     documents = TOPOLOGIES[topology]
