@@ -17,7 +17,6 @@ from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.operator import prometheus
 from outlast.kubernetes.operator.observed_job import Limits
 from outlast.kubernetes.operator.plan import Plan
-from outlast.kubernetes.operator.prometheus import Metrics
 from simulated import BEGAN, EVERY, PROGRESS_S, Cluster, Killed, trains
 
 
@@ -177,52 +176,6 @@ def test_what_makes_no_sense_in_a_status_is_as_if_it_were_not_there(nonsense: di
     cluster.run(60)
     assert trains(2)(cluster)
     again(cluster, by=lambda: cluster.end(pod(cluster, 1), 137))
-
-
-def test_what_prometheus_is_told_is_what_has_happened() -> None:
-    cluster, counted = a_cluster(2, steps=10_000), Metrics()
-    cluster.accounts = True
-
-    def run(seconds: int) -> None:
-        for _ in range(seconds):
-            cluster.pass_()
-            before = cluster.status
-            plan = cluster.look()
-            if plan.status is not None:
-                counted.count_changes(before, plan.status, plan.events, cluster.now)
-                counted.set_job("elasticjobs", "team", "train", plan.status)
-
-    def lost(cause: str) -> float:
-        name = f'outlast_lost_seconds_total{{cause="{cause}",job="train",namespace="team"}}'
-        return next(float(line.split()[1]) for line in counted.text(leads=True).splitlines() if line.startswith(name))
-
-    run(90)
-    assert (lost("error"), lost("oom")) == (0, 0)
-    cluster.fail(1)  # heard, called together and formed anew in one look
-    run(70)
-    assert (lost("error") > 0, lost("oom")) == (True, 0)
-    cluster.end(pod(cluster, 0), 137, reason="OOMKilled")
-    run(70)
-    once = lost("oom")
-    assert once > 0
-    cluster.end(pod(cluster, 0), 137, reason="OOMKilled")
-    run(70)
-    assert lost("oom") > once
-    cluster.end(pod(cluster, 1), 137, disrupted="EvictionByEvictionAPI")
-    run(60)
-    cluster.change(replicas=3)  # a planned change is no recovery
-    run(60)
-    assert cluster.status["state"] == "Running"
-    told = [line for line in counted.text(leads=True).splitlines() if line.startswith("outlast_") and "_bucket" not in line]
-    assert told[:1] == ['outlast_jobs{state="Running"} 1.0']
-    counts = [("restarts_total", "error", 1), ("restarts_total", "oom", 2), ("interruptions_total", "told", 1)]
-    counts += [("recovery_seconds_count", cause, n) for cause, n in (("error", 1), ("oom", 2), ("lost", 1))]
-    lines = [f'outlast_{name}{{cause="{cause}"}} {n}.0' for name, cause, n in counts]
-    assert [each for each in lines if each not in told] == []
-    recovery = sum(float(line.split()[1]) for line in told if line.startswith("outlast_recovery_seconds_sum"))
-    assert 1 + 2 * 2 + 1 <= recovery <= 1 + 2 * 3 + 2, "of the failing process, of two containers, since the loss was seen"
-    goodput = next(float(line.split()[1]) for line in told if line.startswith("outlast_goodput_ratio"))
-    assert goodput == cluster.status["goodput"] > 0.7
 
 
 def floats(value: Any) -> list[float]:
@@ -411,16 +364,6 @@ def test_a_lost_node_is_given_up_after_the_time_that_is_said_and_nobody_is_blame
     assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 1)
 
 
-def test_attempts_use_up_the_budget_as_well() -> None:
-    cluster = training(restarts={"limit": 2})
-    cluster.reached = False
-    for _ in range(4):
-        cluster.repair(1)
-    cluster.reached = True
-    cluster.until(lambda c: c.status["state"] == "Failed")
-    assert "restarts.limit (2 within 1h without a new checkpoint) is used up" in cluster.status["reason"]
-
-
 def test_a_repaired_process_that_knew_of_no_checkpoint_is_judged_by_those_of_the_run() -> None:
     cluster = training(restarts={"limit": 3})
     for _ in range(3):
@@ -604,23 +547,6 @@ def test_what_workers_need_is_made_anew_when_somebody_has_deleted_it(kind: str) 
     (name,) = [name for each, name in cluster.documents if each == kind]
     again(cluster, by=lambda: (cluster.documents.pop((kind, name)), cluster.fail(1)))
     assert (kind, name) in cluster.documents
-
-
-def test_workers_that_cannot_share_the_batch_wait_in_their_pods() -> None:
-    cluster = training(3)
-    cluster.agents[next(iter(cluster.agents))].batch = (1, 0, 8)
-    cluster.fail(0, code=78)
-    cluster.until(lambda c: c.status["world"] == [0, 1])
-    assert cluster.status["reason"].endswith("with 2 of 3: the batch cannot be shared equally among 3 workers")
-    assert (cluster.status.get("restarts", 0), len(cluster.pods)) == (0, 3)
-    again(cluster, 4, by=lambda: cluster.change(replicas=4))
-    assert cluster.status["reason"].endswith("training goes on with all 4")
-    again(cluster, 2, by=lambda: cluster.change(replicas=2))
-    cluster.change(replicas=3)
-    cluster.run(20)
-    assert cluster.status["reason"] == "2 of 3 workers train in generation 4: the batch cannot be shared equally among 3 workers"
-    cluster.fail(0, code=78)
-    cluster.until(lambda c: c.status["state"] == "Failed")
 
 
 def test_a_node_whose_clock_is_ahead_keeps_nobody_waiting() -> None:
@@ -966,14 +892,3 @@ def test_workers_that_the_version_before_had_meet_at_an_etcd_leave_for_others_an
     assert not before & {each["metadata"]["uid"] for each in cluster.pods}
     assert "wanted" not in cluster.status["rendezvous"]
     assert (cluster.status["restarts"], repeated(cluster)) == (0, 0)
-
-
-def test_a_worker_that_stands_still_again_and_again_ends_the_job_by_the_budget() -> None:
-    cluster = training(low=2, restarts={"limit": 2, "window": "1h"})
-    cluster.every = 10_000
-    for _ in range(3):
-        cluster.run(5)
-        cluster.agent_of(0).frozen = True
-        cluster.run(100)
-    assert cluster.status["state"] == "Failed"
-    assert "worker 0 has said nothing for 30 s" in cluster.status["lastFailure"]["reason"]

@@ -90,15 +90,6 @@ def test_a_silent_node_costs_seconds_and_is_an_interruption():
     cluster.until(trains(3), 15)
 
 
-def test_a_process_that_is_gone_is_told_by_its_pod_and_counted_once():
-    cluster = a_job()
-    cluster.end(cluster.documents["Pod", "train-worker-1"], 137)
-    cluster.until(lambda c: world(c)[0] == 2, 5)
-    cluster.until(trains(3), 15)
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (1, 0)
-    assert "lost" not in cluster.status["judged"]
-
-
 @pytest.mark.parametrize(("sides", "stay"), [(({0, 1}, {2, 3}), [0, 1]), (({0, 1}, {2, 3, 4}), [2, 3, 4])])
 def test_one_side_of_a_partition_trains_on_and_only_one(sides: tuple[set[int], set[int]], stay: list[int]):
     cluster = a_job(sum(map(len, sides)))
@@ -119,20 +110,6 @@ def test_one_way_loss_costs_one_worker():
     cluster.run(8)
     assert world(cluster)[1] == [0, 1]
     assert cluster.status["interruptions"] == 1
-
-
-def test_a_worker_whose_connection_comes_and_goes_is_kept_out_for_longer_each_time():
-    cluster = a_job()
-    pauses = []
-    for _ in range(3):
-        cut(cluster, {0, 1}, {2})
-        cluster.until(lambda c: world(c)[1] == [0, 1], 10)
-        began = cluster.now
-        cluster.broken.clear()
-        cluster.until(trains(3), 60)
-        pauses.append(cluster.now - began)
-    assert [round(pause, -1) for pause in pauses] == [10, 20, 40]
-    assert (cluster.status["restarts"], cluster.status["interruptions"]) == (0, 3)
 
 
 def test_reports_from_an_older_world_harm_nobody():

@@ -130,19 +130,6 @@ def test_twelve_pods_that_fail_before_there_is_a_world_are_one_failure_and_count
     assert cluster.status["restarts"] == 3, "in a world its end is its own"
 
 
-def test_a_worker_that_never_comes_back_from_its_failure_ends_the_job_by_the_budget() -> None:
-    cluster = training(3, low=3, restarts={"limit": 3})
-    cluster.every = 10**6
-
-    def fails_at_its_start(c: Cluster) -> bool:
-        if c.agent_of(1) is not None:
-            c.end(c.documents["Pod", "train-worker-1"], 1)
-        return bool(c.status["state"] == "Failed")
-
-    cluster.until(fails_at_its_start, 600)
-    assert "restarts.limit (3 within" in cluster.status["reason"]
-
-
 @pytest.mark.parametrize("step", [-3600, 3600])
 def test_a_clock_that_is_set_while_training_saves_takes_nothing_from_its_time(step: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(simulated, "SAVE_S", 20.0)

@@ -71,7 +71,6 @@ class Agent:
     begins: float = 0.0
     beat: float = 0.0
     reported: str = ""
-    batch: tuple[int, ...] = ()
 
 
 class Cluster:
@@ -543,7 +542,6 @@ class Cluster:
             "generation": agent.generation, "since": agent.since, "address": f"10.0.0.{agent.index}:1",
             "failed": agent.failed, "failure": agent.failure, "attempt": agent.attempt, "past": agent.past,
             "again": agent.again, "held": agent.held if agent.standing in ("waiting", "leaving") else 0,
-            "batch": agent.batch,
         }  # fmt: skip
         watched = self.mesh and agent.standing in ("training", "leaving")
         if self.mesh:
