@@ -129,23 +129,6 @@ def test_a_statefulset_goes_on_with_more_pods_of_more_processes_after_a_change_o
 
 
 @pytest.mark.slow
-def test_workers_of_an_indexed_job_that_meet_at_an_etcd_go_on_whichever_is_lost(node: Node, shared_etcd: etcds.Server) -> None:
-    where = {"backend": "etcd", "endpoint": shared_etcd.endpoint}
-    args = ["--epochs=300", "--batch=96", "--samples=960"]
-    common = {"args": args, "rendezvous": where, "workers": {"replicas": 2}, "checkpoint": {"every": "20 steps"}}
-    common |= {"secrets": [], "env": {}}  # this etcd lets in everybody
-    made = documents("etcd.yaml", "indexed-job", **common)
-    node.start(made)
-    node.says(r"\[EPOCH\] 5/300")
-    for victim, worlds in ((0, 2), (1, 3)):
-        node.lose(victim)
-        node.start(made, victim)
-        node.says(rf"(?s)(\[DDP\].*?){{{worlds}}}\[TRAIN\]", victim)
-    node.says(r"\[DONE\].* 2 ranks agree on weights")
-    assert [node.running[index].wait(60) for index in (0, 1)] == [contract.Exit.DONE] * 2
-
-
-@pytest.mark.slow
 def test_workers_of_a_job_of_torchelastic_that_asks_for_its_etcd_meet_there(tmp_path: Path, shared_etcd: etcds.Server) -> None:
     script = [str(ROOT / "examples" / "train.py"), "--steps=40", "--save-every=40"]
     container = {"name": "elasticjob-worker", "command": ["torchrun"], "args": ["--nproc_per_node=1", *script]}

@@ -472,17 +472,6 @@ def test_workers_that_end_with_0_since_they_were_told_to_leave_are_not_done(ende
     assert cluster.job["status"]["state"] == state
 
 
-def test_while_a_worker_that_ended_with_0_as_it_was_told_to_leave_goes_others_are_made_and_stay() -> None:
-    cluster = running(a_job(3))
-    del cluster.pods["cifar-worker-2"]
-    leaves = cluster.pods["cifar-worker-0"]["metadata"]
-    leaves |= {"deletionTimestamp": text(cluster.now + 30), "deletionGracePeriodSeconds": 30}
-    cluster.end(0, 0)
-    assert [each["metadata"]["name"] for each in cluster.look().creates] == ["cifar-worker-2"]
-    assert cluster.look().deletes == (), "there is something left to train"
-    assert cluster.settled() == ("Running", 0, [0, 1, 2])
-
-
 def test_a_worker_that_has_not_begun_when_others_are_done_is_not_waited_for() -> None:
     cluster = running()
     cluster.scale(4)
@@ -623,16 +612,6 @@ def test_a_worker_is_done_when_its_torchrun_is_whatever_runs_beside_it(other: in
     assert cluster.indices == left, "what runs on when the job is over is ended"
 
 
-def test_a_worker_fails_with_its_torchrun_while_another_container_runs_on() -> None:
-    cluster = running()
-    before = cluster.pods["cifar-worker-0"]["metadata"]["uid"]
-    ends_beside_another(cluster, 0, 137, other=None)
-    deletes = cluster.look().deletes
-    assert [(each.reason, each.grace_s) for each in deletes] == [("it has ended: worker 0 was killed (exit code 137)", None)]
-    assert cluster.settled() == ("Running", 1, [0, 1])
-    assert cluster.pods["cifar-worker-0"]["metadata"]["uid"] != before
-
-
 def test_a_worker_leaves_a_node_that_will_soon_be_gone_and_that_does_not_count() -> None:
     cluster = running()
     by = pod_status.rfc3339(cluster.now + 15)
@@ -756,16 +735,6 @@ def test_scaling_makes_exactly_the_workers_that_are_wanted(unset: tuple[str, ...
     assert [each.name for each in plan.deletes] == ["cifar-worker-1"], "a gap is not filled by it"
 
 
-def test_a_changed_range_of_workers_reaches_all_of_them() -> None:
-    cluster = running()
-    cluster.job["spec"]["maxReplicas"] = 4
-    plan = cluster.look()
-    assert {each.reason for each in plan.deletes} == {"all workers are restarted: there may be 1:4 now, and not 1:128"}
-    assert plan.creates == ()
-    cluster.settle()
-    assert {variables(pod)["PET_NNODES"] for pod in cluster.pods.values()} == {"1:4"}
-
-
 def test_workers_of_the_archived_controller_train_on_until_one_is_to_be_made() -> None:
     cluster = running(a_job(3))
     for pod in cluster.pods.values():
@@ -808,16 +777,6 @@ def test_running_pods_of_the_archived_controller_are_adopted_and_then_nothing_is
     world.running[0][0]._queue_all()
     world.settled(["cifar"])
     assert writes() == before
-
-
-def test_workers_of_the_archived_controller_train_on_when_others_are_done() -> None:
-    cluster = running(a_job(3))
-    for pod in cluster.pods.values():
-        del pod["metadata"]["annotations"][NNODES]
-    cluster.end(0, 0)
-    del cluster.pods["cifar-worker-2"]
-    plan = cluster.look()
-    assert (plan.deletes, plan.creates) == ((), ())
 
 
 def test_a_stored_job_that_is_none_of_ours_says_why_and_its_pods_stay() -> None:
