@@ -298,5 +298,4 @@ def report_account(job: str, worker: int, environ: Mapping[str, str], report: Ma
 
 
 def _connected(namespace: str) -> api.Cluster:
-    """Log in to the cluster. Raises ClusterError."""
     return api.connect(namespace=namespace or None, prefer_pod=True)

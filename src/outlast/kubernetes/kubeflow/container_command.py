@@ -132,6 +132,5 @@ def _with_references(word: str) -> str:
 
 
 def short(words: Sequence[str]) -> str:
-    """Shorten a command for use in a sentence."""
     text = shlex.join(words)
     return text if len(text) <= 60 else f"{text[:59]}…"

@@ -151,7 +151,6 @@ def _patches(spec: Document) -> Iterator[tuple[str, str, Document]]:
 
 
 def pytorch_job(document: Document, draft: Draft) -> None:
-    """Translate a PyTorchJob. Raises InvalidJob."""
     spec = document["spec"]
     specs = spec.get("pytorchReplicaSpecs")
     if not specs:

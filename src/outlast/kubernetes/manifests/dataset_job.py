@@ -22,8 +22,6 @@ _RETRIES = 3
 
 @dataclasses.dataclass(frozen=True)
 class Download:
-    """A dataset and its destination."""
-
     dataset: str
     directory: str
     """The dataset's name as a directory name."""

@@ -55,7 +55,6 @@ def settings(args: Sequence[str]) -> dict[str, str]:
 
 
 def metadata(request: Request, name: str) -> Document:
-    """Return the metadata of one of a job's objects."""
     meta: Document = {"name": name}
     if request.job.metadata.namespace:
         meta["namespace"] = request.job.metadata.namespace

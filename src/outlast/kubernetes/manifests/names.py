@@ -32,8 +32,6 @@ def fit(name: str, max_length: int = MAX_LENGTH) -> str:
 
 @dataclass(frozen=True)
 class Names:
-    """The names of one job's objects."""
-
     job: str
     digest: str = ""
     """Digest of the objects; empty while it is being computed."""

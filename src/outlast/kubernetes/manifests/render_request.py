@@ -18,8 +18,6 @@ OPERATOR_IMAGE = "ghcr.io/outlast/operator:0.1"
 
 @dataclass(frozen=True)
 class Request:
-    """A job to render."""
-
     job: spec.Job
     names: Names
     run: str
@@ -46,7 +44,6 @@ class Request:
         return self.spec.image
 
     def with_spec(self, **fields: Any) -> Request:
-        """Return the request with other values for fields of `spec`."""
         changed = self.spec.model_copy(update=fields)
         return dataclasses.replace(self, job=self.job.model_copy(update={"spec": changed}))
 

@@ -72,7 +72,6 @@ def files(fields: spec.Spec) -> list[str]:
 
 
 def output_is_lost(job: spec.Job) -> bool:
-    """Return whether the output is lost with the pods."""
     return _is_local(job.spec.output) and not _on_volume(job.spec, output(job.spec))
 
 

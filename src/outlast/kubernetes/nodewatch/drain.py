@@ -49,7 +49,6 @@ def plan(pods: Sequence[Mapping[str, Any]], deadline: float | None, now: float) 
 
 
 def full_name(pod: Mapping[str, Any]) -> str:
-    """Return a pod's name as `namespace/name`."""
     return f"{pod['metadata']['namespace']}/{pod['metadata']['name']}"
 
 

@@ -68,7 +68,6 @@ class Watcher:
             self._failures += 1
 
     def _mark(self, notice: Notice | None, now: float, tries: int = 5) -> bool:
-        """Record `notice` on the node, or remove the recorded notice if `notice` is None, and return whether this succeeded."""
         try:
             self.cluster.patch(kinds.NODE, self.name, notices.node_patch(self.cluster.get(kinds.NODE, self.name), notice))
         except Conflict:
@@ -84,7 +83,6 @@ class Watcher:
         return True
 
     def _drain(self, notice: Notice, now: float) -> bool:
-        """Evict the pods that are due, and return whether the node is drained."""
         try:
             pods = self.cluster.list_(kinds.POD, everywhere=True, fields=f"spec.nodeName={self.name}")
         except ClusterError as error:

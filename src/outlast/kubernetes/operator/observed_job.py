@@ -96,12 +96,10 @@ class Pod(Identified):
 
     @property
     def ended(self) -> bool:
-        """True if the worker has ended for good."""
         return pod_status.finished(self.document) or self.lingering
 
     @property
     def end(self) -> pod_status.End | None:
-        """How the worker ended, if it has ended for good."""
         return pod_status.end(self.document) if self.ended else None
 
     @property
@@ -125,7 +123,6 @@ class Pod(Identified):
 
     @property
     def log_tail(self) -> str:
-        """The last lines of a failed pod's log."""
         state = pod_status.container_status(self.document).get("state") or {}
         return str((state.get("terminated") or {}).get("message") or "")
 
@@ -239,7 +236,6 @@ def take_snapshot(
     *,
     plain: PlainJob | None = None,
 ) -> JobSnapshot:
-    """Return a snapshot of an existing job."""
     job, features = cached.job, features or ClusterFeatures()
     assert job is not None, "reconcilers are only called for jobs that exist"
     broken = str(job.get(document_parsing.UNREADABLE) or "")

@@ -25,8 +25,6 @@ class Deletion:
 
 @dataclass(frozen=True)
 class Event:
-    """An Event about the job."""
-
     type: Literal["Normal", "Warning"]
     reason: str
     """In CamelCase, such as `WorkerLost`."""

@@ -77,7 +77,6 @@ class Watches:
         """The process must end when one of these threads ends."""
 
     def start(self) -> None:
-        """Discover the cluster's features and start all threads."""
         self.discover()
         for thread in self.threads:
             thread.start()

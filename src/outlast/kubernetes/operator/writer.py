@@ -91,7 +91,6 @@ class Writer:
         return self._store(kind, self._cluster.create(document))
 
     def apply(self, document: Document) -> Document:
-        """Apply a document with server-side apply."""
         kind = self._check_and_count(kind_of(document), "apply")
         return self._store(kind, self._cluster.apply(document))
 

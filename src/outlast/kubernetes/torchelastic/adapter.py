@@ -37,7 +37,6 @@ _CONTROLLER = re.compile(r"(^|/)torchelastic/(kubernetes|elasticjob-controller)\
 
 
 def definition() -> Document:
-    """Return the CustomResourceDefinition."""
     document: Document = yaml.safe_load(resources.files(__package__).joinpath("definition.yaml").read_text())
     return document
 
@@ -64,7 +63,6 @@ def final_state(job: Document) -> str | None:
 
 
 def scale_patch(replicas: int) -> Document:
-    """Return the merge patch that sets a job's number of workers."""
     return {"replicaSpecs": {"Worker": {"replicas": replicas}}}
 
 
@@ -75,7 +73,6 @@ def is_replaced_controller(deployment: Document) -> bool:
 
 
 def reconcile(limits: Limits, cached: CachedJob, now: float, _: ClusterFeatures) -> Plan:
-    """Return the plan for one job."""
     assert cached.job is not None, "reconcilers are only called for jobs that exist"
     job, translated = cached.job, None
     if document_parsing.UNREADABLE not in job:

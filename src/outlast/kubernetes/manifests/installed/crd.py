@@ -21,7 +21,6 @@ Schema = dict[str, Any]
 
 
 def definition() -> Document:
-    """Return the CustomResourceDefinition."""
     document: Document = yaml.safe_load(resources.files(__package__).joinpath("crd.yaml").read_text())
     schema: Schema = document["spec"]["versions"][0]["schema"]["openAPIV3Schema"]
     model_schema = spec.schema()

@@ -96,12 +96,10 @@ def workload_name(job: str, uid: str, number: int) -> str:
 
 
 def flavors(workload: Mapping[str, Any]) -> set[str]:
-    """Return the ResourceFlavors that were assigned to an admitted Workload."""
     return {flavor for each in _assigned(workload) for flavor in (each.get("flavors") or {}).values()}
 
 
 def admitted_count(workload: Mapping[str, Any]) -> int:
-    """Return the number of pods for which a Workload was admitted."""
     requested = workload["spec"]["podSets"][0].get("count", 1)
     return int(next((each["count"] for each in _assigned(workload) if each.get("count") is not None), requested))
 
