@@ -8,7 +8,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -20,6 +19,7 @@ import etcds
 import kubelets
 import ports
 import processes
+import waits
 from outlast.job import contract, spec
 from outlast.job.contract import Env, Pod
 from outlast.kubernetes import manifests
@@ -66,16 +66,13 @@ class Node:
 
     def says(self, pattern: str, *indices: int, timeout_s: float = 120) -> None:
         """Wait until each of these pods has said so, or with none given one of them."""
-        deadline = time.monotonic() + timeout_s
 
         def said() -> bool:
             found = [re.search(pattern, self.log(index)) for index in indices or self.running]
             return all(found) if indices else any(found)
 
-        while not said():
-            whole = "\n".join(f"{index}:\n{self.log(index)}" for index in self.running)
-            assert time.monotonic() < deadline, f"{pattern} is not said within {timeout_s:.0f} s:\n{whole}"
-            time.sleep(0.1)
+        logs = lambda: "\n".join(f"{index}:\n{self.log(index)}" for index in self.running)  # noqa: E731
+        waits.until(said, timeout_s, lambda: f"{pattern} is not said within {timeout_s:.0f} s:\n{logs()}", pause_s=0.1)
 
     def delete(self, *indices: int) -> list[int]:
         """As `kubectl delete pods`: all at once, with time to save; their exit codes."""

@@ -15,6 +15,7 @@ import pytest
 
 import machines
 import ports
+import waits
 from outlast.job import contract
 from outlast.job.workerfiles import progress_file
 from outlast.storage import runs
@@ -69,11 +70,8 @@ class Pods:
         return (self.directory / f"pod-{index}.log").read_text()
 
     def wait(self, until: Callable[[], object], what: str, timeout_s: float = 180) -> None:
-        deadline = time.monotonic() + timeout_s
-        while not until():
-            if time.monotonic() > deadline:
-                pytest.fail(f"{what} not within {timeout_s} s\n" + "\n".join(f"{i}: {self.log(i)}" for i in self.running))
-            time.sleep(0.02)
+        logs = lambda: "\n".join(f"{i}: {self.log(i)}" for i in self.running)  # noqa: E731
+        waits.until(until, timeout_s, lambda: f"{what} not within {timeout_s} s\n{logs()}", pause_s=0.02)
 
     def step(self, index: int = 0) -> int:
         record = progress_file.read(self.directory / f"state-{index}", 0)

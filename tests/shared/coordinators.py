@@ -1,4 +1,11 @@
-"""Coordinators of the run `run`, one for each transport, for tests of members: they receive reports and say what tests tell."""
+"""Coordinators of the run `run`, one for each transport, for tests of members: they receive reports and say what tests tell.
+
+outage             what a member says when the way to its coordinator is cut, and when it is mended
+tell(...)          publish these; what is left out stays as it was
+garble()           publish what makes no sense, in the place of all that was told
+another_run()      coordinate another run of the same name
+cut(), mend()      be out of reach, and within reach again
+"""
 
 from __future__ import annotations
 
@@ -9,7 +16,7 @@ import secrets
 import socket
 import threading
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import apiserver
 import ports
@@ -36,33 +43,6 @@ def newer(content: Any) -> Any:
     """Return a message as a newer version sends it."""
     fields = [("since", str, "0.9")]
     return dataclasses.make_dataclass("Newer", fields, bases=(type(content),), frozen=True)(**vars(content))
-
-
-class Coordinator(Protocol):
-    """What a test of all transports uses."""
-
-    outage: tuple[str, str]
-    """What a member says when the way to its coordinator is cut, and when it is mended."""
-
-    def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:
-        """A process of a member."""
-
-    def report(self, id: int) -> Report | None:
-        """The newest report of a member that is there."""
-
-    def tell(self, *, world: World | None = None, called: Called | None = None, closed: Closed | None = None) -> None:
-        """Publish these; what is left out stays as it was."""
-
-    def garble(self) -> None:
-        """Publish what makes no sense, in the place of all that was told."""
-
-    def another_run(self) -> None:
-        """Coordinate another run of the same name."""
-
-    def cut(self) -> None:
-        """Be out of reach until `mend`."""
-
-    def mend(self) -> None: ...
 
 
 class Sockets:
@@ -246,3 +226,6 @@ class Operator:
     def said(self, id: int = 0) -> Document:
         lease = self.lease(id)
         return dict(json.loads(lease["metadata"]["annotations"][contract.Annotation.REPORT])) if lease else {}
+
+
+Coordinator = Sockets | Etcd | Operator

@@ -21,6 +21,7 @@ import pytest
 import apiserver
 import machines
 import processes
+import waits
 from outlast.job import contract
 from outlast.job.contract import Annotation, Env, Label, Pod
 from outlast.kubernetes.api import kinds
@@ -207,12 +208,12 @@ class Operated:
         return dict(json.loads((self.directory / "out/train/final.json").read_text()))
 
     def until(self, condition: Callable[[], object], what: str) -> None:
-        pause, waited = threading.Event(), 0.0
-        while not condition():
+
+        def why() -> str:
             logs = "\n".join(f"{log.name}:\n{log.read_text()[-3000:]}" for log in sorted(self.directory.glob("*.log")))
-            assert waited < WITHIN_S, f"{what} not within {WITHIN_S:g} s: {self.status}\n{logs}"
-            pause.wait(0.05)
-            waited += 0.05
+            return f"{what} not within {WITHIN_S:g} s: {self.status}\n{logs}"
+
+        waits.until(condition, WITHIN_S, why, pause_s=0.05)
 
     def trains(self, workers: int, *, beyond: int) -> None:
         """Wait until so many train together, as the operator knows, and a step is done that is greater."""
