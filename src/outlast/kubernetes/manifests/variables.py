@@ -29,7 +29,7 @@ def has_peers(request: Request, rendezvous: str) -> bool:
 def container_env(request: Request, *, index: Source, rendezvous: str, stay: bool) -> list[Document]:
     """Return the container's `env`. References to variables with known values are replaced here. Other references are escaped, so
     that Kubernetes leaves them to the agent."""
-    standard = {**_contract(request, index=index, rendezvous=rendezvous, stay=stay), **_process(request)}
+    standard = _standard(request, index=index, rendezvous=rendezvous, stay=stay)
     defined = {name: source for name, source in standard.items() if isinstance(source, str)}
     own = {name: escaped(value) for name, value in substitution.values(request.spec.env, defined).items()}
     return [
@@ -43,7 +43,7 @@ def escaped(value: str) -> str:
     return value.replace("$", "$$") if "$(" in value or "$$" in value else value
 
 
-def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
+def _standard(request: Request, *, index: Source, rendezvous: str, stay: bool) -> dict[str, Source]:
     fields, name = request.spec, request.job.metadata.name
     output = volumes.output(fields, name)
     store = volumes.store_url(request.job)
@@ -74,12 +74,7 @@ def _contract(request: Request, *, index: Source, rendezvous: str, stay: bool) -
         **({Env.MEMBER: field_source("metadata.uid")} if request.job_file_in_annotation else {}),
         **({Env.STAY: "1"} if stay else {}),
         **({Env.FRESH: "1"} if request.fresh else {}),
-    }
-
-
-def _process(request: Request) -> dict[str, Source]:
-    """Return variables that programs expect, or that make results the same on every machine."""
-    return {
+        # What programs expect, or what makes results the same on every machine
         "HOME": Pod.HOME,
         "USER": "outlast",
         "OMP_NUM_THREADS": str(resources.share(request.job).threads),

@@ -18,6 +18,7 @@ from typing import Any
 from outlast.kubernetes.api import pod_status
 from outlast.kubernetes.api.kinds import Kind, kind_of
 from outlast.kubernetes.api.owner_references import Identified, owned_by
+from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.scheduling import kueue
 from outlast.kubernetes.manifests.scheduling.kueue import Priority
 from outlast.kubernetes.operator.plan import Deletion
@@ -269,8 +270,8 @@ class Queue:
 
     def _free_name(self, pods: Sequence[Mapping[str, Any]]) -> str:
         meta, taken = self.job["metadata"], {workload.name for workload in self.slices} | {_workload_name(pod) for pod in pods}
-        names = (kueue.workload_name(meta["name"], meta["uid"], number) for number in range(len(taken) + 1))
-        return next(name for name in names if name not in taken)
+        possible = (names.fit(f"{meta['name']}-{meta['uid'][:8]}-{number}") for number in range(len(taken) + 1))
+        return next(name for name in possible if name not in taken)
 
     def _release_surplus(self, desired: int, pods: Sequence[Mapping[str, Any]], now: float) -> Changes:
         """Give back surplus quota that no pod uses, starting with the newest Workload."""

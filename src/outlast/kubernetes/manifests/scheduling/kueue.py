@@ -12,7 +12,6 @@ from typing import Any
 
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.api.kinds import Kind
-from outlast.kubernetes.manifests import names
 from outlast.kubernetes.manifests.render_request import Document
 
 GROUP = kinds.WORKLOAD.group
@@ -88,11 +87,6 @@ def workload(
         class_fields = {"priorityClassName": priority.name, "priorityClassSource": f"{priority.group}/{source}"}
     fields = {"queueName": queue, "podSets": [pods], "priority": priority.value, **class_fields}
     return kind.document(dict(meta), spec=fields)
-
-
-def workload_name(job: str, uid: str, number: int) -> str:
-    """Return the name of a job's Workload. It contains the beginning of the job's UID, so that it is unique."""
-    return names.fit(f"{job}-{uid[:8]}-{number}")
 
 
 def flavors(workload: Mapping[str, Any]) -> set[str]:
