@@ -18,7 +18,7 @@ import pytest
 
 import worlds
 from etcds import own_etcd, shared_etcd  # noqa: F401 (fixtures)
-from faults import aws_proxy, moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
+from faults import moto_proxy, rclone_proxy  # noqa: F401 (fixtures)
 from machines import Machine
 from namespaces import Namespace, made
 from operated import undisturbed_pods  # noqa: F401 (fixture)

@@ -20,7 +20,6 @@ from outlast.kubernetes.jobs import backend, logs
 from outlast.kubernetes.torchelastic import torchrun_pod
 
 Document = dict[str, Any]
-JOB = "elasticjobs.elastic.pytorch.org"
 
 
 class Team:

@@ -27,7 +27,6 @@ from urllib.parse import unquote, urlsplit
 
 import pytest
 
-import servers
 from servers import Place
 
 
@@ -326,15 +325,6 @@ def before(place: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
 @pytest.fixture
 def moto_proxy(moto: Place, monkeypatch: pytest.MonkeyPatch) -> Iterator[Proxy]:
     yield from before(moto, monkeypatch)
-
-
-@pytest.fixture(scope="session")
-def aws_proxy(moto_server: servers.Server) -> Iterator[Proxy]:
-    """Proxy of moto, shared by all tests because AWS clients take long to create. The test sets `fault`."""
-    proxy = Proxy(moto_server.endpoint)
-    proxy.up()
-    yield proxy
-    proxy.down()
 
 
 @pytest.fixture
