@@ -890,21 +890,6 @@ def test_a_pod_that_is_not_of_the_job_is_named_in_its_status_and_not_counted(wor
     world.settled(["a"])
 
 
-def test_what_has_happened_is_counted_although_a_pod_is_refused(world: World) -> None:
-    def restarted(looked: CachedJob, *_: Any) -> Plan:
-        assert looked.job is not None
-        status = {"restarts": 1}
-        plan = pods_of(looked, count=1)
-        return Plan(status=status if looked.job.get("status") != status else None, creates=plan.creates)
-
-    world.api.prescribe("^POST .*/pods", QUOTA)
-    world.apply("a")
-    operator = world.start(reconcilers={ELASTIC_JOB: restarted})
-    world.settled(["a"], 1)
-    text = operator.metrics.text(leads=True)
-    assert ("outlast_operator_errors_total 1.0\n" in text, 'outlast_restarts_total{cause="error"} 1.0\n' in text) == (True, True)
-
-
 def test_a_job_whose_pod_is_refused_is_looked_at_when_it_is_due(world: World) -> None:
     times: list[float] = []
 

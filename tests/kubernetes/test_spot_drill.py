@@ -4,7 +4,6 @@ clock."""
 from __future__ import annotations
 
 import contextlib
-import json
 import logging
 import os
 import re
@@ -174,17 +173,6 @@ def test_a_recommendation_that_is_withdrawn_is_taken_back(drill: Drill) -> None:
     drill.until(T0 + 40)
     assert drill.node["spec"] == before["spec"]
     assert drill.node["metadata"]["annotations"] == before["metadata"]["annotations"]
-
-
-def test_maintenance_that_has_begun_gives_each_pod_its_own_grace(drill: Drill) -> None:
-    drill.api.put(a_pod("long", grace=630))
-    event = {"NotBefore": "31 Dec 2025 00:00:00 GMT", "Code": "system-maintenance", "State": "active", "Description": "d"}
-    drill.service.documents[imds.SCHEDULED] = json.dumps([event])
-    drill.until(T0 + 30)
-    assert drill.node["spec"]["taints"][0]["value"] == "maintenance"
-    assert Annotation.LEAVING_AT not in drill.node["metadata"]["annotations"]
-    assert drill.left["long"][1] == 630
-    assert pods(drill) == ["kube-proxy"]
 
 
 def test_a_watcher_that_starts_in_maintenance_evicts_nobody_before_it_knows_how_long_that_lasts(drill: Drill) -> None:
