@@ -316,6 +316,10 @@ def test_another_topology_is_refused_with_those_that_there_are() -> None:
     [
         ("team", "a b", 'team ("a b") cannot be a label; at most 63 letters, digits, -, _ and . are allowed'),
         ("outlast.dev/job", "x", "outlast.dev/job is set by Outlast itself; remove it"),
+        *(
+            (name, "mine", f"{name} is reserved by Kubernetes, which writes it on pods itself; choose another name")
+            for name in ("job-name", "controller-uid", "batch.kubernetes.io/job-name", "statefulset.kubernetes.io/pod-name")
+        ),
     ],
 )
 def test_a_users_label_that_cannot_be_one_is_refused(name: str, value: str, sentence: str) -> None:

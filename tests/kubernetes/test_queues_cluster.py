@@ -132,3 +132,14 @@ def test_a_job_that_has_ended_holds_no_quota(namespace: Namespace) -> None:
     seen(namespace, lambda: state(namespace, name) == "Failed")
     seen(namespace, lambda: conditions(workloads(namespace, name)[0]).get("Finished") == "True")
     namespace.kubectl("delete", ELASTIC, name)
+
+
+def test_a_job_that_somebody_else_manages_is_left_alone(namespace: Namespace) -> None:
+    namespace.run("remote", "elasticjob", scheduling={"queue": "q"}, managedBy="kueue.x-k8s.io/multikueue")
+    namespace.run("local", "elasticjob", scheduling={"queue": "q"})
+    seen(namespace, lambda: state(namespace, "local") == "Queued")
+    assert (status(namespace, "remote"), workloads(namespace, "remote"), namespace.pods("remote")) == ({}, [], [])
+    change = '[{"op": "remove", "path": "/spec/managedBy"}]'
+    changed = namespace.kubectl("patch", ELASTIC, "remote", "--type=json", "-p", change, fails=True)
+    assert changed == "", "who manages a job cannot change"
+    namespace.kubectl("delete", ELASTIC, "remote", "local")

@@ -78,6 +78,7 @@ def seen(namespace: Namespace, pod: str, what: str) -> None:
 
 
 def replaced(namespace: Namespace, pod: str) -> None:
+    """Delete a pod at once, and wait for the next of its name."""
     uid = namespace.kubectl("get", "pod", pod, "-o", "jsonpath={.metadata.uid}")
     namespace.kubectl("delete", "pod", pod, "--grace-period=0", "--force")
 
@@ -108,3 +109,18 @@ def test_workers_are_replaced_scaled_and_end(namespace: Namespace) -> None:
         lambda: not namespace.kubectl("get", "pods,services", "-l", "job-name=old", "-o", "name"),
         lambda: namespace.kubectl("get", "pods,services"),
     )
+
+
+@pytest.mark.parametrize(
+    ("change", "sentence"),
+    [
+        (lambda spec: spec.update(minReplicas=4), "minReplicas"),
+        (lambda spec: spec["replicaSpecs"]["Worker"].update(replicas=-1), "replicas"),
+        (lambda spec: spec["replicaSpecs"].clear(), "Worker"),
+    ],
+)
+def test_what_makes_no_sense_is_refused(change: Callable[[Document], object], sentence: str, namespace: Namespace) -> None:
+    job = a_job("refused", "pass")
+    change(job["spec"])
+    with pytest.raises(AssertionError, match=sentence):
+        namespace.kubectl("create", "-f", "-", given=job)

@@ -18,6 +18,11 @@ _VALUE = re.compile(r"([A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?)?")
 _NAME = re.compile(r"([a-z0-9]([-a-z0-9.]*[a-z0-9])?/)?[A-Za-z0-9]([-A-Za-z0-9_.]{0,61}[A-Za-z0-9])?")
 _OPTION = re.compile(r"--?([A-Za-z][A-Za-z0-9_-]*)=(.+)")
 
+_RESERVED = ("job-name", "controller-uid", "controller-revision-hash", "pod-template-hash")
+_RESERVED_GROUPS = ("batch.kubernetes.io", "apps.kubernetes.io", "statefulset.kubernetes.io")
+"""Prefixes of labels that Kubernetes' controllers set. The API server rejects a Job that sets them to other values.
+https://kubernetes.io/docs/reference/labels-annotations-taints/"""
+
 _SECRET = re.compile(r"token|key|secret|passw|credential", re.IGNORECASE)
 """Matches names of arguments that may be secrets, which must not become labels."""
 
@@ -89,6 +94,11 @@ def _user_labels(job: spec.Job) -> dict[str, str]:
         f"metadata.labels.{name} is set by Outlast itself; remove it"
         for name in job.metadata.labels
         if name.partition("/")[0].endswith(("app.kubernetes.io", contract.GROUP)) and "/" in name
+    ]
+    problems += [
+        f"metadata.labels.{name} is reserved by Kubernetes, which writes it on pods itself; choose another name"
+        for name in job.metadata.labels
+        if name in _RESERVED or name.partition("/")[0] in _RESERVED_GROUPS
     ]
     if problems:
         raise invalid_job(job, *problems)
