@@ -4,10 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import signal
-import subprocess
-import sys
-import time
 import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
@@ -370,24 +366,6 @@ def test_cifar_stays_bytes_until_it_is_normalised(tmp_path: Path) -> None:
     assert (moved.dtype, moved.shape) == (torch.uint8, (64, 3, 32, 32))
     place = pixels.pack(tmp_path)
     assert torch.equal(pixels.packed(place, "val")[7].x, torch.from_numpy(x[7]).permute(1, 2, 0))
-
-
-@pytest.mark.slow
-def test_a_process_that_is_killed_while_it_packs_is_followed_by_one_that_goes_on(tmp_path: Path) -> None:
-    source = a_folder(tmp_path / "pictures", train=200, val=100)
-    undisturbed = pixels.pack(source, tmp_path / "undisturbed", size=SIZE)
-    program = f"from outlast.recipes import pixels; pixels.pack({str(source)!r}, {str(tmp_path / 'killed')!r}, size={SIZE})"
-    first = tmp_path / "killed" / ".prepare" / "shard-000000.json"
-    with subprocess.Popen([sys.executable, "-c", program]) as process:
-        while not first.exists():
-            assert process.poll() is None
-            time.sleep(0.001)
-        process.send_signal(signal.SIGKILL)
-    written = first.stat().st_mtime_ns
-    assert not (tmp_path / "killed" / "manifest.json").exists()
-    killed = pixels.pack(source, tmp_path / "killed", size=SIZE)
-    assert written, "the first shard was there"
-    assert pixels.packed(killed).fingerprint == pixels.packed(undisturbed).fingerprint
 
 
 def test_machines_that_packed_different_images_do_not_train_together(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import os
 import socket
 import sys
@@ -19,7 +18,7 @@ from outlast import cli
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data.prepare import spark, work_units
 from outlast.data.prepare.source_files import BadSource
-from sparks import CASES, Unit, do, of_pyspark, prepare, results, times
+from sparks import CASES, Unit, of_pyspark, prepare, results, times
 from texts import digests
 from waits import until
 
@@ -234,27 +233,6 @@ def test_a_unit_may_be_done_by_two_at_once(case: str, tmp_path: Path) -> None:
     assert prepared(case, tmp_path, Twice(), "twice") == local
 
 
-def test_files_that_nobody_renamed_are_removed_and_no_others(tmp_path: Path) -> None:
-    local = prepared("images", tmp_path, None, "local")
-    private = tmp_path / "to" / "images" / work_units.PRIVATE
-    private.mkdir(parents=True)
-    left = [private.parent / ".train-00001.safetensors.0123abcd.partial", private / ".shard-000001.json.0123abcd.partial"]
-    for path in left:
-        path.write_text("half of it")
-    assert prepared("images", tmp_path, None, "to") == local
-
-
-def test_who_was_left_behind_by_another_run_adds_nothing(tmp_path: Path) -> None:
-    task = work_units.Task(functools.partial(do, into=tmp_path), "stage", tmp_path, "its plan")
-    (tmp_path / "plan").write_text("another plan")
-    with pytest.raises(OutlastError, match="another `outlast data prepare` has begun to write to"):
-        task(Unit(0))
-    assert times(tmp_path, 0) == 0
-    (tmp_path / "plan").write_text("its plan")
-    task(Unit(1))
-    assert task.note(Unit(1))
-
-
 class Recorded:
     """An engine that is stopped before the first unit of a stage, and knows what it would have done."""
 
@@ -270,46 +248,21 @@ class Recorded:
         raise Stopped("stopped")
 
 
-class Outlived:
-    """An engine that does all units, after which those of an earlier run end that had begun before."""
-
-    def __init__(self, left: Recorded, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.left, self.monkeypatch = left, monkeypatch
-        self.ended = 0
-
-    def done(
-        self, task: work_units.Task[Any], units: Sequence[Any], check: Callable[[], None], finished: Callable[[int], None]
-    ) -> Mapping[int, work_units.Note]:
-        notes = work_units.Processes(1).done(task, units, check, finished)
-        for unit in self.left.units if task.stage == self.left.stage else ():
-            really, begun = work_units.Task.check, []
-
-            def later(self: work_units.Task[Any], really: Any = really, begun: list[int] = begun) -> None:
-                begun.append(0) if not begun else really(self)
-
-            with self.monkeypatch.context() as patch:
-                patch.setattr(work_units.Task, "check", later)
-                patch.setattr(work_units.Task, "note", lambda self, unit: None)
-                with pytest.raises(OutlastError, match="another `outlast data prepare` has begun to write to"):
-                    self.left.task(unit)
-            self.ended += 1
-        return notes
-
-
 @pytest.mark.parametrize(
     ("case", "stage", "others"), [("images", "shard", {"shard_size": 500}), ("characters", "encode", {"tokenizer": "char"})]
 )
 def test_units_of_another_run_that_end_late_replace_nothing(
-    case: str, stage: str, others: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    case: str, stage: str, others: dict[str, Any], tmp_path: Path
 ) -> None:
     local = prepared(case, tmp_path, None, "local")
     left = Recorded(stage)
     other = prepare("images" if case == "images" else "text", val=0.5, **others)
     with pytest.raises(Stopped):
         other(work_units.Request(tmp_path / "source" / case, tmp_path / "to" / case, unit=700, engine=left))
-    late = Outlived(left, monkeypatch)
-    assert prepared(case, tmp_path, late, "to") == local
-    assert late.ended > 3
+    assert prepared(case, tmp_path, None, "to") == local
+    with pytest.raises((FileNotFoundError, OutlastError)):
+        left.task(left.units[0])
+    assert digests(tmp_path / "to" / case) == local
 
 
 @pytest.mark.parametrize(("case", "kind"), [("characters", "text"), ("images", "images"), ("video", "video")])

@@ -98,7 +98,7 @@ def test_an_executor_and_the_driver_are_killed_and_the_bytes_are_those_of_this_m
 
     def shards() -> dict[str, int]:
         """The finished shards and when each was written."""
-        return {path.name: path.stat().st_mtime_ns for path in (disk / "out").glob("*.safetensors")}
+        return {path.name: path.stat().st_mtime_ns for path in (disk / "out").rglob("*.safetensors")}
 
     def log() -> str:
         return namespace.kubectl("logs", "prepare-driver", fails=True)

@@ -48,13 +48,13 @@ class Run:
 
     def notes(self) -> dict[str, tuple[int, int]]:
         """Inode and time of each note that there is."""
-        return {path.stem: identity(path) for path in (self.to / work_units.PRIVATE).glob("[a-z]*-*.json")}
+        return {path.stem: identity(path) for path in self.to.glob(f"{work_units.PRIVATE}/*/*-*.json")}
 
     def shards(self) -> dict[str, tuple[int, int]]:
         """Inode and time of each shard of a unit that is done."""
-        notes = [json.loads((self.to / work_units.PRIVATE / f"{name}.json").read_text()) for name in self.notes()]
-        parts = [note[part] for note in notes for part in ("train", "val") if part in note]
-        return {part["file"]: identity(self.to / part["file"]) for part in parts if (self.to / part["file"]).exists()}
+        notes = [json.loads(path.read_text()) for path in self.to.glob(f"{work_units.PRIVATE}/*/shard-*.json")]
+        names = [note[part]["file"] for note in notes for part in ("train", "val") if note.get(part)]
+        return {path.name: identity(path) for name in names for path in self.to.glob(f"{work_units.PRIVATE}/*/{name}")}
 
     def in_the_middle(self, process: subprocess.Popen[str], stage: str) -> psutil.Process:
         """The process that does the unit which does not end, after some others of that stage are done."""
@@ -192,7 +192,7 @@ def test_as_the_program_of_spark_submit_it_makes_the_same_bytes(tmp_path: Path, 
 def test_ctrl_c_ends_it_soon(tmp_path: Path) -> None:
     command = Command(tmp_path)
     process = command.start("--master", "local[1]")
-    while not list(tmp_path.glob("to/.prepare/shard-*.json")):
+    while not list(tmp_path.glob("to/.prepare/*/shard-*.json")):
         assert process.poll() is None
         time.sleep(0.001)
     everybody = below(process)

@@ -19,7 +19,7 @@ import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, BinaryIO, Protocol
 
@@ -452,9 +452,8 @@ def ragged(rows: Sequence[NDArray[Any]], dtype: str) -> tuple[NDArray[Any], NDAr
     return np.concatenate([np.empty(0, dtype), *rows]).astype(dtype), offsets
 
 
-def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable[[], None] = lambda: None) -> Shard:
-    """Write columns as a safetensors file. Equal columns give identical files. Calls `check` before the file is renamed to
-    `path`."""
+def write_columns(path: Path, table: Mapping[str, NDArray[Any]]) -> Shard:
+    """Write columns as a safetensors file. Equal columns give identical files."""
     names = {np.dtype(kind): name for name, kind in _DTYPES.items()}
     ordered = sorted(table.items(), key=lambda item: (-item[1].dtype.itemsize, item[0]))  # keeps each column aligned
     about, end = {}, 0
@@ -466,7 +465,6 @@ def write_columns(path: Path, table: Mapping[str, NDArray[Any]], check: Callable
     digest, size = hashlib.sha256(), 0
     temporary = files.beside(path)
     with temporary.open("wb") as file:
-        check()
         head: list[bytes | memoryview[int]] = [len(header).to_bytes(8, "little"), header]
         for piece in itertools.chain(head, (_bytes(column) for _, column in ordered)):
             size += file.write(piece)

@@ -51,7 +51,7 @@ def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) 
     """Write a shard and return its note. A shard without samples is not written, and its note is empty."""
     if not shard_format.samples(columns):
         return {}
-    return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns, work_units.check_attempt))
+    return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns))
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:

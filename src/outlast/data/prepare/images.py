@@ -92,7 +92,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
             shape = shape_of(root, items, settings)
             cost = math.prod(shape) if shape else 0
             sizes = {part: [(cost or item.size, item.size) for item in some] for part, some in items.items()}
-            do = functools.partial(_write, root=root, to=request.to, settings=settings, shape=shape)
+            do = functools.partial(_write, root=root, to=place.private, settings=settings, shape=shape)
             notes = place.results("shard", do, column_shards.batches(items, sizes, settings.shard_size))
         source |= {"classes": list(names), "damaged": sum(note["damaged"] for note in notes)}
         if names_of_damaged := [name for note in notes for name in note.get("names", ())]:
@@ -272,7 +272,7 @@ def _write_cifar(place: work_units.Place, directory: Path, settings: Settings) -
         column_shards.Batch(number, part, shard, (file,), (directory / file).stat().st_size)
         for number, (part, shard, file) in enumerate(made)
     ]
-    do = functools.partial(_write_batch, directory=directory, to=place.request.to, settings=settings)
+    do = functools.partial(_write_batch, directory=directory, to=place.private, settings=settings)
     return cifar.test(directory).names, place.results("shard", do, batches)
 
 

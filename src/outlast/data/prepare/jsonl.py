@@ -94,7 +94,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
     with work_units.opened(work_units.fitting(request, 4 * settings.shard_size), about, sources) as place:
         units = source_files.units(documents, settings.shard_size)
         coder, size = _coder(place, settings, reader, units)
-        notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=request.to), units)
+        notes = place.results("shard", functools.partial(_write, reader=reader, coder=coder, to=place.private), units)
         source |= {key: sum(note[key] for note in notes) for key in ("damaged", "cut")}
         if source["damaged"]:
             source["left_out"] = [each for note in notes for each in note["left_out"]][:NAMED]
@@ -107,7 +107,7 @@ def _coder(place: work_units.Place, settings: Settings, reader: text.Reader, uni
     if (given := Path(settings.tokenizer)).is_dir():
         digest = chat.digest(given)
         return Coder(given.resolve(), digest, None, settings.max_length), len(chat.load(given.resolve(), digest))
-    path = place.request.to / shard_format.TOKENIZER
+    path = place.private / shard_format.TOKENIZER
     if not path.exists():
         sample = units[:: -(-sum(unit.bytes for unit in units) // text.SAMPLE) or 1]
         text.make_tokenizer(place, path, settings.of_text, functools.partial(_train, reader=reader, units=sample))

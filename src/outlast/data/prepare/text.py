@@ -78,7 +78,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
     reader = Reader(source_files.root(request.source), settings.field, settings.val, settings.skip_damaged)
     with work_units.opened(work_units.fitting(request, 20 * request.unit), about, sources) as place:
         units, characters = _documents(place, reader, settings, sources)
-        path = request.to / shard_format.TOKENIZER
+        path = place.private / shard_format.TOKENIZER
         if not path.exists() and settings.tokenizer == "char":
             tokenizer.save(path, tokenizer.of_characters(characters or ()))
         elif not path.exists():
@@ -91,7 +91,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
         end = b"" if separator is None else np.array(separator, np.dtype(shard_format.dtype(size)).newbyteorder("<")).tobytes()
         encode = functools.partial(_encode, reader=reader, path=path, digest=digest, end=end, into=place.private)
         notes = place.results("encode", encode, units)
-        tokenizer.write_vocabulary(request.to / shard_format.META, loaded)
+        tokenizer.write_vocabulary(place.private / shard_format.META, loaded)
         parts = _assembled(place, settings, notes, shard_format.dtype(size))
         source["damaged"] = sum(note["damaged"] for note in notes)
         return place.finish(
@@ -281,7 +281,6 @@ def _encode(unit: Unit, *, reader: Reader, path: Path, digest: str, end: bytes, 
         name = f"encode-{unit.number:06d}.{part}"
         temporary = files.beside(into / name)
         with temporary.open("wb") as file:
-            work_units.check_attempt()
             file.writelines(encoded)
             file.flush()
             os.fsync(file.fileno())
@@ -297,13 +296,10 @@ def _assembled(
     total = sum(note[part]["bytes"] for note in notes for part in (TRAIN, VAL))
     done = 0
     for part in (TRAIN, VAL) if settings.val or any(note[VAL]["documents"] for note in notes) else (TRAIN,):
-        with shard_format.Writer(place.request.to, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
+        with shard_format.Writer(place.private, part, 2 if dtype == "uint16" else 4, settings.shard_size) as writer:
             for note in notes:
                 place.check()
-                path = place.private / note[part]["file"]
-                data = path.read_bytes()
-                if len(data) != note[part]["bytes"]:
-                    raise OutlastError(f"{path} was changed; delete {place.request.to} and run the same command again")
+                data = (place.private / note[part]["file"]).read_bytes()
                 writer.write(data, note[part]["documents"])
                 done += len(data)
                 place.request.progress("put together", done, total)

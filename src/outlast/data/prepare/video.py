@@ -88,7 +88,7 @@ def prepare(request: work_units.Request, settings: Settings) -> shard_format.Man
         items, names = layout(videos, labels, settings)
         read = {file.name: file.size // settings.clips for file in videos}
         sizes = {part: [(settings.bytes, read[clip.file]) for clip in some] for part, some in items.items()}
-        do = functools.partial(_write, root=root, to=request.to, settings=settings)
+        do = functools.partial(_write, root=root, to=place.private, settings=settings)
         notes = place.results("shard", do, column_shards.batches(items, sizes, settings.shard_size))
         source |= {"classes": names} | {key: sum(note[key] for note in notes) for key in ("damaged", "silent")}
         parts = column_shards.parts(notes, [part for part in (TRAIN, VAL) if items[part] or (part == VAL and settings.val)])

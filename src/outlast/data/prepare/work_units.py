@@ -1,8 +1,8 @@
 """Units of work, run by an engine: processes on this machine (`Processes`) or Spark (`spark`).
 
-A unit's note is written last, so after a kill the next run continues with the units that have no note. Until the manifest is
-written, `.prepare/` below the target contains the lock, a digest of the plan (the source and the settings), a note per finished
-unit, and intermediate files.
+A unit's note is written last, so after a kill the next run continues with the units that have no note. Everything is written to
+`.prepare/DIGEST/` below the target, where the digest is that of the source and the settings, so a process of another run, which
+Spark may have lost, cannot disturb this one. At the end the files are moved to the target, and the manifest is written.
 """
 
 from __future__ import annotations
@@ -13,13 +13,11 @@ import hashlib
 import itertools
 import json
 import os
-import re
 import shutil
 import threading
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
 from concurrent.futures.process import BrokenProcessPool
-from contextvars import ContextVar
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Generic, Protocol, TypeVar
@@ -30,9 +28,6 @@ from outlast.data import dataset_directory, shard_format
 from outlast.data.prepare import source_files as plan
 
 PRIVATE = ".prepare"
-_OUTPUTS = r"(train|val)(-\d+)?\.(bin|safetensors)|tokenizer\.json|meta\.pkl"
-"""Files that an unfinished run leaves beside PRIVATE."""
-_PARTIAL = re.compile(rf"\.({_OUTPUTS}|{re.escape(shard_format.MANIFEST)}|encode-\d+\.\w+|\w+-\d+\.json|plan)(\.\w+)?\.partial")
 _PRELOADED = [f"outlast.data.prepare.{module}" for module in ("images", "jsonl", "text", "video")] + ["tokenizers"]
 _PROCESS = 64 << 20
 """Memory in bytes that a process needs besides its samples, as measured with a tokenizer or decoders imported."""
@@ -60,20 +55,12 @@ class Task(Generic[_U]):
     do: Callable[[_U], Note]
     stage: str
     private: Path
-    plan: str
-    """Digest of the plan. A task with an outdated plan writes nothing."""
 
     def __call__(self, unit: _U) -> Note:
         """Run a unit unless it has a note, and return the note. Raises the exceptions of `do`."""
         if (existing := self.note(unit)) is not None:
             return existing
-        self.check()
-        token = _attempt.set(self)
-        try:
-            made = self.do(unit)
-        finally:
-            _attempt.reset(token)
-        self.check()
+        made = self.do(unit)
         files.replace(self._path(unit), json.dumps(made), durable=False)
         return made
 
@@ -92,25 +79,6 @@ class Task(Generic[_U]):
 
     def _path(self, unit: _U) -> Path:
         return self.private / f"{self.stage}-{unit.number:06d}.json"
-
-    def check(self) -> None:
-        """Raise OutlastError if a run with another plan has begun."""
-        noted = self.private / "plan"
-        if not noted.exists() or noted.read_text() != self.plan:
-            raise OutlastError(f"another `outlast data prepare` has begun to write to {self.private.parent}; this one ends")
-
-
-_attempt: ContextVar[Task[Any] | None] = ContextVar("attempt", default=None)
-
-
-def check_attempt() -> None:
-    """Raise OutlastError if the current unit belongs to an outdated plan. Call this after opening a file from `files.beside`.
-
-    A new run first removes the old plan, then unfinished files, so an outdated unit fails here, or when it renames its removed
-    file.
-    """
-    if attempt := _attempt.get():
-        attempt.check()
 
 
 class Engine(Protocol):
@@ -182,12 +150,10 @@ def existing(request: Request, kind: str, settings: Mapping[str, Any], source: M
 
 
 class Place:
-    """The target directory during a run, created by `opened`."""
+    """The target directory during a run, created by `opened`. All files are written to `private` until `finish` moves them."""
 
-    def __init__(self, request: Request, private: Path, digest: str) -> None:
-        self.request = request
-        self.private = private
-        self._digest = digest
+    def __init__(self, request: Request, private: Path) -> None:
+        self.request, self.private = request, private
 
     def results(self, stage: str, do: Callable[[_U], Note], units: Sequence[_U]) -> list[Note]:
         """Return the results of `do` for the units, in order. Units that an earlier run has finished are not run again.
@@ -195,7 +161,7 @@ class Place:
         `do` must be picklable. The files that it writes must be complete when it returns; two processes may write them at the
         same time. Raises the exceptions of `do`, Stopped, and OutlastError if a process is killed.
         """
-        task = Task(do, stage, self.private, self._digest)
+        task = Task(do, stage, self.private)
         notes = task.notes(units)
         missing = [unit for unit in units if unit.number not in notes]
         total = sum(unit.bytes for unit in units)
@@ -227,17 +193,19 @@ class Place:
             return _result(future)
 
     def finish(self, manifest: shard_format.Manifest) -> shard_format.Manifest:
-        """Write the manifest, which makes the dataset complete, and remove the notes. Raises BadSource for an empty part."""
+        """Move the files to the target, write the manifest, which makes the dataset complete, and remove the notes. Raises
+        BadSource for an empty part."""
         for name, part in manifest.parts.items():
             if not (part.tokens if manifest.kind == "text" else part.samples):
                 raise plan.BadSource(
                     f"{name} would be empty: {_EMPTY.get(name, '')}nothing of {self.request.source} falls into it"
                 )
+        shards = [shard.file for part in manifest.parts.values() for shard in part.shards]
+        for name in (*shards, shard_format.TOKENIZER, shard_format.META):
+            with contextlib.suppress(FileNotFoundError):  # not every kind has them all; a killed run may have moved some
+                (self.private / name).replace(self.request.to / name)
         shard_format.write(self.request.to, manifest)
-        _remove_partial(self.request.to)
-        shutil.rmtree(
-            self.private, ignore_errors=True
-        )  # a lost executor may still write there; the next run removes what it writes
+        shutil.rmtree(self.private.parent, ignore_errors=True)  # a lost executor may still write there
         return shard_format.read(self.request.to)
 
 
@@ -331,43 +299,23 @@ def _begin(threads: int) -> None:
 def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> Iterator[Place]:
     """Lock the target, remove an earlier run's results if the settings or the source have changed, and yield the target's
     `Place`. Raises AlreadyRunning, and OutlastError if the target cannot be written."""
-    private = request.to / PRIVATE
+    names = [[file.name, file.size, file.changed] for file in sources]
+    about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
+    directory = request.to / PRIVATE
+    private = directory / hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()[:16]
     try:
-        private.mkdir(parents=True, exist_ok=True)
-        with file_locks.attempted(private / "lock") as locked:
+        directory.mkdir(parents=True, exist_ok=True)
+        with file_locks.attempted(directory / "lock") as locked:
             if not locked:
                 raise AlreadyRunning(
                     f"another `outlast data prepare` writes to {request.to}; wait for it, or choose another directory"
                 )
             if (request.to / shard_format.MANIFEST).exists():
                 raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
-            yield Place(request, private, _cleaned(request, settings, sources))
+            for other in directory.iterdir():
+                if other.name not in ("lock", private.name):
+                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+            private.mkdir(exist_ok=True)
+            yield Place(request, private)
     except OSError as problem:
         raise dataset_directory.unwritable(problem, request.to, "the dataset") from problem
-
-
-def _cleaned(request: Request, settings: Mapping[str, Any], sources: Iterable[plan.File]) -> str:
-    """Remove the results of a run with other settings or another source, and return a digest of the current settings and
-    source."""
-    private = request.to / PRIVATE
-    names = [[file.name, file.size, file.changed] for file in sources]
-    about = json.dumps([dict(settings), str(request.source.absolute()), names], sort_keys=True)
-    digest = hashlib.sha256(about.encode(errors="surrogateescape")).hexdigest()
-    noted = private / "plan"
-    outdated = not noted.exists() or noted.read_text() != digest
-    if outdated:
-        noted.unlink(missing_ok=True)  # remove the plan first: see `check_attempt`
-    for directory in (request.to, private):
-        _remove_partial(directory)
-    if outdated:
-        stale = [path for path in request.to.iterdir() if re.fullmatch(_OUTPUTS, path.name)]
-        for path in [*stale, *(path for path in private.iterdir() if path.name != "lock")]:
-            path.unlink(missing_ok=True)
-        files.replace(noted, digest, durable=True)
-    return digest
-
-
-def _remove_partial(directory: Path) -> None:
-    for path in directory.iterdir():
-        if _PARTIAL.fullmatch(path.name):
-            path.unlink(missing_ok=True)
