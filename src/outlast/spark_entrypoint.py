@@ -89,13 +89,6 @@ def spark_home() -> Path:
     return Path(package.origin).parent
 
 
-def _version(spark: Path) -> str:
-    match = re.search(r"""^__version__\b.*=\s*['"](.+)['"]""", (spark / "version.py").read_text(), re.MULTILINE)
-    if match is None:
-        raise OutlastError(f"{spark / 'version.py'} names no version of Spark; install PySpark again")
-    return match[1]
-
-
 def _check_user(user: int) -> None:
     try:
         pwd.getpwuid(user)
@@ -114,7 +107,7 @@ def main(words: Sequence[str]) -> None:
         if words[0] in ("driver", "executor"):
             spark = spark_home()
             _check_user(os.getuid())
-            java_home = spark_java.home(_version(spark), environ)
+            java_home = spark_java.home(environ)
             words = command(words, environ, spark=spark, java_home=java_home)
             environ = environment(environ, spark=spark, java_home=java_home)
         os.execvpe(words[0], list(words), environ)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import socket
 import sys
 import threading
 import time
@@ -37,10 +36,8 @@ def refusal(*args: object) -> str:
 
 
 def test_options_that_spark_cannot_meet_are_one_sentence() -> None:
-    assert refusal(None, None, ["x"]) == "--conf x is not Spark's KEY=VALUE; write --conf spark.executor.memory=4g"
-    assert refusal(None, None, ["executor.memory=4g"]).startswith("--conf executor.memory=4g is not Spark's KEY=VALUE; write")
-    assert "spark.master=yarn is for Outlast to decide; leave it out, and use" in refusal(None, None, ["spark.master=yarn"])
-    assert "is no number of attempts; give 1 or more" in refusal(None, None, ["spark.task.maxFailures=0"])
+    for conf in ("x", "executor.memory=4g", "spark.master=yarn"):
+        assert refusal(None, None, [conf]).startswith(f"--conf {conf} is not KEY=VALUE of Spark; write --conf spark.executor.mem")
 
 
 def test_under_spark_submit_master_and_configuration_are_those_of_the_submission(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,32 +50,18 @@ def test_under_spark_submit_master_and_configuration_are_those_of_the_submission
     }
 
 
-def test_executors_in_a_cluster_have_to_reach_the_driver(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv("KUBERNETES_SERVICE_HOST", raising=False)
-    master = "k8s://https://kubernetes.default.svc"
-    with pytest.raises(
-        OutlastError, match=r"must reach this process, which is in no pod of it; run it in one, or by spark-submit"
-    ):
-        spark._check_reached(spark.settings(master, None, ()))
-    spark._check_reached(spark.settings(master, None, ["spark.driver.host=10.0.0.7"]))
-    spark._check_reached(spark.settings("spark://there:7077", None, ()))
-    monkeypatch.setenv("KUBERNETES_SERVICE_HOST", "10.0.0.1")
-    spark._check_reached(spark.settings(master, None, ()))
-
-
 @pytest.mark.parametrize(
-    ("master", "conf", "said"),
+    ("master", "said"),
     [
-        (None, (), "local[*,4]"),
-        ("local", (), "local[1,4]"),
-        ("local[3]", ("spark.task.maxFailures=2",), "local[3,2]"),
-        ("local[3,9]", (), "local[3,9]"),
-        ("local-cluster[2,1,1024]", (), "local-cluster[2,1,1024]"),
-        ("spark://a:7077,b:7077", (), "spark://a:7077,b:7077"),
+        (None, "local[*,4]"),
+        ("local", "local[1,4]"),
+        ("local[3,9]", "local[3,9]"),
+        ("local-cluster[2,1,1024]", "local-cluster[2,1,1024]"),
+        ("spark://a:7077,b:7077", "spark://a:7077,b:7077"),
     ],
 )
-def test_spark_tries_tasks_again_on_one_machine_too(master: str | None, conf: tuple[str, ...], said: str) -> None:
-    assert spark.configuration(spark.settings(master, None, conf))["spark.master"] == said
+def test_spark_tries_tasks_again_on_one_machine_too(master: str | None, said: str) -> None:
+    assert spark.configuration(spark.settings(master, None, ()))["spark.master"] == said
 
 
 def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
@@ -94,63 +77,20 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
     }
 
 
-CALLED = "An error occurred while calling z:...collectAndServe.\n: "
-FAILED = (
-    "org.apache.spark.SparkException: Job aborted due to stage failure: Task 0 in stage 0.0 failed 4 times, most recent failure: "
-    "Lost task 0.3 in stage 0.0 (TID 3) (192.0.2.2 executor 3): "
-)
-KILLED = (
-    "Spark's processes were killed, probably for lack of memory; run the same command, which goes on, with fewer cores "
-    "or more memory for each (--conf spark.executor.memoryOverhead=2g); Spark's own words are in LOG"
-)
-
-
-@pytest.mark.parametrize(
-    ("message", "said"),
-    [
-        (f"{CALLED}{FAILED}ExecutorLostFailure (executor 3 exited) Reason: Command exited with code 137", KILLED),
-        ("[Errno 111] Connection refused", KILLED),
-        (
-            "...\nModuleNotFoundError: No module named 'outlast'\n",
-            "Spark's executors lack the Python package outlast; install Outlast there as it is here, or name its Python with "
-            "--conf spark.pyspark.python=PATH",
-        ),
-    ],
-)
-def test_what_spark_says_becomes_one_sentence(message: str, said: str) -> None:
-    assert str(spark.explained(message, "LOG")) == said
-
-
 @pytest.mark.parametrize(
     ("message", "reason"),
     [
-        (f"{CALLED}java.lang.IllegalArgumentException: Executor memory 1 must be at least 471859200.\n\tat org.apache.spark",
-         "Executor memory 1 must be at least 471859200"),
-        (f'{CALLED}{FAILED}java.io.IOException: Cannot run program "/nowhere/python": error=2, No such file or directory\n',
-         'Cannot run program "/nowhere/python": error=2, No such file or directory'),
-        ('Exception in thread "main" org.apache.spark.SparkException: Executor memory must be a positive number',
-         "Executor memory must be a positive number"),
+        ("An error occurred while calling z:x.\n: java.lang.IllegalArgumentException: Executor memory 1 is little.\n\tat",
+         "java.lang.IllegalArgumentException: Executor memory 1 is little"),
+        (": org.apache.spark.SparkException: Lost: Traceback (most recent call last):\nKeyError: 'a'\n\n\tat", "KeyError: 'a'"),
         ("Invalid maximum heap size: -Xmxlots", "Invalid maximum heap size: -Xmxlots"),
-        ("An error occurred while calling o31.collect", "An error occurred while calling o31.collect"),
-        (f'{CALLED}{FAILED}org.apache.spark.api.python.PythonException: Traceback (most recent call last):\n  File "worker.py", '
-         "line 1, in main\n    raise it\npyspark.errors.exceptions.base.PySparkRuntimeError: it has no words\n\n\tat org...\n",
-         "it has no words"),
+        ("", "it does not say why"),
     ],
 )  # fmt: skip
 def test_what_spark_refuses_is_told_in_its_own_words(message: str, reason: str) -> None:
-    said = f"Spark gave up: {reason}; correct that and run the same command again; see LOG"
-    assert str(spark.explained(message, "LOG")) == said
-
-
-def test_the_spark_of_spark_home_is_that_of_pyspark(tmp_path: Path) -> None:
-    spark.check_home("3.5.9", None)
-    (tmp_path / "jars").mkdir()
-    with pytest.raises(OutlastError, match=r"where there is no Spark, and pyspark is 3.5.9; unset SPARK_HOME, or"):
-        spark.check_home("3.5.9", str(tmp_path))
-    (tmp_path / "jars" / "spark-core_2.12-3.5.1-amzn-0.jar").touch()
-    spark.check_home("3.5.9", str(tmp_path))
-    with pytest.raises(OutlastError, match=r"which has Spark 3.5.1-amzn-0, and pyspark is 4.0.0; unset SPARK_HOME, or"):
-        spark.check_home("4.0.0", str(tmp_path))
+    said = str(spark.gave_up(message, "LOG"))
+    assert said.startswith(f"Spark gave up: {reason}; correct that (if")
+    assert said.endswith("run the same command, which goes on; see LOG")
 
 
 def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,8 +109,6 @@ def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.
     assert looked("spark://there:7077") == 2
     assert said[0].startswith("no executor has come for 60 s: spark://there:7077 has no free cores or memory for one, or its")
     assert looked("local[2]") == 0
-    assert looked("k8s://there") == 2
-    assert "(kubectl get pods -l spark-role=executor shows those that wait;" in said[-1]
     known[0] = 2
     assert looked("spark://there:7077") == 0
 
@@ -190,12 +128,6 @@ def test_the_command_line_refuses_what_does_not_fit(
     assert said("--master", "local") == "Error: --master is for Spark; add --engine spark, or leave it out\n"
     assert said("--partitions", "2") == "Error: --partitions is for Spark; add --engine spark, or leave it out\n"
     assert said("--engine", "spark", "--processes", "2").startswith("Error: --processes is for --engine local; leave it out, and")
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))  # and does not listen
-        url = f"spark://127.0.0.1:{free.getsockname()[1]}"
-        assert said("--engine", "spark", "--master", url) == (
-            f"Error: --master {url} does not answer (Connection refused); start Spark's master there, or correct the address\n"
-        )
     monkeypatch.setitem(sys.modules, "pyspark", None)
     assert said("--engine", "spark") == "Error: --engine spark needs the library pyspark; run: pip install 'outlast[spark]'\n"
     assert not (tmp_path / "to").exists()
@@ -278,8 +210,8 @@ def test_what_cannot_be_read_here_is_not_damage(case: str, kind: str, tmp_path: 
     (tmp_path / "source").rename(tmp_path / "elsewhere")
     with pytest.raises(OutlastError, match=r"cannot read .*: No such file or directory; correct that") as raised:
         left.task(left.units[0])
-    assert spark._of_machine(raised.value)
-    assert not spark._of_machine(BadSource("1.png is damaged"))
+    assert spark.of_machine(raised.value)
+    assert not spark.of_machine(BadSource("1.png is damaged"))
 
 
 # ---- Spark itself
@@ -329,9 +261,7 @@ def test_units_are_done_once_by_our_python_and_their_bytes_are_told(tmp_path: Pa
     ("wrong", "error", "reason"),
     [
         ("disk", OutlastError, "the disk of TMP/to is full; make room there and run"),
-        ("memory", OutlastError, "an executor had too little memory for a unit of work;"),
-        ("killed", OutlastError, "Spark's executors were killed again and again, pro"),
-        ("bug", ZeroDivisionError, "a bug"),
+        ("bug", RuntimeError, "Traceback (most recent call last):"),
     ],
 )
 def test_what_goes_wrong_in_an_executor_is_told_here(
@@ -341,7 +271,6 @@ def test_what_goes_wrong_in_an_executor_is_told_here(
         results(tmp_path, spark_engine(2), Unit(0), Unit(1, wrong=wrong))
     assert type(raised.value) is error
     assert str(raised.value).replace(str(tmp_path), "TMP").startswith(reason)
-    assert "\n" not in str(raised.value)
     assert times(tmp_path, 1) == 4, "what may be the machine's is tried again"
 
 

@@ -48,7 +48,7 @@ class Zip(apiserver.ApiServer):
 
 @pytest.fixture
 def environ() -> dict[str, str]:
-    home = str(spark_java.home(pyspark.__version__))
+    home = str(spark_java.home())
     path = os.pathsep.join([str(Path(pyspark.__path__[0]) / "bin"), os.environ["PATH"]])
     return {**os.environ, "JAVA_HOME": home, "PATH": path, "KUBECONFIG": "/dev/null"}
 

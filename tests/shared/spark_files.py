@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib.metadata
 import json
 import os
 import subprocess
@@ -40,7 +39,7 @@ def submit(namespace: Namespace, directory: Path, script: str, *words: str, **gi
         **os.environ,
         "KUBECONFIG": str(directory / "config"),
         "KUBERNETES": config["clusters"][0]["cluster"]["server"],
-        "JAVA_HOME": str(spark_java.home(importlib.metadata.version("pyspark"))),
+        "JAVA_HOME": str(spark_java.home()),
         "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
         **given,
     }
