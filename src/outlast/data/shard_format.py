@@ -21,13 +21,14 @@ import pickle
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Protocol
+from typing import Annotated, Any, BinaryIO, Protocol
 
 import numpy as np
 from numpy.typing import NDArray
 
 from outlast.base import files
 from outlast.base.errors import OutlastError
+from outlast.base.typed_json import decode
 from outlast.data import dataset_directory as place
 from outlast.job import contract
 
@@ -36,6 +37,7 @@ MANIFEST = place.MANIFEST
 TOKENIZER = "tokenizer.json"
 META = "meta.pkl"
 KINDS = ("text", "images", "jsonl", "video")
+DTYPES = ("", "uint16", "uint32")
 OFFSETS = ".offsets"
 UINT16 = 1 << 16
 CHUNK = 8 << 20
@@ -54,7 +56,7 @@ class BadDataset(OutlastError):
 class Shard:
     """A file of samples."""
 
-    file: str
+    file: Annotated[str, re.compile(r"(?!\.)[\w.-]+").fullmatch]
     samples: int
     """Number of samples; for text, the number of documents that begin in the shard."""
     bytes: int
@@ -79,13 +81,13 @@ class Part:
 class Manifest:
     """The content of `manifest.json`."""
 
-    kind: str
+    kind: Annotated[str, KINDS.__contains__]
     """One of KINDS."""
     parts: Mapping[str, Part]
     settings: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     source: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     """Describes the source: numbers of files and bytes, classes, damaged samples and the like."""
-    dtype: str = ""
+    dtype: Annotated[str, DTYPES.__contains__] = ""
     """Token type of a text dataset, uint16 or uint32; empty for other kinds."""
     vocab_size: int | None = None
     """Number of tokens in the vocabulary; None if unknown."""
@@ -97,7 +99,9 @@ class Manifest:
     def part(self, name: str) -> Part:
         """Return the part with this name. Raises BadDataset if the part is missing or empty."""
         if name not in self.parts:
-            raise BadDataset(f"{self.place} has no part {name}, it has {_listed(sorted(self.parts))}; prepare it again with one")
+            raise BadDataset(
+                f"{self.place} has no part {name}, it has {', '.join(sorted(self.parts)) or 'none'}; prepare it again with one"
+            )
         part = self.parts[name]
         if not (part.tokens if self.kind == "text" else part.samples):
             what = "token" if self.kind == "text" else "sample"
@@ -164,67 +168,15 @@ def parse(text: bytes | str, place: str) -> Manifest:
     if version > VERSION:
         raise BadDataset(f"{name} has version {version}, and this Outlast reads up to {VERSION}; upgrade Outlast")
     try:
-        manifest = Manifest(
-            kind=_typed(content, "kind", str),
-            parts={name: _part(part) for name, part in _typed(content, "parts", dict).items()},
-            settings=_typed(content, "settings", dict),
-            source=_typed(content, "source", dict),
-            dtype=_typed(content, "dtype", str, ""),
-            vocab_size=_typed(content, "vocab_size", int, None),
-            tokenizer=_typed(content, "tokenizer", str, ""),
-            place=place,
-        )
-        _consistent(manifest)
-    except _Invalid as wrong:
+        manifest = dataclasses.replace(decode(Manifest, content), place=place)
+        for part in manifest.parts.values() if manifest.kind == "text" else ():
+            tokens = sum(token_count(shard.bytes, manifest.dtype, f"{place}/{shard.file}") for shard in part.shards)
+            if tokens != part.tokens:
+                raise ValueError(f"its shards have {tokens} tokens, and it says {part.tokens}")
+    except (ValueError, TypeError) as wrong:  # TypeError: text without a dtype
         raise BadDataset(f"{name} is damaged: {wrong}; get or prepare the dataset again") from wrong
+    check_dtype(manifest.vocab_size, manifest.dtype, place)
     return manifest
-
-
-class _Invalid(Exception):
-    """Raised if a field of a manifest or a header has an unexpected type or value."""
-
-
-def _typed(content: Any, key: str, kind: type, *default: Any) -> Any:
-    value: Any = content.get(key, *default) if isinstance(content, dict) else None
-    if default and value == default[0]:
-        return value
-    if not isinstance(value, kind) or isinstance(value, bool) or (isinstance(value, int) and value < 0):
-        raise _Invalid(f"{key} is {json.dumps(value)[:60]}, not {_TYPES[kind]}")
-    return value
-
-
-_TYPES = {str: "a text", int: "a whole number", dict: "an object", list: "a list"}
-
-
-def _part(content: Any) -> Part:
-    shards = []
-    for each in _typed(content, "shards", list):
-        shard = Shard(
-            _typed(each, "file", str), _typed(each, "samples", int), _typed(each, "bytes", int), _typed(each, "sha256", str)
-        )
-        if not re.fullmatch(r"[\w.-]+", shard.file) or shard.file.startswith("."):
-            raise _Invalid(f"{shard.file[:60]!r} is not the name of a shard")
-        shards.append(shard)
-    part = Part(tuple(shards), _typed(content, "tokens", int, None))
-    if (samples := _typed(content, "samples", int)) != part.samples:
-        raise _Invalid(f"its shards have {part.samples} samples, and it says {samples}")
-    return part
-
-
-def _consistent(manifest: Manifest) -> None:
-    if manifest.kind not in KINDS:
-        raise _Invalid(f"kind is {manifest.kind[:60]!r}, not {_listed(KINDS, 'or')}")
-    if manifest.kind != "text":
-        return
-    if manifest.dtype not in ("uint16", "uint32"):
-        raise _Invalid(f"dtype is {manifest.dtype[:60]!r}, not uint16 or uint32")
-    check_dtype(manifest.vocab_size, manifest.dtype, manifest.place)
-    for part in manifest.parts.values():
-        for shard in part.shards:
-            token_count(shard.bytes, manifest.dtype, f"{manifest.place}/{shard.file}")
-        tokens = sum(shard.bytes for shard in part.shards) // np.dtype(manifest.dtype).itemsize
-        if tokens != part.tokens:
-            raise _Invalid(f"its shards have {tokens} tokens, and it says {part.tokens}")
 
 
 def check_dtype(vocab_size: int | None, dtype: str, place: str) -> None:
@@ -283,18 +235,12 @@ def vocabulary(path: Path) -> Vocabulary:
     with path.open("rb") as file:
         try:
             content = _Plain(file).load()
-        except OSError:
-            raise
+            made = Vocabulary(content["vocab_size"], dict(content.get("stoi", ())), dict(content.get("itos", ())))
+            if made.vocab_size < 1:
+                raise ValueError(f"vocab_size is {made.vocab_size}")
         except Exception as error:  # the unpickler may raise anything on invalid bytes
             raise BadDataset(f"{path} is damaged or not nanoGPT's vocabulary ({error}); prepare the dataset again") from error
-    size = content.get("vocab_size") if isinstance(content, dict) else None
-    stoi, itos = (content.get(key, {}) if isinstance(content, dict) else {} for key in ("stoi", "itos"))
-    if type(size) is not int or size < 1 or not isinstance(stoi, dict) or not isinstance(itos, dict):
-        raise BadDataset(f"{path} is not nanoGPT's vocabulary: it has no vocab_size; prepare the dataset again")
-    wrong = next((token for token in (*stoi.values(), *itos) if type(token) is not int or not 0 <= token < size), None)
-    if wrong is not None:
-        raise BadDataset(f"{path} has the token {wrong!r}, and its vocabulary has {size}; prepare the dataset again")
-    return Vocabulary(size, stoi, itos)
+    return made
 
 
 class _Plain(pickle.Unpickler):
@@ -309,23 +255,13 @@ def tokens(path: Path, dtype: str) -> NDArray[Any]:
     return np.memmap(path, kind, "r", shape=(n,)) if n else np.empty(0, kind)
 
 
-def first_unknown(ids: NDArray[Any], vocab_size: int) -> tuple[int, int] | None:
-    """Return the position and value of the first token outside the vocabulary, or None."""
-    for start in range(0, len(ids), CHUNK):
-        some = np.asarray(ids[start : start + CHUNK])
-        if some.size and int(some.max()) >= vocab_size:
-            at = int(np.argmax(some >= vocab_size))
-            return start + at, int(some[at])
-    return None
-
-
 def columns(path: Path) -> dict[str, NDArray[Any]]:
     """Return a safetensors shard's columns as read-only memory maps. Raises BadDataset."""
     size = _size(path)
     try:
         with path.open("rb") as file:
             header, start = _header(file, size)
-    except _Invalid as wrong:
+    except ValueError as wrong:
         raise BadDataset(f"{path} is not a whole safetensors file: {wrong}; get or prepare the dataset again") from wrong
     whole_file = np.memmap(path, np.uint8, "r")
     return {
@@ -357,24 +293,23 @@ _Header = dict[str, tuple[np.dtype[Any], tuple[int, ...], int, int]]
 
 
 def _header(file: BinaryIO, size: int) -> tuple[_Header, int]:
-    """Return every column's type, shape, begin and end, and the offset of the first column. Raises _Invalid."""
+    """Return every column's type, shape, begin and end, and the offset of the first column. Raises ValueError."""
     length = int.from_bytes(file.read(8), "little")
     if size < 8 or length > min(HEADER, size - 8):
-        raise _Invalid(f"its header would have {length} bytes of its {size}")
+        raise ValueError(f"its header would have {length} bytes of its {size}")
+    header = {}
     try:
-        content = json.loads(file.read(length))
-        header = {}
-        for name, each in content.items():
+        for name, each in json.loads(file.read(length)).items():
             if name == "__metadata__":
                 continue
             kind, shape, (begin, end) = np.dtype(_DTYPES[each["dtype"]]), tuple(map(int, each["shape"])), each["data_offsets"]
             if min((*shape, begin), default=0) < 0 or end - begin != kind.itemsize * int(np.prod(shape, dtype=object)):
-                raise _Invalid(f"column {name} has {end - begin} bytes, and its shape {shape} needs another number")
+                raise ValueError
             header[name] = (kind, shape, begin, end)
     except (ValueError, KeyError, TypeError, AttributeError) as error:
-        raise _Invalid(f"its header is damaged ({type(error).__name__})") from error
+        raise ValueError("its header is damaged") from error
     if 8 + length + max((end for *_, end in header.values()), default=0) != size:
-        raise _Invalid(f"it has {size} bytes, and its columns need another number")
+        raise ValueError(f"it has {size} bytes, and its columns need another number")
     return header, 8 + length
 
 
@@ -549,34 +484,24 @@ def _problem(manifest: Manifest, shard: Shard, place: Files) -> str:
     kind = np.dtype(manifest.dtype).newbyteorder("<") if text else np.dtype(np.uint8)
     for chunk in place.chunks(shard.file):
         digest.update(chunk)
-        if (
-            text
-            and manifest.vocab_size
-            and not unknown
-            and (stray := first_unknown(np.frombuffer(chunk, kind), manifest.vocab_size))
-        ):
-            position = at // kind.itemsize + stray[0]
-            unknown = (
-                f"{shard.file} has the token {stray[1]} at position {position}, and the vocabulary has {manifest.vocab_size}"
-            )
-        if not text and at < 8 + HEADER and (at == 0 or at < 8 + int.from_bytes(first[:8], "little")):
-            first += chunk
-        at += len(chunk)
+        first = first or chunk
+        tokens = np.frombuffer(chunk, kind)
+        if text and manifest.vocab_size and not unknown and int(tokens.max()) >= manifest.vocab_size:
+            wrong = int(np.argmax(tokens >= manifest.vocab_size))
+            where = f"{tokens[wrong]} at position {at + wrong}"
+            unknown = f"{shard.file} has the token {where}, and the vocabulary has {manifest.vocab_size}"
+        at += len(tokens)
     if shard.sha256 and digest.hexdigest() != shard.sha256:
         return f"{shard.file} is damaged: its sha256 is {digest.hexdigest()[:12]}..., not {shard.sha256[:12]}..."
     return unknown or ("" if text else _count_problem(shard, first))
 
 
 def _count_problem(shard: Shard, first: bytes) -> str:
-    """Return a message if the header in a file's `first` bytes is invalid or gives another number of samples, otherwise ""."""
+    """Return a message if the header in a file's first chunk is invalid or gives another number of samples, otherwise ""."""
     try:
         header, _ = _header(io.BytesIO(first), shard.bytes)
-    except _Invalid as wrong:
+    except ValueError as wrong:
         return f"{shard.file} is not a safetensors file: {wrong}"
     empty = {name: np.broadcast_to(np.empty((), kind), shape) for name, (kind, shape, *_) in header.items()}
     count = samples(empty)
     return f"{shard.file} has {count} samples, not {shard.samples}" if count != shard.samples else ""
-
-
-def _listed(words: Sequence[str], conjunction: str = "and") -> str:
-    return f"{', '.join(words[:-1])} {conjunction} {words[-1]}" if len(words) > 1 else words[0] if words else "none"
