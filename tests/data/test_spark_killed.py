@@ -167,7 +167,7 @@ def test_the_command_prints_its_result_and_leaves_nothing_behind(master: str, tm
     first, second = out.splitlines()
     assert first.startswith("wrote train ")
     assert second.startswith("verified ")
-    assert [line for line in err.splitlines() if " done (shard), " not in line] == [], "Spark's words are not on the terminal"
+    assert [line for line in err.splitlines() if " done, " not in line] == [], "Spark's words are not on the terminal"
     assert command.left() == []
     gone(javas)
     CASES["images"].prepare(work_units.Request(tmp_path / "source", tmp_path / "local"))

@@ -144,9 +144,7 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
     from outlast.data import dataset_directory as place
     from outlast.data import obtain
     from outlast.data.dataset_directory import Marker
-    from outlast.job import ownership, url_logins
     from outlast.storage import store
-    from outlast.storage.sync import push_and_pull
     from outlast.worker.prepare import data_cache
 
     there = store.open_(url)
@@ -156,28 +154,11 @@ def _to_store(dataset: Dataset, url: str, how: How) -> tuple[Marker, bool]:
         found = None
     if found:
         return found, False
-    names = there.names()
-    noted = url_logins.hidden(there.get(place.COMING).decode()) if place.COMING in names else None
-    ownership.check_place(url, names, noted, dataset.name)
+    prepare.check_place(there, dataset.name)
     home = data_cache.writable(os.environ) / "get" / hashlib.sha256(f"{dataset.name} {there.url}".encode()).hexdigest()[:16]
     found, _ = obtain.get(dataset, home / "tree", how)
-    there.put(place.COMING, dataset.name.encode())  # marks an incomplete dataset until the marker exists
     terminal.say(f"sending {units.count(found.files, 'file')}, {units.human_bytes(found.size)}, to {url}")
-    with transfer_progress.shown("sent") as tell:
-        report = push_and_pull.push(
-            home / "tree",
-            there,
-            home / "state",
-            push_and_pull.Options(
-                skip=lambda path: path == place.MARKER,
-                progress=lambda now: tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files"),
-                stop=how.stop,
-            ),
-        )
-    for path, reason in report.failed[:1]:
-        raise OutlastError(f"{len(report.failed):,} files could not be sent to {url}, the first of them {path}: {reason}")
-    there.put(place.MARKER, found.text().encode())
-    there.delete([place.COMING])
+    prepare.upload(home / "tree", there, dataset.name, place.MARKER, home / "state", how.stop)
     shutil.rmtree(home, ignore_errors=True)
     return found, True
 

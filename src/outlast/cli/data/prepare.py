@@ -7,10 +7,9 @@ import contextlib
 import functools
 import hashlib
 import inspect
-import json
 import os
 import shutil
-import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
@@ -28,9 +27,6 @@ if TYPE_CHECKING:
     from outlast.data.prepare.work_units import Engine, Request
     from outlast.data.shard_format import Files, Manifest
     from outlast.storage.store import Store
-
-_UPLOADED = ".uploaded.json"
-"""File in the work directory that lists the uploaded objects and their ETags."""
 
 app = typer.Typer(cls=Commands, no_args_is_help=True, rich_markup_mode=None, help="Make shards for training out of raw files.")
 
@@ -280,32 +276,35 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
     from outlast.data.prepare import work_units
 
     source, to = how.source, how.to
+    stored, directory = None, Path(to)
+    there = shard_format.read(directory) if (directory / shard_format.MANIFEST).exists() else None
     if "://" in to:
         from outlast.storage import store
 
         stored = _Stored(store.open_(to))
         home = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "outlast" / "prepare"
         directory = how.work or home / hashlib.sha256(stored.store.url.encode()).hexdigest()[:32]
-        there = None
         with contextlib.suppress(Missing):
             there = stored.manifest()
         if there is None:
-            stored.check(directory)
-    else:
-        stored, directory, there = (
-            None,
-            Path(to),
-            shard_format.read(Path(to)) if (Path(to) / shard_format.MANIFEST).exists() else None,
-        )
+            check_place(stored.store)
     began = time.monotonic()
-    with transfer_progress.interruptible() as stop, _Stages().shown() as progress, how.engine_opened() as engine:
-        if engine:  # its processes have other working directories
-            source, directory = source.absolute(), directory.absolute()
-        known = there if stored else None
-        made = prepare(work_units.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
-    verb = "already there:" if there else "wrote"
-    if stored and not there:
-        stored.upload(directory, made)
+    with transfer_progress.interruptible() as stop:
+        with transfer_progress.shown("done") as tell, how.engine_opened() as engine:
+            if engine:  # its processes have other working directories
+                source, directory = source.absolute(), directory.absolute()
+
+            def progress(stage: str, done: int, total: int) -> None:
+                tell(done, total, stage)
+
+            known = there if stored else None
+            made = prepare(work_units.Request(source, directory, how.processes or 0, progress, known, stop, engine=engine))
+        verb = "already there:" if there else "wrote"
+        if stored and not there:
+            note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
+            check_place(stored.store, note)
+            upload(directory, stored.store, note, shard_format.MANIFEST, directory / work_units.PRIVATE / "upload", stop)
+            shutil.rmtree(directory)
     damaged = made.source.get("damaged")
     left_out = f", {damaged:,} damaged left out" if damaged else ""
     print(f"{verb} {summary(made)} in {to}{left_out} ({units.human_seconds(time.monotonic() - began)})")
@@ -313,25 +312,37 @@ def _made(prepare: Callable[[Request], Manifest], how: How) -> None:
         _verified(made, stored or shard_format.Local(directory), to)
 
 
-class _Stages:
-    def __init__(self) -> None:
-        self._stack = contextlib.ExitStack()
-        self._stage = ""
-        self._tell: transfer_progress.Tell | None = None
+def check_place(store: Store, note: str | None = None) -> None:
+    """Raise OutlastError if a place in a store contains other files, or parts of a dataset with a different `note`."""
+    from outlast.data import dataset_directory as place
+    from outlast.job import ownership, url_logins
 
-    @contextlib.contextmanager
-    def shown(self) -> Iterator[Callable[[str, int, int], None]]:
-        with self._stack:
-            yield self._show
+    names = store.names()
+    there = url_logins.hidden(store.get(place.COMING).decode()) if place.COMING in names else None
+    ownership.check_place(store.url, names, there, there or "" if note is None else note)
 
-    def _show(self, stage: str, done: int, total: int) -> None:
-        if stage != self._stage:
-            self._stack.close()
-            self._stage, self._tell = stage, self._stack.enter_context(transfer_progress.shown(f"done ({stage})"))
-            if not total:
-                terminal.say(stage)
-        if self._tell and total:
-            self._tell(done, total, stage if terminal.interactive(sys.stderr) else "")
+
+def upload(directory: Path, store: Store, note: str, marker: str, state: Path, stop: threading.Event) -> None:
+    """Upload a dataset, and its file `marker` last. An earlier upload with the same `state` is continued."""
+    from outlast.data import dataset_directory as place
+    from outlast.data.prepare.work_units import PRIVATE
+    from outlast.storage.sync import push_and_pull
+
+    store.put(place.COMING, note.encode())  # marks an incomplete dataset until the marker exists
+    with transfer_progress.shown("sent") as tell:
+
+        def skip(path: str) -> bool:
+            return path == marker or path.startswith(f"{PRIVATE}/")
+
+        def progress(now: push_and_pull.Progress) -> None:
+            tell(now.bytes, now.bytes_total, f"{now.files:,}/{now.files_total:,} files")
+
+        options = push_and_pull.Options(skip=skip, progress=progress, stop=stop)
+        report = push_and_pull.push(directory, store, state, options)
+    for path, reason in report.failed[:1]:
+        raise OutlastError(f"{len(report.failed):,} files could not be sent to {store.url}, the first of them {path}: {reason}")
+    store.put(marker, (directory / marker).read_bytes())
+    store.delete([place.COMING])
 
 
 def summary(made: Manifest) -> str:
@@ -376,44 +387,3 @@ class _Stored:
         size = self.store.head(name).size
         for begin in range(0, size, shard_format.CHUNK):
             yield bytes(self.store.range(name, begin, min(begin + shard_format.CHUNK, size)))
-
-    def check(self, directory: Path, note: str | None = None) -> None:
-        """Raise OutlastError if the place contains other files, or parts of a dataset with a different `note`."""
-        from outlast.data import dataset_directory as place
-        from outlast.job import ownership
-
-        names = self.store.names()
-        there = self.store.get(place.COMING).decode() if place.COMING in names else None
-        begun = there is None and (directory / _UPLOADED).exists()  # by an earlier version, which left no note in the store
-        ownership.check_place(self.store.url, names, note or "" if begun else there, there or "" if note is None else note)
-
-    def upload(self, directory: Path, made: Manifest) -> None:
-        """Upload the shards, then the manifest, and remove the work directory. Skips shards that an earlier run has uploaded."""
-        from outlast.base import files
-        from outlast.data import dataset_directory as place
-        from outlast.data import shard_format
-
-        note = f"the dataset whose manifest has the SHA-256 {hashlib.sha256(made.text.encode()).hexdigest()}"
-        self.check(directory, note)
-        self.store.put(place.COMING, note.encode())  # marks an incomplete dataset until the manifest exists
-        noted = directory / _UPLOADED
-        sent: dict[str, str] = json.loads(noted.read_text()) if noted.exists() else {}
-        names = [shard.file for part in made.parts.values() for shard in part.shards]
-        names += [name for name in (shard_format.TOKENIZER, shard_format.META) if (directory / name).exists()]
-        size = sum((directory / name).stat().st_size for name in names)
-        with transfer_progress.transfer("sent", size) as (progress, stop):
-            for name in names:
-                path = directory / name
-                if name in sent and self._etag(name) == sent[name]:
-                    progress(path.stat().st_size)
-                    continue
-                sent[name] = self.store.upload(path, name, journal=directory / f".{name}.upload", progress=progress, stop=stop)
-                files.replace(noted, json.dumps(sent))
-        self.store.put(shard_format.MANIFEST, (directory / shard_format.MANIFEST).read_bytes())
-        self.store.delete([place.COMING])
-        shutil.rmtree(directory)
-
-    def _etag(self, name: str) -> str | None:
-        with contextlib.suppress(Missing):
-            return self.store.head(name).etag
-        return None

@@ -140,7 +140,6 @@ def existing(request: Request, kind: str, settings: Mapping[str, Any], source: M
         made = request.uploaded or shard_format.read(to)
         if (made.kind, dict(made.settings)) != (kind, dict(settings)) or made.source.get("listing") != source.get("listing"):
             raise OutlastError(f"{made.place} holds another dataset, or one made with other settings; write to a new place")
-        shutil.rmtree(to / PRIVATE, ignore_errors=True)
         return made
     if to.exists() and not to.is_dir():
         raise OutlastError(f"{to} is a file; write to a new directory")
