@@ -213,7 +213,7 @@ def test_restoring_keeps_what_is_here(outlast: Outlast, here: Path):
     assert outlast("restore", "one", "--step", 10)[1] == f"step 10, 2.9 KiB: {here}/step-00000010\n"
     assert [c.step for c in checkpoints.list_(here)] == [10, 20, 30]
     code, _, err = outlast("restore", "--step", 15)
-    assert (code, err) == (2, "Error: no checkpoint of step 15 in the store; there are: 10, 20\n")
+    assert (code, err) == (2, "Error: no checkpoint of step 15; there are: 10, 20\n")
 
 
 @pytest.mark.usefixtures("three")

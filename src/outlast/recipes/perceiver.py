@@ -33,7 +33,7 @@ from torch import Tensor, nn
 from outlast.base.errors import OutlastError
 from outlast.job import contract
 from outlast.recipes import perceiver_data, perceiver_measure, perceiver_model
-from outlast.recipes.perceiver_data import Clips, Data, Remarks
+from outlast.recipes.perceiver_data import Clips, Data
 from outlast.recipes.perceiver_model import Config, Perceiver, Points
 from outlast.recipes.shared import evaluation, loop, results, settings
 from outlast.recipes.shared.loop import Record
@@ -141,7 +141,7 @@ class Training(loop.Recipe):
         self.net = loop.parallel("ddp", run, self.model)
         self.optimizer = self.model.optimizer(s.lr, s.weight_decay)
         self.record = record(self.model.config, self.data.digest)
-        self.remarks = Remarks(self.record.remarks)
+        self.bad: set[str] = set()  # names of the clips that cannot be read
         how: dict[str, Any] = {"batch": s.samples, "microbatch": s.microbatch, "seed": s.seed, "workers": s.workers}
         self.stream = Stream(self.data.train, epochs=s.epochs, **how)
         if s.max_steps and s.max_steps < self.stream.total_steps:
@@ -154,7 +154,7 @@ class Training(loop.Recipe):
     def begin(self, step: int) -> None:
         c, data, count = self.model.config, self.data, sum(p.numel() for p in self.model.parameters())
         self.record.owed = self.record.owed and self.s.do_eval
-        self.remarks = Remarks(self.record.remarks)
+        self.bad = set(self.record.bad)
         self.log.line(
             f"{count / 1e6:.2f}M parameters; clips of {c.frames} frames of {c.image_size} x {c.image_size} and {c.samples} "
             f"samples of sound: {len(data.train)} to train on and {len(data.val) if data.val is not None else 0} to measure; "
@@ -172,7 +172,7 @@ class Training(loop.Recipe):
         indices: Any = batch.indices if len(batch.indices) else np.zeros(s.samples, np.int64)  # for a rank without clips
         for data, _ in batch.pieces:
             n = len(data["label"])
-            weight = usable(s, self.data, self.remarks, data, indices[:n])
+            weight = usable(s, self.data, self.bad, data, indices[:n])
             perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
             extras.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
@@ -233,7 +233,7 @@ class Training(loop.Recipe):
         sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
         with run.alive():
             for at, data in perceiver_measure.read(val, first, last, s.test_batch_size, s.workers):
-                weight = usable(s, self.data, self.remarks, data, range(at, len(val)), "val")
+                weight = usable(s, self.data, self.bad, data, range(at, len(val)), "val")
                 perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
                 sums = sums + perceiver_measure.measured(self.model, data, weight, points, self.dtype)
         self.model.train()
@@ -245,20 +245,19 @@ class Training(loop.Recipe):
         return means["loss"]
 
     def remember(self) -> None:
-        """Add to the record the names of the clips that had a problem on any rank."""
-        self.remarks.add(self.run.gather(self.remarks.names))
-        self.record.remarks = self.remarks.names
+        """Add to the record the names of the clips that any rank could not read."""
+        self.bad.update(*self.run.gather(self.bad))
+        self.record.bad = sorted(self.bad)
 
     def finish(self, step: int) -> None:
         s, run = self.s, self.run
         self.remember()
         run.export(self.model)
-        speed, counts = run.gather(self.speed.mean)[0], self.remarks.counts()
-        results.final(run, self.model, step=step, **self.record.losses, throughput=speed, **counts)
-        if counts["bad"]:
-            names = ", ".join(self.remarks.names["bad"][:3])
+        speed, bad = run.gather(self.speed.mean)[0], self.record.bad
+        results.final(run, self.model, step=step, **self.record.losses, throughput=speed, bad=len(bad))
+        if bad:
             self.log.line(
-                f"{counts['bad']} clips could not be read and were left out: {names}{', ...' if counts['bad'] > 3 else ''}"
+                f"{len(bad)} clips could not be read and were left out: {', '.join(bad[:3])}{', ...' if bad[3:] else ''}"
             )
         if s.expected_throughput and speed is None:
             self.log.line(f"expected_throughput is not checked: this start made fewer than {s.log_steps} steps after its first")
@@ -269,22 +268,22 @@ class Training(loop.Recipe):
             )
 
 
-def usable(s: Settings, d: Data, remarks: Remarks, data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
-    """Return the weights of clips, (b,), and record remarks on them. An unreadable clip has weight 0, any other weight 1.
+def usable(s: Settings, d: Data, bad: set[str], data: Mapping[str, Any], indices: Any, part: str = "train") -> Tensor:
+    """Return the weights of clips, (b,): 0 for one that cannot be read, whose name is added to `bad`, otherwise 1.
 
-    Without --skip-bad, an unreadable clip raises OutlastError.
+    Without --skip-bad, such a clip raises OutlastError.
     """
     dataset = d.train if part == "train" else d.val
-    weight = torch.ones(len(data["label"]))
-    if isinstance(dataset, Clips):
-        for row, problem in enumerate(data["problem"]):
-            if problem and not s.skip_bad:
-                raise OutlastError(problem)
-            for kind, noted in (("bad", problem), ("silent", data["silent"][row]), ("short", data["short"][row])):
-                if noted and (sentence := remarks.note(kind, dataset.name(int(indices[row])))):
-                    print(sentence + (f" ({problem})" if problem else ""), file=sys.stderr, flush=True)
-            weight[row] = not problem
-    return weight
+    if not isinstance(dataset, Clips):
+        return torch.ones(len(data["label"]))
+    for row, problem in enumerate(data["problem"]):
+        if problem and not s.skip_bad:
+            raise OutlastError(problem)
+        if problem and (name := dataset.name(int(indices[row]))) not in bad:
+            bad.add(name)
+            if len(bad) <= 3:
+                print(f"{name} cannot be read and is left out ({problem})", file=sys.stderr, flush=True)
+    return torch.tensor([float(not problem) for problem in data["problem"]])
 
 
 class Speed:
@@ -312,7 +311,7 @@ def record(config: Config, digest: str) -> Record:
     fixed = {"data": "other clips", "config": "another model"}
     # Dropout may change between starts.
     shape = {name: value for name, value in dataclasses.asdict(config).items() if name != "dropout"}
-    return Record(fixed, config=shape, data=digest, remarks={})
+    return Record(fixed, config=shape, data=digest, bad=[])
 
 
 def rate(s: Settings, step: int, steps: int) -> float:
@@ -394,13 +393,13 @@ def evaluate(s: Settings) -> None:
     points, kind = perceiver_measure.every(config), device.dtype(s.dtype, where)
     if s.eval_points:
         points = Points(queried(config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
-    sums, remarks = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64), Remarks()
+    sums, bad = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64), set[str]()
     for at, batch in perceiver_measure.read(data.val, 0, len(data.val), s.test_batch_size, s.workers):
-        weight = usable(s, data, remarks, batch, range(at, len(data.val)), "val")
+        weight = usable(s, data, bad, batch, range(at, len(data.val)), "val")
         perceiver_data.checked(batch["label"], config.classes, data.place)
         sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
     means, clips = perceiver_measure.means(sums, s), int(sums[0])
-    evaluation.write(path.name, model, clips=clips, skipped=remarks.counts()["bad"], **means)
+    evaluation.write(path.name, model, clips=clips, skipped=len(bad), **means)
     print(f"{path.name} on {clips} validation clips of {data.place}")
     for name, value in means.items():
         print(f"  {name:<10s} {value:10.5f}{perceiver_measure.UNITS.get(name, '')}")

@@ -40,8 +40,7 @@ SMALL = {TRAIN: 1000, VAL: 100}  # clips of kinetics-small
 class Clips:
     """One part of the data as a map-style dataset, which decodes clips when they are read.
 
-    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and three remarks: `problem` is a message if the
-    clip cannot be read, `silent` is True if silence replaces missing audio, and `short` is True if missing frames are filled in.
+    An item has `video` uint8 (t, h, w, 3), `audio` int16 (samples,), `label`, and `problem`, a message if it cannot be read.
     """
 
     root: Path
@@ -62,21 +61,15 @@ class Clips:
         at = random.randrange(MOMENTS) if self.moving else 0
         if self.moving:
             s = dataclasses.replace(s, clips=MOMENTS)
-        item: dict[str, Any] = {"label": label, "problem": "", "silent": False, "short": False}
-        frames: list[NDArray[np.uint8]] = []
-        sound: NDArray[np.int16] | None = None
+        problem = ""
         try:
-            frames, sound = video.shown(self.root / file, video.Clip(file, at, label), s)
+            frames, sound = video.decoded(self.root / file, video.Clip(file, at, label), s)
         except (BadSource, OSError) as error:
-            item["problem"] = str(error).replace("--skip-damaged", "--skip-bad")
-            frames = [np.zeros((s.size, s.size, 3), np.uint8)]
-        else:
-            item |= {"silent": sound is None, "short": len(frames) < s.frames}
+            problem = str(error).replace("--skip-damaged", "--skip-bad")
+            frames, sound = np.zeros((s.frames, s.size, s.size, 3), np.uint8), None
         if sound is None:
             sound = np.zeros(s.frames * video.PER_FRAME, np.int16)
-        item["video"] = torch.from_numpy(np.stack(frames + frames[-1:] * (s.frames - len(frames))))
-        item["audio"] = torch.from_numpy(sound)
-        return item
+        return {"video": torch.from_numpy(frames), "audio": torch.from_numpy(sound), "label": label, "problem": problem}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -148,35 +141,6 @@ def checked(labels: Tensor, classes: int, place: str) -> None:
         raise OutlastError(
             f"{place} has label {wrong}, and the model knows classes 0 to {classes - 1}; set --num-labels, or correct the data"
         )
-
-
-class Remarks:
-    """The names of the clips with a problem, keyed by the kind of problem."""
-
-    KINDS: Mapping[str, str] = {
-        "bad": "cannot be read and is left out",
-        "silent": "has no sound: it is silence here",
-        "short": "is shorter than a clip: its last frame is repeated",
-    }
-
-    def __init__(self, names: Mapping[str, Sequence[str]] | None = None) -> None:
-        self.names = {kind: list((names or {}).get(kind, ())) for kind in self.KINDS}
-
-    def note(self, kind: str, name: str) -> str:
-        """Record a clip. Returns a message for the first three clips of each kind, otherwise ""."""
-        if name in self.names[kind]:
-            return ""
-        self.add([{kind: [name]}])
-        return f"{name} {self.KINDS[kind]}" if len(self.names[kind]) <= 3 else ""
-
-    def add(self, others: Sequence[Mapping[str, Sequence[str]]]) -> None:
-        """Merge names, such as those from other ranks."""
-        for kind, names in self.names.items():
-            self.names[kind] = sorted({*names, *(name for other in others for name in other.get(kind, ()))})
-
-    def counts(self) -> dict[str, int]:
-        """Return the number of clips with each kind of problem."""
-        return {kind: len(names) for kind, names in self.names.items()}
 
 
 # Synthetic videos

@@ -245,28 +245,19 @@ def restore(
         raise OutlastError(f"the job has no store, its checkpoints are in {job.directory}; name one with --store URL")
     directory = to or job.directory or Path(contract.CHECKPOINTS)
     found = job.there.list_()
-    if best:
-        [saved] = both_places.chosen([both_places.Saved(c.step, there=c) for c in found], step, best=True)
-        step = saved.step
-    if step is not None:
-        found, there = [checkpoint for checkpoint in found if checkpoint.step == step], found
-        if not found:
-            raise NotFound(f"no checkpoint of step {step} in the store; there are: {both_places.steps(there)}")
-        if found[0].problem:
-            raise OutlastError(
-                f"the checkpoint of step {step} in {job.there.store.url} is damaged: {found[0].problem}; "
-                "without --step the newest undamaged one is restored"
-            )
     try:
-        with transfer_progress.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
-            if step is not None:
-                restored = job.there.fetch(found[-1], directory, progress=progress, stop=stop)
-            else:
-                say = functools.partial(print, file=sys.stderr, flush=True)
+        if best or step is not None:
+            [saved] = both_places.chosen([both_places.Saved(c.step, there=c) for c in found], step, best=best)
+            with transfer_progress.transfer("received", saved.there.bytes if saved.there else 0) as (progress, stop):
+                assert saved.there
+                restored = job.there.fetch(saved.there, directory, progress=progress, stop=stop)
+        else:
+            say = functools.partial(print, file=sys.stderr, flush=True)
+            with transfer_progress.transfer("received", found[-1].bytes if found else 0) as (progress, stop):
                 newest = job.there.restore(directory, say=say, progress=progress, stop=stop)
-                if newest is None:
-                    raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
-                restored = newest
+            if newest is None:
+                raise NotFound(f"{job.there.store.url} holds no checkpoint that is whole")
+            restored = newest
     except in_store.Damaged as problem:
         raise OutlastError(f"{problem}; without --step the newest undamaged one is restored") from problem
     except OSError as error:

@@ -190,14 +190,7 @@ def _write(batch: column_shards.Batch[Clip], *, root: Path, to: Path, settings: 
 
 def decoded(path: Path, clip: Clip, settings: Settings) -> tuple[NDArray[np.uint8], NDArray[np.int16] | None]:
     """Return a clip's frames, (16, 224, 224, 3), and its audio, (30720,), or None in place of the audio if the video has none.
-    Raises BadSource for a damaged video."""
-    frames, sound = shown(path, clip, settings)
-    return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
-
-
-def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.uint8]], NDArray[np.int16] | None]:
-    """Decode a clip like `decoded`, but without repeating the last frame of a short video, so there are 1 to 16 frames, each of
-    shape (224, 224, 3)."""
+    The last frame replaces missing ones. Raises BadSource for a damaged video."""
     av = pyav()
     try:
         path.open("rb").close()
@@ -217,7 +210,7 @@ def shown(path: Path, clip: Clip, settings: Settings) -> tuple[list[NDArray[np.u
         ) from error
     if not frames:
         raise BadSource(f"{clip.file} is damaged: it has no frame at {float(begin):.2f} s; replace it, or use --skip-damaged")
-    return frames, sound
+    return np.stack(frames + frames[-1:] * (settings.frames - len(frames))), sound
 
 
 def _begin(container: Any, at: int, settings: Settings) -> Fraction:
