@@ -15,7 +15,9 @@ from pathlib import Path
 import psutil
 import pytest
 
+from outlast.base import machine_memory
 from outlast.data import shard_format
+from outlast.data.prepare import work_units
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -121,6 +123,21 @@ def test_other_kinds_are_prepared(outlast: Outlast, tmp_path: Path) -> None:
     assert (code, out.split(" (")[0]) == (0, "wrote train 9 samples in TMP/records")
     code, _, err = outlast("prepare", "video", tmp_path / "pictures", "--to", tmp_path / "video")
     assert (code, err.split(" (")[0]) == (2, "Error: TMP/pictures has no videos")
+
+
+@pytest.mark.parametrize(
+    ("free_mib", "each_mib", "processes"), [(10_000, 64, 16), (300, 64, 2), (300, 0, 4), (60, 64, 1), (None, 64, 16)]
+)
+def test_processes_are_as_many_as_memory_allows(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, free_mib: int | None, each_mib: int, processes: int
+) -> None:
+    if free_mib is not None:
+        (tmp_path / "meminfo").write_text(f"MemTotal: 0 kB\nMemAvailable: {free_mib << 10} kB\n")
+    monkeypatch.setattr(machine_memory, "Machine", lambda machine=machine_memory.Machine: machine(tmp_path, tmp_path))
+    monkeypatch.setattr(work_units, "cores", lambda: 16)
+    wanted = work_units.Request(tmp_path, tmp_path, 0)
+    assert work_units.fitting(wanted, each_mib << 20).processes == processes
+    assert work_units.fitting(work_units.Request(tmp_path, tmp_path, 7), each_mib << 20).processes == 7, "as asked"
 
 
 def peak(command: list[str]) -> int:

@@ -3,16 +3,10 @@
 from __future__ import annotations
 
 import functools
-import os
 import random
-import re
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
@@ -171,118 +165,19 @@ def nanogpt_names(layers: int) -> set[str]:
     return {*inner, "transformer.wte.weight", "transformer.wpe.weight", "transformer.ln_f.weight", "lm_head.weight"}
 
 
-@pytest.fixture
-def nanogpt(tmp_path: Path, blocks: Path) -> Path:
-    """A copy of nanoGPT's scripts with our data in data/words."""
-    source = os.environ.get("OUTLAST_TEST_NANOGPT")
-    if not source:
-        pytest.skip("OUTLAST_TEST_NANOGPT does not name a clone of nanoGPT")
-    root = tmp_path / "nanogpt"
-    root.mkdir()
-    for name in ("train.py", "sample.py", "model.py", "configurator.py"):
-        shutil.copy(Path(source) / name, root)
-    (root / "tiktoken.py").write_text("")  # sample.py imports it, and uses it for GPT-2's tokens only
-    shutil.copytree(blocks, root / "data" / "words")
-    return root
-
-
-def script(root: Path, name: str, *flags: str) -> str:
-    """What a script of nanoGPT prints."""
-    command = [sys.executable, "-W", "ignore", name, "--device=cpu", "--compile=False", "--dtype=float32", *flags]
-    made = subprocess.run(command, cwd=root, capture_output=True, text=True, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    assert made.returncode == 0, made.stderr
-    return made.stdout
-
-
-@pytest.mark.slow
-def test_nanogpt_samples_from_our_checkpoint_and_trains_on_from_it(tmp_path: Path, blocks: Path, nanogpt: Path) -> None:
-    trained(arguments(blocks, 20, "--export-nanogpt", "--dataset=words"), nanogpt / "out")
-    said = script(nanogpt, "sample.py", "--start=def", "--num_samples=2", "--max_new_tokens=20")
-    assert said.count("---------------") == 2
-    assert "\ndef" in said
-    best = disturbances.logged(nanogpt / "out", "val_loss")
-    flags = [f"--{name}={value}" for name, value in LAYERS.items()]
-    said = script(
-        nanogpt, "train.py", "--dataset=words", "--init_from=resume", *flags, "--batch_size=4", "--eval_iters=200",
-        "--max_iters=24", "--gradient_accumulation_steps=1", "--eval_interval=1000", "--learning_rate=1e-4", "--decay_lr=False",
-    )  # fmt: skip
-    first = re.search(r"iter (\d+): loss ([\d.]+)", said)
-    assert first
-    assert int(first[1]) == 20, "it goes on from our step"
-    assert abs(float(first[2]) - best[20]) < 0.3, "with our weights"
-
-
-@pytest.mark.slow
-def test_we_sample_from_nanogpt_s_checkpoint_and_train_on_from_it(tmp_path: Path, blocks: Path, nanogpt: Path) -> None:
-    flags = [f"--{name}={value}" for name, value in LAYERS.items()]
-    script(
-        nanogpt, "train.py", "--dataset=words", *flags, "--batch_size=4", "--eval_iters=2", "--max_iters=20",
-        "--eval_interval=20", "--gradient_accumulation_steps=1", "--learning_rate=1e-3", "--warmup_iters=3",
-    )  # fmt: skip
-    sys.path.insert(0, str(nanogpt))
-    try:
-        import model as theirs  # type: ignore[import-not-found]
-    finally:
-        sys.path.remove(str(nanogpt))
-    saved = torch.load(nanogpt / "out" / "ckpt.pt", weights_only=True)
-    made = theirs.GPT(theirs.GPTConfig(**saved["model_args"]))
-    made.load_state_dict(saved["model"])
-    ours = gpt_model.pretrained(str(nanogpt / "out" / "ckpt.pt")).model()
-    tokens = torch.from_numpy(np.fromfile(blocks / "val.bin", "<u2").astype("i8"))[: 4 * BLOCK + 1]
-    x, y = tokens[:-1].view(4, BLOCK), tokens[1:].view(4, BLOCK)
-    logits, loss = made(x, y)
-    torch.testing.assert_close(ours(x, y).main, loss)
-    torch.testing.assert_close(ours(x), logits[:, -1])
-
-    more = ["--sample", f"--init-from={nanogpt / 'out' / 'ckpt.pt'}", f"--data={blocks}", "--num-samples=1", "--prompt=def"]
-    command = [sys.executable, "-m", "outlast.recipes.gpt", f"--output_dir={tmp_path / 'none'}", "--max-new-tokens=9", *more]
-    said = subprocess.run(command, capture_output=True, text=True)
-    assert said.returncode == 0, said.stderr
-    assert said.stdout.startswith("def")
-    trained(arguments(blocks, 3, f"--init-from={nanogpt / 'out' / 'ckpt.pt'}", "--learning-rate=1e-5"), tmp_path / "on")
-    assert disturbances.logged(tmp_path / "on")[1] == pytest.approx(loss.item(), abs=0.5), "not that of weights that know nothing"
-
-
 # What it learns
 
 
-@pytest.fixture(scope="module")
-def python_text(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The standard library's sources in characters; every tenth module to measure on."""
-    root = tmp_path_factory.mktemp("python")
-    stdlib_text.write(root / "text")
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_loss_on_the_standard_library_is_in_its_band(tmp_path: Path) -> None:
+    """Of characters; every tenth module is measured on."""
+    stdlib_text.write(tmp_path / "text")
     parts: dict[bool, list[str]] = {False: [], True: []}
-    for number, file in enumerate(sorted((root / "text").rglob("*.py"))):
+    for number, file in enumerate(sorted((tmp_path / "text").rglob("*.py"))):
         parts[number % 10 == 9].append("".join(c for c in file.read_text() if c.isascii() and (c.isprintable() or c == "\n")))
-    return texts.characters(root / "tokens", "".join(parts[False]), "".join(parts[True]))
-
-
-@pytest.fixture(scope="module")
-def learned(python_text: Path, tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """The validation loss after 400 steps of the tiny model with further settings."""
-
-    @functools.cache
-    def loss(*more: str) -> float:
-        output = tmp_path_factory.mktemp("learned")
-        settings = (
-            "--size=tiny --block-size=64 --batch-size=12 --gradient-accumulation-steps=1 --max-iters=400 --eval-interval=400"
-        )
-        rates = "--learning-rate=2e-3 --min-lr=2e-4 --warmup-iters=40 --eval-iters=50 --dtype=float32"
-        argv = [f"--data={python_text}", *settings.split(), *rates.split(), *more]
-        trained(argv, output, timeout_s=900)
-        return float(disturbances.final(output)["val_loss"])
-
-    return loss
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_the_loss_on_the_standard_library_is_in_its_band(learned: Any) -> None:
-    assert 2.05 < learned() < 2.35
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-def test_2_of_8_experts_with_as_many_active_parameters_learn_no_less(learned: Any) -> None:
-    experts = ("--use-moe", "--num-experts=8", "--num-experts-per-tok=2", "--static-experts=0", "--expert-hidden=256")
-    assert learned(*experts) <= learned() + 0.02
+    data = texts.characters(tmp_path / "tokens", "".join(parts[False]), "".join(parts[True]))
+    size = "--size=tiny --block-size=64 --batch-size=12 --gradient-accumulation-steps=1 --max-iters=400 --eval-interval=400"
+    rates = "--learning-rate=2e-3 --min-lr=2e-4 --warmup-iters=40 --eval-iters=50 --dtype=float32"
+    trained([f"--data={data}", *size.split(), *rates.split()], tmp_path / "out", timeout_s=900)
+    assert 2.05 < disturbances.final(tmp_path / "out")["val_loss"] < 2.35
