@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import shutil
-import tracemalloc
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -17,7 +16,7 @@ import torch.nn.functional as F
 from PIL import Image
 
 from outlast.base.errors import OutlastError
-from outlast.data import cifar, shard_format
+from outlast.data import shard_format
 from outlast.recipes import pixels
 from outlast.training import Stream
 
@@ -346,26 +345,6 @@ def test_a_label_beyond_the_classes_is_refused_before_training(tmp_path: Path) -
     assert sentence(lambda: pixels.packed(tmp_path)).startswith(
         f"{tmp_path} holds text, and decoded images are needed; make them"
     )
-
-
-def test_cifar_stays_bytes_until_it_is_normalised(tmp_path: Path) -> None:
-    n = 500
-    x = np.random.default_rng(0).integers(0, 256, (n, 3, 32, 32), dtype=np.uint8)
-    for file in (*cifar.TRAIN, cifar.TEST):
-        cifar.write(tmp_path, file, x, [i % 10 for i in range(n)], file)
-    cifar.write_meta(tmp_path, [str(i) for i in range(10)], n)
-    tracemalloc.start()
-    images = cifar.train(Path(str(tmp_path)))  # without a slash at the end
-    peak = tracemalloc.get_traced_memory()[1]
-    tracemalloc.stop()
-    assert peak < 2.5 * images.x.nbytes, "float64 would be eight times as much"
-    data = (images.x, images.y, np.arange(len(images)))
-    batch = next(iter(Stream(data, batch=64, seed=0)))
-    ((read, _, index), _), *_ = batch.split()
-    moved = pixels.shift(pixels.flip(read, index % 2 == 0), pixels.draws(0, 0, index, 2))
-    assert (moved.dtype, moved.shape) == (torch.uint8, (64, 3, 32, 32))
-    place = pixels.pack(tmp_path)
-    assert torch.equal(pixels.packed(place, "val")[7].x, torch.from_numpy(x[7]).permute(1, 2, 0))
 
 
 def test_machines_that_packed_different_images_do_not_train_together(tmp_path: Path) -> None:

@@ -406,25 +406,3 @@ def test_a_large_vocabulary_is_written_as_uint32(tmp_path: Path) -> None:
     assert (made.dtype, made.vocab_size) == ("uint32", len(many))
     assert tokens(tmp_path / "out", "val").tolist() == list(range(len(many)))
     assert shard_format.verify(made, shard_format.Local(tmp_path / "out")) == []
-
-
-@pytest.mark.slow
-def test_twenty_kills_at_any_moment_change_no_byte(tmp_path: Path) -> None:
-    source = a_source(tmp_path / "source", 400)
-    outlast = str(Path(sys.executable).with_name("outlast"))
-    command = [outlast, "data", "prepare", "text", str(source), "--processes", "2", "--vocab-size", "400"]
-    subprocess.run([*command, "--to", str(tmp_path / "whole")], check=True)
-    rng = random.Random(0)
-    kills = 0
-    while kills < 20:
-        process = subprocess.Popen([*command, "--to", str(tmp_path / "out")])
-        try:
-            assert process.wait(rng.uniform(0.2, 2.0)) == 0
-            assert digests(tmp_path / "out") == digests(tmp_path / "whole")
-            shutil.rmtree(tmp_path / "out")
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.wait()
-            kills += 1
-    subprocess.run([*command, "--to", str(tmp_path / "out"), "--verify"], check=True)
-    assert digests(tmp_path / "out") == digests(tmp_path / "whole")

@@ -88,9 +88,7 @@ def test_the_configuration_is_the_users_where_it_is_not_ours() -> None:
     ],
 )  # fmt: skip
 def test_what_spark_refuses_is_told_in_its_own_words(message: str, reason: str) -> None:
-    said = str(spark.gave_up(message, "LOG"))
-    assert said.startswith(f"Spark gave up: {reason}; correct that (if")
-    assert said.endswith("run the same command, which goes on; see LOG")
+    assert str(spark.gave_up(message)).startswith(f"Spark gave up: {reason}; correct that (if")
 
 
 def test_a_master_without_executors_is_told_again_and_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,7 +10,6 @@ import copy
 import dataclasses
 import importlib.util
 import json
-import logging
 import math
 import os
 import warnings
@@ -425,16 +424,6 @@ def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_p
     assert found == {True: {(True, torch.float32), (False, torch.bfloat16)}, False: {(True, torch.float32)}}
     with pytest.raises(OutlastError, match="'float16' is not one of auto, float32, bfloat16"):
         llm.main(["--dtype=float16"])
-
-
-@pytest.mark.parametrize("level", ["DEBUG", "INFO", "WARNING", "ERROR", "CRITICAL"])
-def test_every_log_level_means_what_it_says_and_only_rank_0_writes(capsys: pytest.CaptureFixture[str], level: str) -> None:
-    s = llm.Settings(log_level=level)  # type: ignore[arg-type]
-    for rank, wanted in ((0, {"DEBUG": 4, "INFO": 3, "WARNING": 2, "ERROR": 1, "CRITICAL": 0}[level]), (1, 0)):
-        llm.logged(s, rank)
-        for each in ("DEBUG", "INFO", "WARNING", "ERROR"):
-            llm.log.log(getattr(logging, each), "[CFG] a line")
-        assert len(capsys.readouterr().out.splitlines()) == wanted
 
 
 # Wrong input

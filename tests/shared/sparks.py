@@ -9,7 +9,6 @@ import json
 import os
 import sys
 import time
-import warnings
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -36,10 +35,6 @@ def _session() -> Iterator[spark.Engine]:
     with spark.opened(spark.Settings("local[2]", conf=FEW)) as engine:
         engine.start()
         yield engine
-        with warnings.catch_warnings():
-            warnings.simplefilter("ignore", ResourceWarning)
-            engine.close()
-            gc.collect()
 
 
 @pytest.fixture

@@ -19,7 +19,6 @@ from outlast.cli.groups import Commands
 
 if TYPE_CHECKING:
     from outlast.data.dataset_directory import Marker
-    from outlast.data.download import Progress
     from outlast.data.named_datasets import Dataset
     from outlast.data.obtain import How
     from outlast.kubernetes.jobs.backend import KubernetesBackend
@@ -95,7 +94,7 @@ def get(
     if claim or secret or image or namespace or context:
         raise OutlastError("--claim, --secret, --image, --namespace and --context are for a pod; add --on kubernetes")
     with transfer_progress.interruptible() as stop, transfer_progress.shown("received") as tell:
-        how = obtain.How(say=terminal.say, progress=_since_the_beginning(tell), stop=stop, archive=given)
+        how = obtain.How(say=terminal.say, progress=tell, stop=stop, archive=given)
         if to and "://" in to and not to.startswith("file://"):
             found, written = _to_store(dataset, to, how)
         else:
@@ -104,19 +103,6 @@ def get(
     print(f"{verb} {found.name}: {size} in {to or _directory(dataset, to)}")
     if written and dataset.remotes and not found.checked:
         terminal.say(_unchecked(dataset, found, named_datasets.is_url(name)))
-
-
-def _since_the_beginning(tell: transfer_progress.Tell) -> Progress:
-    """Show how many of the missing bytes have arrived. Bytes from earlier commands do not count, because they would inflate the
-    rate."""
-    first: list[int] = []
-
-    def progress(done: int, total: int) -> None:
-        if not first or done < first[0]:  # another file, or the same one from its beginning
-            first[:] = [done]
-        tell(done - first[0], total - first[0] if total else done)
-
-    return progress
 
 
 def _dataset(name: str) -> Dataset:

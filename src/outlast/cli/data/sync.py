@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import hashlib
 import os
@@ -15,12 +14,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from outlast.base import units
-from outlast.base.errors import NotFound, OutlastError, StoreError
+from outlast.base.errors import NotFound, OutlastError
 from outlast.cli import tables, transfer_progress
 from outlast.cli.tables import Output, OutputOption
 
 if TYPE_CHECKING:
-    from outlast.storage.store import Store
     from outlast.storage.sync.push_and_pull import Report
 
 _LISTED = 20
@@ -71,7 +69,7 @@ def sync(
         how = push_and_pull.Options(delete=delete, check=check, dry_run=dry_run, progress=progress, stop=stop)
         report = push_and_pull.push(directory, place, state, how) if pushing else push_and_pull.pull(place, directory, state, how)
         if not pushing and report == push_and_pull.Report():
-            raise _nothing(place)
+            raise NotFound(f"there is nothing in {place.url}; correct the URL")
     if output is Output.TABLE:
         for what, path in report.planned:
             print(f"{what}  {shown(path)}")
@@ -81,16 +79,6 @@ def sync(
         tables.data({**dataclasses.asdict(report), "seconds": round(time.monotonic() - began, 3)}, output)
     if report.failed:
         raise typer.Exit(1)
-
-
-def _nothing(place: Store) -> NotFound:
-    from outlast.storage import store
-
-    above, _, name = place.url.rpartition("/")
-    with contextlib.suppress(StoreError):
-        store.open_(above).head(name)
-        return NotFound(f"{place.url} is one object; give the place that it lies in, {above}, and a directory")
-    return NotFound(f"there is nothing in {place.url}; correct the URL")
 
 
 def sides(source: str, target: str) -> tuple[bool, Path, str]:

@@ -42,16 +42,11 @@ def batches(items: Mapping[str, Sequence[T]], sizes: Mapping[str, Sequence[tuple
     return made
 
 
-def name(part: str, shard: int) -> str:
-    """Return a shard's file name."""
-    return f"{part}-{shard:05d}.safetensors"
-
-
 def write(to: Path, part: str, shard: int, columns: Mapping[str, NDArray[Any]]) -> work_units.Note:
     """Write a shard and return its note. A shard without samples is not written, and its note is empty."""
     if not shard_format.samples(columns):
         return {}
-    return dataclasses.asdict(shard_format.write_columns(to / name(part, shard), columns))
+    return dataclasses.asdict(shard_format.write_columns(to / f"{part}-{shard:05d}.safetensors", columns))
 
 
 def parts(notes: Sequence[Mapping[str, work_units.Note]], names: Sequence[str]) -> dict[str, shard_format.Part]:

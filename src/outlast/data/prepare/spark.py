@@ -13,9 +13,7 @@ import functools
 import math
 import os
 import re
-import subprocess
 import sys
-import tempfile
 import threading
 import time
 import traceback
@@ -23,7 +21,6 @@ import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, wait
 from dataclasses import dataclass, field
-from pathlib import Path
 from typing import Any, TypeVar
 
 from outlast.base.errors import OutlastError, importing
@@ -38,7 +35,7 @@ FAILURES = 4
 """Maximum number of attempts per task; Spark's default."""
 _POLL_S = 0.1
 _END_S = 10.0
-"""Timeout in seconds for a cancelled job, and for Java, to end."""
+"""Timeout in seconds for a cancelled job to end."""
 _NO_EXECUTOR_S = 60.0
 """Seconds without an executor before a warning. Arbitrary: executors start within seconds."""
 _U = TypeVar("_U", bound=work_units.Work)
@@ -87,12 +84,12 @@ def configuration(settings: Settings) -> dict[str, str]:
     return {**({} if submitted() else defaults), **of_executors, **settings.conf, **({"spark.master": master} if master else {})}
 
 
-def gave_up(message: str, log: str) -> OutlastError:
-    """Return the error to show for an error message from Spark. `log` is the file with Spark's output."""
+def gave_up(message: str) -> OutlastError:
+    """Return the error to show for an error message from Spark."""
     reasons = re.findall(r"^(?:: *)?([\w.]+(?:Error|Exception): .+)$", message, re.MULTILINE)
     line = (reasons or [message.strip().partition("\n")[0]])[-1].strip().rstrip(".") or "it does not say why"
     memory = "if processes were killed: more memory, --conf spark.executor.memoryOverhead=2g"
-    return OutlastError(f"Spark gave up: {line}; correct that ({memory}) and run the same command, which goes on; see {log}")
+    return OutlastError(f"Spark gave up: {line}; correct that ({memory}) and run the same command, which goes on")
 
 
 # ---- in the driver
@@ -105,8 +102,6 @@ class Engine:
         self._settings = settings
         self._say = say
         self.context = context
-        self._gateway: Any = None
-        self._log: Path | None = None
 
     def done(
         self, task: work_units.Task[_U], units: Sequence[_U], check: Callable[[], None], finished: Callable[[int], None]
@@ -141,69 +136,35 @@ class Engine:
                 context.cancelJobGroup(group)
             wait([job], _END_S)
             raise
-        notes = dict(self._result(job))
+        notes = dict(_result(job))
         finished(sum(unit.bytes for unit in units) - reported)
         return notes
 
     def start(self, check: Callable[[], None] = lambda: None) -> None:
         """Start Spark unless it is running. Calls `check` while Spark starts."""
         if self.context is None:
-            call = _in_thread(self._started)  # in the main thread pyspark would handle Ctrl-C
+            call = _in_thread(lambda: _context(self._settings))  # in the main thread pyspark would handle Ctrl-C
             while not _ended(call):
                 check()
-            self.context = self._result(call)
+            self.context = _result(call)
 
-    def _started(self) -> Any:
-        library = pyspark()
-        from pyspark.java_gateway import launch_gateway
 
-        os.environ["JAVA_HOME"] = str(spark_java.home())
-        os.environ["PYSPARK_PYTHON"] = self._settings.conf.get("spark.pyspark.python", sys.executable)
-        conf = library.SparkConf().setAll(list(configuration(self._settings).items()))
-        with contextlib.ExitStack() as stack:
-            out: Any = sys.stderr.fileno()
-            if not submitted():  # under spark-submit, Spark shares this process's output
-                out = stack.enter_context(tempfile.NamedTemporaryFile(prefix="outlast-spark-", suffix=".log", delete=False))
-                self._log = Path(out.name)
-            self._gateway = launch_gateway(conf, {"stdout": out, "stderr": out})
-        return library.SparkContext(gateway=self._gateway, conf=conf)
+def _context(settings: Settings) -> Any:
+    library = pyspark()
+    os.environ["JAVA_HOME"] = str(spark_java.home())
+    os.environ["PYSPARK_PYTHON"] = settings.conf.get("spark.pyspark.python", sys.executable)
+    context = library.SparkContext(conf=library.SparkConf().setAll(list(configuration(settings).items())))
+    context.setLogLevel("ERROR")
+    return context
 
-    def _result(self, call: Future[Any]) -> Any:
-        """Return the result of a call. Its error names the log file, which is then kept."""
-        try:
-            return call.result()
-        except OutlastError:
-            raise
-        except Exception as error:
-            log, self._log = self._log, None
-            message = str(error)
-            if log and "JAVA_GATEWAY_EXITED" in message:
-                lines = [
-                    line for line in log.read_text(errors="replace").splitlines() if re.search("rror|xception|Invalid", line)
-                ]
-                message = (lines or ["Java did not start"])[0]
-            raise gave_up(message, str(log or "its log")) from None
 
-    def close(self) -> None:
-        """End the session, if this engine started it."""
-        if not self._gateway:
-            return
-        with contextlib.suppress(Exception):  # Java may have ended
-            if self.context:
-                self.context.stop()
-        if self._log:
-            self._log.unlink(missing_ok=True)
-        if submitted():
-            return  # spark-submit ends its Java itself
-        with contextlib.suppress(Exception):
-            self._gateway.shutdown()
-        library, process = pyspark(), self._gateway.proc
-        library.SparkContext._gateway = library.SparkContext._jvm = None  # otherwise the next context would use this Java
-        process.stdin.close()  # Java ends when its input is closed
-        try:
-            process.wait(_END_S)
-        except subprocess.TimeoutExpired:
-            process.kill()
+def _result(call: Future[Any]) -> Any:
+    try:
+        return call.result()
+    except OutlastError:
+        raise
+    except Exception as error:
+        raise gave_up(str(error)) from None
 
 
 def pyspark() -> Any:
@@ -241,7 +202,8 @@ def opened(settings: Settings, say: Say = lambda line: None) -> Iterator[Engine]
     try:
         yield engine
     finally:
-        engine.close()
+        with contextlib.suppress(Exception):  # Java may have ended, or not have started
+            engine.context.stop()
 
 
 def _in_thread(call: Callable[[], Any]) -> Future[Any]:

@@ -10,9 +10,9 @@ import functools
 import itertools
 import json
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
@@ -32,11 +32,8 @@ _CUT = re.compile(r"(?<=\S)(?=[ \n])")
 """Places to cut text without splitting a word: GPT-2's words have no space inside."""
 
 
-class Encoder(Protocol):
-    """Tokenizes text."""
-
-    def __call__(self, text: str) -> bytes:
-        """Return the tokens of `text` as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
+Encoder = Callable[[str], bytes]
+"""Returns the tokens of a text as little-endian bytes. Raises BadSource for a character outside the vocabulary."""
 
 
 def library() -> Any:
