@@ -202,7 +202,7 @@ def test_ctrl_c_ends_it_soon(tmp_path: Path) -> None:
     ("options", "reason"),
     [
         (("--conf", "spark.executor.memory=lots"), "Executor memory must be a positive number"),
-        (("--conf", "spark.driver.memory=lots"), "Invalid maximum heap size: -Xmxlots; "),
+        (("--conf", "spark.driver.memory=lots"), "Invalid maximum heap size: -Xmxlots"),
         (("--master", "local[many]"), "Could not parse Master URL: 'local[many,4]'"),
         (("--conf", "spark.pyspark.python=/nowhere/python"), "Cannot run program "),
     ],

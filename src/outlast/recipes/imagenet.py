@@ -159,7 +159,6 @@ class Training(loop.Recipe):
         s, where = self.s, device.of(self.run.device)
         self.optimizer.zero_grad()
         self.loss, self.right = torch.zeros(2, device=self.run.device).unbind()
-        self.data.check(batch.pieces)
         self.statistics.begin()
         for piece, share in batch.split(self.net):
             x, y = self.data.batch(piece, batch.epoch, self.dtype)  # (b, 3, s, s), (b,)
@@ -316,7 +315,6 @@ def measured(dtype: torch.dtype, data: Images, model: ResNet, batches: Iterable[
     for batch in batches:
         if not len(batch.indices):
             continue  # other ranks have the images
-        data.check(batch.pieces)
         for piece, _ in batch.split(model):
             x, y = data.batch(piece, None, dtype)  # (b, 3, s, s), (b,)
             with device.of(where).autocast(dtype):

@@ -4,7 +4,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -100,15 +99,6 @@ class Pictures:
             x = pixels.crop_resize(x, boxes, s.image_size, mirrored=u[:, -1] < 0.5 if s.flip else None)
         return pixels.normalised(x, dtype=dtype, memory_format=s.memory_format), y
 
-    def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Raise OutlastError for a label out of range. If the data have class names, `pixels` has already checked the labels."""
-        for (_, y, _, _), _ in pieces if not self.train.classes else ():
-            if (label := int(y.max())) >= len(self.classes):
-                raise OutlastError(
-                    f"{self.place} has label {label}, and with --num-classes {len(self.classes)} labels are 0 to "
-                    f"{len(self.classes) - 1}; raise it to {label + 1} or more"
-                )
-
 
 def stored(s: Settings, root: Path) -> int | None:
     """Return the side in pixels to which images are resized before cropping; None keeps their original size."""
@@ -143,9 +133,6 @@ class Synthetic:
             self._pool = pool.to(piece.device, dtype, memory_format=self._s.memory_format)
         labels = torch.arange(len(piece), device=piece.device) % len(self.classes)
         return self._pool[: len(piece)], labels
-
-    def check(self, pieces: Sequence[tuple[Any, float]]) -> None:
-        """Do nothing, because the labels are always valid."""
 
 
 Images = Pictures | Synthetic

@@ -173,7 +173,6 @@ class Training(loop.Recipe):
         for data, _ in batch.pieces:
             n = len(data["label"])
             weight = usable(s, self.data, self.bad, data, indices[:n])
-            perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
             extras.append((weight.to(where, non_blocking=True), hidden(s, step, indices[:n]).to(where, non_blocking=True)))
             indices = indices[n:]
         scale = torch.ones((), device=where)  # 1 / the usable share of the global batch
@@ -225,17 +224,12 @@ class Training(loop.Recipe):
     @torch.inference_mode()
     def measure(self, step: int) -> float:
         """Return the mean loss on the validation clips, which are divided among the ranks. The points are always the same."""
-        s, run, val = self.s, self.run, self.data.val
-        assert val is not None
+        s, run = self.s, self.run
         points = queried(self.model.config, s, -1)
-        first, last = share_of(len(val), run.world_size, run.rank)
+        first, last = share_of(len(self.data.val or ()), run.world_size, run.rank)
         self.model.eval()
-        sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
         with run.alive():
-            for at, data in perceiver_measure.read(val, first, last, s.test_batch_size, s.workers):
-                weight = usable(s, self.data, self.bad, data, range(at, len(val)), "val")
-                perceiver_data.checked(data["label"], self.model.config.classes, self.data.place)
-                sums = sums + perceiver_measure.measured(self.model, data, weight, points, self.dtype)
+            sums = summed(s, self.data, self.model, range(first, last), points, self.dtype, self.bad)
         self.model.train()
         means = perceiver_measure.means(sum(run.gather(sums)), s)
         values: dict[str, Any] = {f"val_{name}": value for name, value in means.items()}
@@ -376,6 +370,16 @@ def place(s: Settings, config: Config, output: Path) -> Data:
 # Measuring
 
 
+def summed(s: Settings, d: Data, model: Perceiver, clips: range, points: Points, kind: torch.dtype, bad: set[str]) -> Tensor:
+    """Return the sums of `perceiver_measure.measured` over the validation clips at the indices `clips`."""
+    assert d.val is not None
+    sums = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64)
+    for at, data in perceiver_measure.read(d.val, clips.start, clips.stop, s.test_batch_size, s.workers):
+        weight = usable(s, d, bad, data, range(at, clips.stop), "val")
+        sums = sums + perceiver_measure.measured(model, data, weight, points, kind)
+    return sums
+
+
 @torch.inference_mode()
 def evaluate(s: Settings) -> None:
     """Measure reconstruction losses, PSNR and accuracy on the validation clips. With --reconstruct, also writes a clip."""
@@ -393,11 +397,8 @@ def evaluate(s: Settings) -> None:
     points, kind = perceiver_measure.every(config), device.dtype(s.dtype, where)
     if s.eval_points:
         points = Points(queried(config, dataclasses.replace(s, image_points=s.eval_points), -1).image, points.audio)
-    sums, bad = torch.zeros(len(perceiver_measure.NAMES), dtype=torch.float64), set[str]()
-    for at, batch in perceiver_measure.read(data.val, 0, len(data.val), s.test_batch_size, s.workers):
-        weight = usable(s, data, bad, batch, range(at, len(data.val)), "val")
-        perceiver_data.checked(batch["label"], config.classes, data.place)
-        sums = sums + perceiver_measure.measured(model, batch, weight, points, kind)
+    bad = set[str]()
+    sums = summed(s, data, model, range(len(data.val)), points, kind, bad)
     means, clips = perceiver_measure.means(sums, s), int(sums[0])
     evaluation.write(path.name, model, clips=clips, skipped=len(bad), **means)
     print(f"{path.name} on {clips} validation clips of {data.place}")

@@ -134,15 +134,6 @@ def _prepared(place: str, config: Config) -> Data:
     return Data(place, train, Shards(place, VAL) if has_val else None, classes, train.fingerprint)
 
 
-def checked(labels: Tensor, classes: int, place: str) -> None:
-    """Raise OutlastError for a label outside the model's classes. `labels` must be on the CPU."""
-    if len(labels) and not 0 <= int(labels.min()) <= int(labels.max()) < classes:
-        wrong = next(int(label) for label in labels if not 0 <= label < classes)
-        raise OutlastError(
-            f"{place} has label {wrong}, and the model knows classes 0 to {classes - 1}; set --num-labels, or correct the data"
-        )
-
-
 # Synthetic videos
 
 CLASSES: Mapping[str, tuple[int, int, int]] = {  # direction (x, y) in which the square moves, and pitch in hertz
