@@ -85,16 +85,6 @@ def test_draws_are_splitmix64_of_the_index_whatever_the_batch() -> None:
     assert not any((other == found).any() for other in others)
 
 
-def test_draws_are_uniform_and_independent() -> None:
-    u = pixels.draws(0, 0, torch.arange(20_000), 8).double()
-    counts = torch.stack([torch.histc(column, 64, 0, 1) for column in u.T])
-    chi = ((counts - 20_000 / 64) ** 2 / (20_000 / 64)).sum(1)  # 63 degrees of freedom: 63 +- 11
-    assert (chi < 63 + 4 * 11.2).all()
-    several = torch.cat((u, pixels.draws(0, 1, torch.arange(20_000), 8).double(), u.roll(1, 0)), 1)  # epochs, neighbours
-    correlation = torch.corrcoef(several.T) - torch.eye(24)
-    assert correlation.abs().max() < 4.5 / 20_000**0.5
-
-
 # ---- augmentation
 
 

@@ -24,7 +24,6 @@ from outlast.recipes.imagenet import Settings
 from outlast.recipes.imagenet_model import BasicBlock, Bottleneck, ResNet, Statistics
 from outlast.recipes.shared import loop, results, settings
 from outlast.storage import checkpoints
-from outlast.training import Stream
 from outlast.training.state import checkpoint
 
 SMALL = ("--image-size=32", "--stored-size=0", "--workers=0", "--microbatch=4", "-b=8", "--print-freq=1", "--dtype=float32")
@@ -270,16 +269,6 @@ def test_packed_images_and_files_make_the_same_run(tmp_path: Path, images: Path,
         imagenet.main([str(images), *SMALL, "--epochs=1", *more])
         found.append(disturbances.final(tmp_path / name))
     assert found[0] == found[1]
-
-
-def test_each_epoch_has_every_image_once_and_another_order(images: Path) -> None:
-    """Not only the first, and not only until a change of the world."""
-    data = imagenet_data.opened(Settings(data=str(images), stored_size=0))
-    stream = Stream(data.train, batch=8, microbatch=4, epochs=3, seed=0)
-    seen = [(batch.epoch, index) for batch in stream.batches(0, 1) for index in batch.indices.tolist()]
-    epochs = [[index for epoch, index in seen if epoch == number] for number in range(3)]
-    assert [sorted(each) for each in epochs] == [list(range(30))] * 3
-    assert epochs[0] != epochs[1] != epochs[2]
 
 
 def test_fewer_than_five_classes_have_no_acc5(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

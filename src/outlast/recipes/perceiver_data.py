@@ -92,7 +92,7 @@ def opened(place: str, config: Config, *, labels: str = "", share: float = 0.1, 
         return _prepared(place, config)
     root = Path(place)
     try:
-        files = source_files.listed(root, root / ".none")
+        files = source_files.listed(root)
     except BadSource as error:
         raise OutlastError(f"no data: {error}") from error
     videos = [file for file in files if file.name.lower().endswith(video.SUFFIXES)]

@@ -133,7 +133,8 @@ class Folder(Dataset[Samples]):
 
     def __init__(self, root: str | os.PathLike[str], part: str, size: int | None, val: float, skip_bad: bool) -> None:
         images.pillow()
-        self.root, items, self.classes = packing.listed(Path(root), val)
+        self.root = images.inside(Path(root))
+        items, self.classes = packing.laid_out(self.root, source_files.listed(self.root), val)
         self.items = items[part]
         if not self.items:
             raise OutlastError(f"{root} has no images in {part}; give more, or a larger share of val")

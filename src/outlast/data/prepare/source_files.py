@@ -77,7 +77,7 @@ class Unit:
         return sum(piece.bytes for piece in self.pieces)
 
 
-def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
+def listed(source: Path, to: Path | None = None, patterns: Sequence[str] = ()) -> list[File]:
     """Return a source's files that match any of the patterns, sorted by name, or the source itself if it is a file.
 
     Without patterns, all files match. Omits hidden files and the target directory `to`. A pattern matches a file's name or its
@@ -91,7 +91,7 @@ def listed(source: Path, to: Path, patterns: Sequence[str] = ()) -> list[File]:
     if (source / dataset_directory.COMING).exists() and not (source / dataset_directory.MARKER).exists():
         raise BadSource(f"{source} is not complete: `outlast data get` has not finished there; run it again")
     try:
-        target = to.stat() if to.exists() else None
+        target = to.stat() if to and to.exists() else None
         matches = sorted(_below(source, "", [source.stat()], target), key=lambda file: file.name.encode(errors="surrogateescape"))
     except OSError as error:
         raise BadSource(f"cannot read {error.filename}: {error.strerror}; correct that, or name another source") from error

@@ -41,7 +41,7 @@ def pack(
         return os.fspath(source)
     root = images.inside(Path(source).absolute())
     settings = images.Settings(size, val=val, skip_damaged=skip_bad, stretch=size is not None)
-    files = source_files.listed(root, root / work_units.PRIVATE)
+    files = source_files.listed(root)
     if not images.cifar_batches(root):
         laid_out(root, files, val)
     about = f"{root} {sorted(settings.about().items())} {source_files.described(files)['listing']}"
@@ -85,15 +85,6 @@ def mistake(error: source_files.BadSource) -> OutlastError:
     """Convert an error of `outlast data prepare` into one that names the recipe's flags."""
     text = str(error).replace("--skip-damaged", "--skip-bad")
     return OutlastError(text.replace("with --size, or use --encoded", "with --stored-size, pixels a side"))
-
-
-def listed(root: Path, val: float) -> tuple[Path, dict[str, list[images.Item]], list[str]]:
-    """Return the directory that image paths are relative to, each part's images, and the class names.
-
-    Raises OutlastError as `laid_out` does.
-    """
-    inner = images.inside(root)
-    return inner, *laid_out(inner, source_files.listed(inner, inner / work_units.PRIVATE), val)
 
 
 def laid_out(root: Path, files: Sequence[source_files.File], val: float) -> tuple[dict[str, list[images.Item]], list[str]]:
