@@ -47,10 +47,9 @@ def fetch(
     with transfer_progress.interruptible() as stop, transfer_progress.shown("received") as tell:
         how = push_and_pull.Options(skip=left, stop=stop, progress=lambda now: tell(now.bytes, now.bytes_total))
         report = push_and_pull.pull(stored, directory, directory / OWN / "pulled", how)
-        for path in (
-            growing_files.files(stored) if not patterns else [path for path in growing_files.files(stored) if not left(path)]
-        ):
-            growing_files.fetch(stored, path, directory / path, stop)
+        for path in growing_files.files(stored):
+            if not patterns or not left(path):
+                growing_files.fetch(stored, path, directory / path, stop)
     if report.failed:
         raise OutlastError(f"{report.failed[0][0]} could not be fetched: {report.failed[0][1]}; the same command tries again")
     print(f"{stored.url}: {directory}")
