@@ -411,8 +411,8 @@ def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
         assert (len(likely), likely) == (3, sorted(likely, reverse=True))
         assert {each["name"] for each in line["classes"]} <= set(classify.CLASSES)
     bad, secret = err.splitlines()
-    assert bad.startswith(f"outlast: {folder}/bad.png is damaged or no image (")
-    assert secret == f"outlast: cannot read {folder}/secret.png: Permission denied"
+    assert bad.startswith(f"outlast: {folder}/bad.png: bad.png is damaged or no image (")
+    assert secret == f"outlast: {folder}/secret.png: cannot read {folder}/secret.png: Permission denied"
 
     classify.main([str(two / "out" / "model.pt"), str(tmp_path / "grey.png"), "--top=1", "--classes", *"abcdefghij"])
     assert re.fullmatch(rf"{tmp_path}/grey\.png  [a-j] \d+\.\d %\n", capsys.readouterr().out)

@@ -24,7 +24,6 @@ from torch import nn
 from outlast.base import files
 from outlast.base.errors import OutlastError
 from outlast.data.prepare import images
-from outlast.data.prepare.source_files import BadSource
 from outlast.job import contract
 from outlast.recipes import cifar10
 from outlast.recipes.shared import results
@@ -56,10 +55,8 @@ def read(paths: Sequence[Path], problems: list[str]) -> Iterator[tuple[Path, tor
     for path in paths:
         try:
             pixels, _ = images.pixels(path.parent, path.name, square)  # (32, 32, 3)
-        except BadSource as error:
-            problems.append(f"{path.parent / str(error).partition('; ')[0]}")
-        except OutlastError as error:  # no permission, for example
-            problems.append(str(error).partition("; ")[0])
+        except OutlastError as error:
+            problems.append(f"{path}: {str(error).partition('; ')[0]}")
         else:
             yield path, torch.tensor(pixels).permute(2, 0, 1)
 
