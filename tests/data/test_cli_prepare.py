@@ -54,17 +54,6 @@ def test_text_is_prepared_verified_and_found_there(outlast: Outlast, source: Pat
     assert (code, err) == (2, "Error: TMP/out holds another dataset, or one made with other settings; write to a new place\n")
 
 
-def test_a_flipped_bit_is_found(outlast: Outlast, source: Path, tmp_path: Path) -> None:
-    outlast("prepare", "text", source, "--to", tmp_path / "out", "--tokenizer", "char", "--processes", 1)
-    path = tmp_path / "out" / "train.bin"
-    content = bytearray(path.read_bytes())
-    content[777] ^= 4
-    path.write_bytes(content)
-    code, out, err = outlast("verify", tmp_path / "out")
-    assert (code, out) == (78, "")
-    assert err.startswith("Error: TMP/out: train.bin is damaged: its sha256 is ")
-
-
 def test_a_dataset_is_made_in_a_store(outlast: Outlast, source: Path, tmp_path: Path) -> None:
     place = f"file://{tmp_path}/store"
     command = ("prepare", "text", source, "--to", place, "--tokenizer", "char", "--shard-size", "1000", "--processes", 1)

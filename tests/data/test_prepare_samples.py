@@ -302,13 +302,6 @@ def test_a_clip_is_16_frames_and_their_sound(tmp_path: Path, fps: int, step: flo
     np.testing.assert_allclose(row["audio"], moments, atol=25)
 
 
-def test_the_sizes_are_those_of_perceiver_io(tmp_path: Path) -> None:
-    a_video(tmp_path / "source" / "wave" / "a.mkv", 0.7, size=(32, 48))
-    video.prepare(request(tmp_path), video.Settings(val=0.0))
-    (row,) = rows(tmp_path / "out", "train")
-    assert (row["video"].shape, row["audio"].shape) == ((16, 224, 224, 3), (30_720,))
-
-
 def test_a_silent_and_a_short_video_are_filled(tmp_path: Path) -> None:
     a_video(tmp_path / "source" / "wave" / "short.mkv", 0.2, sound=False)
     made = video.prepare(request(tmp_path), video.Settings(**SMALL))

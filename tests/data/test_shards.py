@@ -210,7 +210,3 @@ def test_a_torn_safetensors_file_is_refused(tmp_path: Path, cut: int) -> None:
     path.write_bytes(path.read_bytes()[:cut])
     with pytest.raises(shard_format.BadDataset, match="is not a whole safetensors file"):
         shard_format.columns(path)
-
-
-def test_a_large_vocabulary_is_written_as_uint32() -> None:
-    assert [shard_format.dtype(size) for size in (256, 65_536, 65_537)] == ["uint16", "uint16", "uint32"]
