@@ -30,11 +30,6 @@ class Accelerator:
     files: str = ""
     """Pattern for the device files in /dev. The part that `[0-9]*` matches names the device."""
     visible: str = ""
-    query: tuple[str, ...] = ()
-    """Command that prints the model of each device on this machine, one per line."""
-    vendor: str = ""
-    label: str = ""
-    """Label with the value `true` on nodes that have these devices, even if no device plugin offers them."""
 
 
 TABLE = (
@@ -46,11 +41,8 @@ TABLE = (
         backend="nccl",
         files="nvidia[0-9]*",
         visible="CUDA_VISIBLE_DEVICES",
-        query=("nvidia-smi", "--query-gpu=name", "--format=csv,noheader"),
-        vendor="NVIDIA",
-        label="nvidia.com/gpu.present",
     ),
-    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl", vendor="AMD"),  # torch for ROCm uses CUDA's names
+    Accelerator("amd.com/gpu", name="amd", device="cuda", backend="nccl"),  # torch for ROCm uses CUDA's names
     Accelerator(
         "aws.amazon.com/neuron",
         name="neuron",
@@ -60,11 +52,10 @@ TABLE = (
         device="neuron",
         backend="neuron",
         package="torch_neuronx",
-        vendor="AWS",
     ),
-    Accelerator("google.com/tpu", device="xla", backend="xla", package="torch_xla", vendor="Google"),  # and older Neuron SDKs
-    Accelerator("gpu.intel.com/i915", others=("gpu.intel.com/xe",), vendor="Intel"),
-    Accelerator("habana.ai/gaudi", device="hpu", backend="hccl", package="habana_frameworks.torch", vendor="Intel"),
+    Accelerator("google.com/tpu", device="xla", backend="xla", package="torch_xla"),  # and older Neuron SDKs
+    Accelerator("gpu.intel.com/i915", others=("gpu.intel.com/xe",)),
+    Accelerator("habana.ai/gaudi", device="hpu", backend="hccl", package="habana_frameworks.torch"),
 )
 
 NAMED = tuple(row for row in TABLE if row.name)

@@ -164,7 +164,7 @@ def _reported(cluster: Cluster, pods: Sequence[str]) -> list[Finding]:
         reported = {(check.name, check.outcome) for check in checks}
         with contextlib.suppress(ClusterError):  # the pod has not started: `_unfinished` reports why
             checks += [each for each in parse_findings(list(cluster.logs(pod))) if (each.name, each.outcome) not in reported]
-    return sorted(checks, key=lambda check: check.name == "all-reduce")  # pods report in any order; the all-reduce comes last
+    return checks
 
 
 def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Finding]:

@@ -1,4 +1,4 @@
-"""Rules about claims, Secrets and ConfigMaps that a pod waits for, and the default storage class."""
+"""Rules about claims, Secrets and ConfigMaps that a pod waits for."""
 
 from __future__ import annotations
 
@@ -12,25 +12,21 @@ from outlast.kubernetes.diagnosis.finding import Finding, joined
 from outlast.kubernetes.manifests.render_request import Document
 
 
-def default_class(snapshot: Snapshot) -> str:
-    """Return the default storage class's name; empty if there is none."""
-    key = "storageclass.kubernetes.io/is-default-class"
-    defaults = [each for each in snapshot.storage_classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
-    return pod_status.name(defaults[0]) if defaults else ""
-
-
 @per_pod
 def claims(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Find missing or unbound claims for which pods wait."""
     by_name = {pod_status.name(claim): claim for claim in snapshot.claims}
     for name in claimed(pod) if pod_status.phase(pod) == "Pending" else ():
-        claim, what = by_name.get(name), f"waits for the claim {name}"
-        if claim is not None and claim.get("status", {}).get("phase") != "Bound":
-            yield _unbound(snapshot, claim, what)
+        claim = by_name.get(name)
+        phase = claim.get("status", {}).get("phase") if claim else ""
+        if claim is not None and phase != "Bound":
+            events = tuple(map(event_text, snapshot.events_about({**claim, "kind": "PersistentVolumeClaim"})[-2:]))
+            yield messages.meaning("claims", "; ".join([f"{phase}", *events]), events, claim=name)
         elif claim is None and "persistentvolumeclaims" not in snapshot.forbidden:
             evidence = f"there are: {joined(sorted(by_name))}" if by_name else "the namespace has no claims"
             remedy = "correct `claim` under volumes, give it a `size` so that it is created, or create the PersistentVolumeClaim"
-            yield Finding("claim-missing", f"{what}, which does not exist in namespace {snapshot.namespace}", remedy, (evidence,))
+            what = f"waits for the claim {name}, which does not exist in namespace {snapshot.namespace}"
+            yield Finding("claim-missing", what, remedy, (evidence,))
 
 
 def claimed(pod: Document) -> list[str]:
@@ -39,39 +35,17 @@ def claimed(pod: Document) -> list[str]:
     return [volume["persistentVolumeClaim"]["claimName"] for volume in volumes if "persistentVolumeClaim" in volume] + ephemeral
 
 
-def _unbound(snapshot: Snapshot, claim: Document, subject: str) -> Finding:
-    class_name, what = claim["spec"].get("storageClassName"), f"{subject}, which has no volume"
-    events = tuple(event_text(event) for event in snapshot.events_about({**claim, "kind": "PersistentVolumeClaim"})[-2:])
-    classes = {pod_status.name(each): each for each in snapshot.storage_classes}
-    forbidden = "storageclasses.storage.k8s.io" in snapshot.forbidden
-    evidence = events if forbidden else (f"the cluster's storage classes: {joined(sorted(classes)) or 'none'}", *events)
-    default = default_class(snapshot)
-    storage_class = classes.get(class_name or default, {})
-    provisioner = storage_class.get("provisioner", "the provisioner")
-    if claim.get("status", {}).get("phase") == "Lost":
-        return Finding("claim-lost", f"{subject}, whose volume is gone", "restore the volume or make a new claim", events)
-    if class_name is None and (any("no storage class is set" in event for event in events) if forbidden else not default):
-        remedy = "set storageClass to one of the cluster's, make one the default, or make a PersistentVolume for it"
-        return Finding("claim-class", f"{what}: it names no storage class, and the cluster has no default one", remedy, evidence)
-    if class_name and class_name not in classes and not forbidden:
-        remedy = "correct storageClass, or install the class (delete the claim first: its class cannot be changed)"
-        return Finding("claim-class", f"{what}: there is no storage class {class_name}", remedy, evidence)
-    if any(event.startswith("ProvisioningFailed") for event in events):
-        remedy = f"see what {provisioner} says, or choose another class"
-        return Finding("claim-failed", f"{what}: {provisioner} cannot make one", remedy, events)
-    if storage_class.get("volumeBindingMode") == "WaitForFirstConsumer":
-        remedy = "see why its pod finds no node; if no other cause is given here, look at the provisioner's pods"
-        return Finding("claim-waits", f"{what}: it is created when a pod that uses it has a node", remedy, events)
-    return Finding("claim-pending", f"{what} yet", f"wait; if it stays so, see whether {provisioner} runs", events)
-
-
 # Secrets, ConfigMaps and mounts
 
 _MISSING = re.compile(
     r'(?P<kind>secret|configmap) "(?P<name>[^"]+)" not found'
     r"|couldn't find key (?P<key>\S+) in (?P<of>Secret|ConfigMap) [^/]*/(?P<its>\S+)"
 )
-_KIND_NAMES = {"secret": "Secret", "configmap": "ConfigMap"}
+_KINDS = {
+    "secret": ("Secret", "secret generic", "--from-literal=KEY=VALUE", "`secrets`"),
+    "configmap": ("ConfigMap", "configmap", "--from-file=FILE", "the template"),
+}
+"""The kind's name, kubectl's words to create one, and where the job names it."""
 
 
 def missing(message: str) -> tuple[str, str, str] | None:
@@ -94,16 +68,14 @@ def _waiting_messages(snapshot: Snapshot, pod: Document) -> Iterator[str]:
 def references(snapshot: Snapshot, pod: Document) -> Iterator[Finding]:
     """Find missing Secrets and ConfigMaps, and missing keys in them."""
     for kind, name, key in dict.fromkeys(filter(None, map(missing, _waiting_messages(snapshot, pod)))):
-        kind_name, option = _KIND_NAMES[kind], f"-n {snapshot.namespace}"
+        kind_name, create, content, field = _KINDS[kind]
         if key:
-            remedy = f"add the key to it, or correct the name of the key (kubectl describe {kind} {name} {option})"
+            remedy = f"add the key to it, or correct its name (kubectl describe {kind} {name} -n {snapshot.namespace})"
             yield Finding(f"{kind}-missing", f"waits for the key {key} of the {kind_name} {name}, which has none", remedy)
             continue
         names = sorted(snapshot.secrets if kind == "secret" else snapshot.config_maps)
         evidence = (f"there are: {joined(names)}",) if names else ()
-        remedy = f"make it (kubectl create configmap {name} {option} --from-file=FILE) or correct the template"
-        if kind == "secret":
-            remedy = f"make it (kubectl create secret generic {name} {option} --from-literal=KEY=VALUE) or correct `secrets`"
+        remedy = f"make it (kubectl create {create} {name} -n {snapshot.namespace} {content}) or correct {field}"
         what = f"waits for the {kind_name} {name}, which does not exist in namespace {snapshot.namespace}"
         yield Finding(f"{kind}-missing", what, remedy, evidence)
 

@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 
-from outlast.base import units
 from outlast.base.errors import Absent, ClusterError, Forbidden
 from outlast.job import accelerators
 from outlast.job.contract import OPERATOR_NAMESPACE
 from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import messages, sample_pod
-from outlast.kubernetes.diagnosis.claims_and_secrets import default_class
 from outlast.kubernetes.diagnosis.evidence import Snapshot
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, joined, passed, warned
 from outlast.kubernetes.diagnosis.nodes import offered, usable
@@ -45,23 +43,6 @@ def server(snapshot: Snapshot) -> Iterator[Finding]:
         yield passed("server", version)
 
 
-def namespace(snapshot: Snapshot) -> Iterator[Finding]:
-    """Check that the namespace exists, and report its Pod Security level
-    (https://kubernetes.io/docs/concepts/security/pod-security-admission/)."""
-    name, meta = snapshot.namespace, (snapshot.namespace_document or {}).get("metadata", {})
-    level = (meta.get("labels") or {}).get("pod-security.kubernetes.io/enforce")
-    if "namespaces" in snapshot.forbidden:
-        yield passed("namespace", f"{name} (its Pod Security level may not be read; workers comply with the strictest)")
-    elif snapshot.namespace_document is None:
-        yield Finding("namespace", f"{name} does not exist", f"make it (kubectl create namespace {name}), or choose one with -n")
-    elif meta.get("deletionTimestamp"):
-        yield Finding("namespace", f"{name} is being deleted", "choose another with -n")
-    elif level == "restricted":
-        yield passed("namespace", f"{name}, Pod Security level restricted: workers comply; a `template` must comply, too")
-    else:
-        yield passed("namespace", f"{name}, Pod Security level {level or 'not set'}: workers comply with the strictest level")
-
-
 def rights(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that the user has the rights that Outlast's commands require."""
     missing = [right for right in snapshot.missing_rights if right.kind != kinds.ELASTIC_JOB]
@@ -77,7 +58,7 @@ def rights(snapshot: Snapshot) -> Iterator[Finding]:
 
 def definition(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that the ElasticJob CRD is installed and that the user may use it."""
-    if kinds.ELASTIC_JOB not in snapshot.served_kinds:
+    if not snapshot.defined:
         yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT_OPERATOR}")
     elif missing := [right.verb for right in snapshot.missing_rights if right.kind == kinds.ELASTIC_JOB]:
         what = f"is defined; you may not {joined(missing, 'or')} {kinds.ELASTIC_JOB.plural}"
@@ -89,13 +70,12 @@ def definition(snapshot: Snapshot) -> Iterator[Finding]:
 
 def operator(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that the operator runs."""
-    defined = kinds.ELASTIC_JOB in snapshot.served_kinds
     if snapshot.operator is None and "deployments.apps" in snapshot.forbidden:
         yield warned("operator", f"you may not see it ({OPERATOR_NAMESPACE})", "ask the cluster's administrator whether it runs")
     elif snapshot.operator is None:
-        what = "there is none" + (": ElasticJobs are stored, and no operator acts on them" if defined else "")
+        what = "there is none" + (": ElasticJobs are stored, and no operator acts on them" if snapshot.defined else "")
         remedy = "outlast install --wait; `outlast submit --as indexed-job` needs none"
-        yield Finding("operator", what, remedy, outcome="fail" if defined else "warn")
+        yield Finding("operator", what, remedy, outcome="fail" if snapshot.defined else "warn")
     else:
         fields, where = snapshot.operator["spec"], snapshot.operator["metadata"]["namespace"]
         ready, replicas = snapshot.operator.get("status", {}).get("availableReplicas", 0), fields.get("replicas", 1)
@@ -140,65 +120,31 @@ def _size(node: Document) -> str:
 
 
 def devices(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report the nodes' accelerators, and find GPUs that no device plugin offers."""
-    if "nodes" in snapshot.forbidden:
-        remedy = "a job with resources.gpu that waits is explained by `outlast why`"
-        yield warned("accelerators", "you may not list nodes", remedy)
-        return
+    """Report the accelerators that nodes offer."""
     amounts: Counter[str] = Counter()
     for node in snapshot.nodes:
         amounts.update({name: round(amount) for name, amount in offered(node).items() if accelerators.is_accelerator(name)})
-    labelled: dict[str, str] = {}
-    for row in accelerators.TABLE:
-        names = [pod_status.name(node) for node in snapshot.nodes if node["metadata"].get("labels", {}).get(row.label) == "true"]
-        labelled |= {row.vendor: joined(names)} if names else {}
     if offers := [f"{count} × {name}" for name, count in sorted(amounts.items()) if count]:
         yield passed("accelerators", joined(offers))
-    elif labelled:
-        vendor, names_ = next(iter(labelled.items()))
-        remedy = f"install the {vendor} device plugin or GPU operator"
-        yield Finding("accelerators", f"{names_} have GPUs that no device plugin offers", remedy)
-    else:
+    elif "nodes" not in snapshot.forbidden:
         remedy = "jobs with resources.gpu wait for ever: add nodes with devices and their device plugin"
         yield warned("accelerators", "none is offered by any node", remedy)
 
 
 def storage(snapshot: Snapshot) -> Iterator[Finding]:
     """Check that a claim without a storage class gets a volume."""
+    key = "storageclass.kubernetes.io/is-default-class"
+    defaults = [each for each in snapshot.storage_classes if (each["metadata"].get("annotations") or {}).get(key) == "true"]
     names = joined(sorted(map(pod_status.name, snapshot.storage_classes)))
     if "storageclasses.storage.k8s.io" in snapshot.forbidden:
-        remedy = "name storageClass in the job file if a claim stays pending"
-        yield warned("storage", "you may not list storage classes", remedy)
-    elif not snapshot.storage_classes:
+        yield warned("storage", "you may not list storage classes", "name storageClass in the job file if a claim stays pending")
+    elif not names:
         remedy = "keep the output in a store, or ask the cluster's administrator for a provisioner"
         yield warned("storage", "there are no storage classes: new claims stay pending", remedy)
-    elif default := default_class(snapshot):
-        yield passed("storage", f"{names}; {default} is the default")
+    elif defaults:
+        yield passed("storage", f"{names}; {pod_status.name(defaults[0])} is the default")
     else:
         yield warned("storage", f"{names}; none is the default", "name storageClass under volumes in the job file")
-
-
-def optional(snapshot: Snapshot) -> Iterator[Finding]:
-    """Report which optional add-ons are installed."""
-    if kinds.POD_METRICS in snapshot.served_kinds:
-        yield passed("metrics", "served")
-    else:
-        remedy = "ask the cluster's administrator for metrics-server"
-        yield warned("metrics", "not served: `outlast top` has no numbers", remedy)
-    addons = {"Kueue": kinds.LOCAL_QUEUE, "Volcano": kinds.VOLCANO_GROUP, "coscheduling": kinds.POD_GROUP}
-    installed = joined(name for name, kind in addons.items() if kind in snapshot.served_kinds)
-    yield passed("queues and gangs", installed or f"none of {joined(addons)}; none is needed")
-
-
-def quotas(snapshot: Snapshot) -> Iterator[Finding]:
-    """Warn about quotas that are used up."""
-    for quota in snapshot.quotas:
-        status = quota.get("status", {})
-        for resource, hard in status.get("hard", {}).items():
-            used = status.get("used", {}).get(resource, "0")
-            if units.quantity(used) >= units.quantity(hard):
-                what = f"{pod_status.name(quota)}: {resource} is used up ({used} of {hard})"
-                yield warned("quota", what, "remove what is no longer needed, or have the quota raised")
 
 
 def worker(snapshot: Snapshot) -> Iterator[Finding]:
@@ -206,31 +152,18 @@ def worker(snapshot: Snapshot) -> Iterator[Finding]:
     error, message = snapshot.dry_run_error, str(snapshot.dry_run_error)
     if error is None:
         yield passed("worker", f"one with {sample_pod.LITTLE} would be admitted")
-    elif isinstance(error, Forbidden):
-        yield warned("worker", f"not tried: {message}", "a job's pods are made for you; `outlast why` says what refuses them")
-    elif "does not support dry run" in message:
+    elif isinstance(error, Absent):
+        yield Finding("worker", message, "choose another namespace with -n")
+    elif isinstance(error, Forbidden) or "does not support dry run" in message:
         yield warned("worker", f"not tried: {message}", "`outlast why` says what refuses a job's pods")
-    elif not isinstance(error, Absent):  # `namespace` reports it
+    else:
         refusal = messages.refusal(snapshot.namespace, message)
         may_fit = refusal.name == "limit-range"  # a worker that requests more, or less, may be admitted
         what = f"one with {sample_pod.LITTLE} would not be admitted: {refusal.what}"
         yield Finding("worker", what, refusal.remedy, outcome="warn" if may_fit else "fail")
 
 
-CHECKS: tuple[Callable[[Snapshot], Iterator[Finding]], ...] = (
-    server,
-    namespace,
-    rights,
-    definition,
-    operator,
-    conflicting_controllers,
-    nodes,
-    devices,
-    storage,
-    optional,
-    quotas,
-    worker,
-)
+CHECKS = (server, rights, definition, operator, conflicting_controllers, nodes, devices, storage, worker)
 
 
 def checks(snapshot: Snapshot) -> Iterator[Finding]:

@@ -60,9 +60,8 @@ class Snapshot:
     # For a namespace
 
     version: str = ""
-    namespace_document: Document | None = None
-    quotas: tuple[Document, ...] = ()
-    served_kinds: frozenset[Kind] = frozenset()
+    defined: bool = False
+    """Whether ElasticJobs are served."""
     missing_rights: tuple[Right, ...] = ()
     operator: Document | None = None
     """The operator's Deployment."""

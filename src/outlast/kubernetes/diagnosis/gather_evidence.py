@@ -29,10 +29,9 @@ RIGHTS = (
     Right("get", kinds.POD, "log"),
     Right("create", kinds.POD, "exec", required=False),
     *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
-    *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.QUOTA, kinds.NODE, kinds.STORAGE_CLASS)),
+    *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.NODE, kinds.STORAGE_CLASS)),
 )
 _ELASTIC_JOB_RIGHTS = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
-_OPTIONAL = (kinds.ELASTIC_JOB, kinds.POD_METRICS, kinds.LOCAL_QUEUE, kinds.VOLCANO_GROUP, kinds.POD_GROUP)
 
 
 class _Reader:
@@ -108,7 +107,6 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
         events=read(kinds.EVENT),
         nodes=read(kinds.NODE),
         claims=read(kinds.CLAIM),
-        storage_classes=read(kinds.STORAGE_CLASS),
         kueue_workloads=tuple(each for each in read(kinds.WORKLOAD) if owned_by(each, workload)),
         queues=read(kinds.LOCAL_QUEUE) if queue else (),
         pod_groups=tuple(each for each in groups if _labels(each).get(Label.JOB) == name or owned_by(each, workload)),
@@ -117,11 +115,7 @@ def _snapshot(read: _Reader, name: str, workload: Document, pods: Iterable[Docum
         logs=_logs(read.cluster, read.namespace, pods),
         forbidden=read.forbidden,
     )
-    return (
-        replace(snapshot, served_kinds=frozenset({kinds.ELASTIC_JOB}), operator=_operator(read))
-        if snapshot.unreconciled()
-        else snapshot
-    )
+    return replace(snapshot, defined=True, operator=_operator(read)) if snapshot.unreconciled() else snapshot
 
 
 def _labels(document: Document) -> Mapping[str, Any]:
@@ -158,19 +152,17 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 def namespace(cluster: api.Cluster) -> Snapshot:
     """Return the namespace's snapshot. Raises Unanswered or Unauthorized."""
     read = _Reader(cluster, cluster.namespace)
-    served = frozenset(kind for kind in _OPTIONAL if cluster.serves(kind))
-    rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if kinds.ELASTIC_JOB in served else ()))
+    defined = cluster.serves(kinds.ELASTIC_JOB)
+    rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if defined else ()))
     return Snapshot(
         namespace=cluster.namespace,
         version=cluster.version(),
-        namespace_document=read.one(kinds.NAMESPACE, cluster.namespace),
-        served_kinds=served,
+        defined=defined,
         missing_rights=tuple(each for each in rights if not cluster.may(each.verb, each.kind, subresource=each.subresource)),
         operator=_operator(read),
         conflicting_controllers=tuple(conflicting_controllers(cluster)),
         nodes=read(kinds.NODE),
         storage_classes=read(kinds.STORAGE_CLASS),
-        quotas=read(kinds.QUOTA),
         dry_run_error=_dry_run_error(cluster),
         forbidden=read.forbidden,
     )

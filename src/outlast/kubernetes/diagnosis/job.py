@@ -7,7 +7,6 @@ from dataclasses import replace
 from itertools import takewhile
 
 from outlast.base import units
-from outlast.job import contract
 from outlast.job.contract import End, Label
 from outlast.job.status import JobStatus
 from outlast.kubernetes.api import dropins, pod_status
@@ -102,34 +101,22 @@ def queues(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find a job that Kueue has not admitted."""
     queue = snapshot.workload.get("metadata", {}).get("labels", {}).get(_QUEUE)
     for workload in snapshot.kueue_workloads:
-        if not (pod_status.condition(workload, "Finished") or pod_status.condition(workload, "Admitted")):
-            yield _queued(snapshot, workload, workload.get("spec", {}).get("queueName") or queue)
+        if pod_status.condition(workload, "Finished") or pod_status.condition(workload, "Admitted"):
+            continue
+        checks = workload.get("status", {}).get("admissionChecks", [])
+        evidence = (
+            *_condition_text(pod_status.condition(workload, "QuotaReserved", "False")),
+            *_condition_text(pod_status.condition(workload, "Evicted")),
+            *(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks),
+        )
+        names = sorted(map(pod_status.name, snapshot.queues))
+        known = f" (there are: {joined(names)})" if names else ""
+        queue_ = workload.get("spec", {}).get("queueName") or queue
+        yield messages.meaning("kueue", "; ".join(evidence), evidence, queue=queue_, known=known)
     unseen = "workloads.kueue.x-k8s.io" in snapshot.forbidden
     if queue and not snapshot.kueue_workloads and snapshot.workload.get("spec", {}).get("suspend") and not unseen:
         remedy = "install Kueue with the framework of this kind enabled, or remove scheduling.queue from the job file"
         yield Finding("queue", f"it waits in queue {queue}, and Kueue has created no Workload for it", remedy)
-
-
-def _queued(snapshot: Snapshot, workload: Document, queue: str) -> Finding:
-    evicted = pod_status.condition(workload, "Evicted")
-    refused = pod_status.condition(workload, "QuotaReserved", "False")
-    if workload.get("spec", {}).get("active") is False:
-        what = f"its workload in queue {queue} is deactivated"
-        return Finding("queue", what, "set spec.active of the Workload to true", _condition_text(evicted))
-    if pod_status.condition(workload, "QuotaReserved"):
-        checks = [each for each in workload.get("status", {}).get("admissionChecks", []) if each.get("state") != "Ready"]
-        what = f"queue {queue} has room, and waits for {joined(str(each.get('name')) for each in checks) or 'its checks'}"
-        evidence = tuple(f"{each.get('name')}: {each.get('state')}: {each.get('message', '')}" for each in checks)
-        return Finding("queue", what, "see what these checks wait for", evidence)
-    # An ElasticJob has another Workload for additional workers.
-    growing = any(pod_status.condition(each, "Admitted") for each in snapshot.kueue_workloads)
-    what = f"queue {queue} has not admitted {'all of its workers' if growing else 'it'}"
-    if evicted:
-        what = f"queue {queue} has evicted it ({evicted.get('reason', '')})"
-    names = sorted(map(pod_status.name, snapshot.queues))
-    hint = f" (there are: {joined(names)})" if names else ""
-    evidence = (*_condition_text(refused), *_condition_text(evicted))
-    return messages.meaning("kueue", (refused or {}).get("message", ""), evidence, sentence=what, queue=queue, known=hint)
 
 
 def _condition_text(condition: Document | None) -> tuple[str, ...]:
@@ -141,22 +128,16 @@ def _condition_text(condition: Document | None) -> tuple[str, ...]:
 
 def gangs(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find a gang whose PodGroup waits for its queue, or for room for all workers."""
-    pods = [pod for pod in snapshot.pods if pod_status.phase(pod) == "Pending"]
+    pending = any(pod_status.phase(pod) == "Pending" for pod in snapshot.pods)
     for group in snapshot.pod_groups:
-        minimum = group.get("spec", {}).get("minMember", 1)
-        state = group.get("status", {}).get("phase", "")
-        if state in ("Running", "Finished") or not (pods or state in ("Pending", "Inqueue")):
-            continue
-        events = [event_text(each) for each in snapshot.events_about({**group, "kind": "PodGroup"})[-1:]]
-        evidence = (*_condition_text(pod_status.condition(group, "Unschedulable")), *events)
-        if state == "Pending" and str(group.get("apiVersion", "")).startswith("scheduling.volcano"):
-            remedy = "wait until others leave the queue, or ask for less; `kubectl describe queue` says what it may use"
-            queue = group.get("spec", {}).get("queue") or "default"
-            yield Finding("queue", f"queue {queue} of Volcano has not admitted it", remedy, evidence)
-            continue
-        remedy = f"fix the first cause that is listed for a worker, or lower workers.min ({minimum}) to what there is room for"
-        what = f"its {minimum} workers start together, and there is not room for all of them"
-        yield Finding("gang", what, remedy, evidence)
+        minimum, state = group.get("spec", {}).get("minMember", 1), group.get("status", {}).get("phase", "")
+        if state not in ("Running", "Finished") and (pending or state in ("Pending", "Inqueue")):
+            events = [event_text(each) for each in snapshot.events_about({**group, "kind": "PodGroup"})[-1:]]
+            evidence = (*_condition_text(pod_status.condition(group, "Unschedulable")), *events)
+            remedy = f"fix the first cause that is listed for a worker, lower workers.min ({minimum}), or wait for the queue"
+            yield Finding(
+                "gang", f"its {minimum} workers start together, and there is not room for all of them", remedy, evidence
+            )
 
 
 @per_pod
@@ -265,10 +246,7 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     if (failed := _failed_condition(snapshot)) is None:
         return
     reason = str(failed.get("reason", ""))
-    # The message of an ElasticJob may quote a script's error.
-    elastic_job = str(snapshot.workload.get("apiVersion")).startswith(f"{contract.GROUP}/")
-    mentions_deadline = "deadline" in f"{reason} {failed.get('message', '')}".lower()
-    if (mentions_deadline and not elastic_job) or reason == End.STARTUP_DEADLINE:
+    if reason == End.STARTUP_DEADLINE:
         reason = End.DEADLINE.value
     what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")
     if reason == End.DEADLINE:

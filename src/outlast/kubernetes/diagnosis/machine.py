@@ -15,7 +15,6 @@ from pathlib import Path
 
 from outlast import __version__
 from outlast.base import units
-from outlast.job import accelerators
 from outlast.kubernetes.diagnosis import check_pods, image_checks
 from outlast.kubernetes.diagnosis.finding import Finding, passed, warned
 
@@ -37,7 +36,6 @@ def checks() -> Iterator[Finding]:
         yield installed(name, modules, needed_for)
     if not Path(sys.executable).with_name("py-spy").exists():  # the agent expects it there
         yield warned("py-spy", "is not installed: a hang is ended without the stacks", "pip install 'outlast[train]'")
-    yield devices()
     yield free(Path.cwd(), "disk", _MIN_FREE, "free some, or set `output` to a place that has room")
     if (shared := Path("/dev/shm")).is_dir():
         yield free(shared, "shared memory", _MIN_SHARED, "mount /dev/shm larger, or use no workers in data loaders")
@@ -64,22 +62,6 @@ def installed(name: str, modules: Sequence[str], needed_for: str) -> Finding:
         what = f"{', '.join(missing)} is not installed: needed for {needed_for}"
         return warned(name, what, f"pip install 'outlast[{name}]'")
     return passed(name, ", ".join(f"{module} {metadata.version(module)}" for module in modules))
-
-
-def devices() -> Finding:
-    """Report the accelerators that a vendor's tool lists, whether or not torch finds them."""
-    rows = [row for row in accelerators.TABLE if row.query]
-    row = next((row for row in rows if shutil.which(row.query[0])), None)
-    if row is None:
-        return passed("devices", f"no {' or '.join(row.vendor for row in rows)} driver on this machine")
-    done = subprocess.run(row.query, capture_output=True, text=True, check=False)
-    names = done.stdout.strip().splitlines()
-    if done.returncode or not names:
-        error = (done.stderr or done.stdout).strip() or f"exit code {done.returncode}"
-        return warned(
-            "devices", f"{row.query[0]} lists no devices: {error}", "see whether the driver is loaded (dmesg), or use CPUs"
-        )
-    return passed("devices", f"{len(names)} × {names[0]}")
 
 
 def free(place: Path, name: str, minimum: int, remedy: str) -> Finding:

@@ -34,7 +34,7 @@ def meaning(component: str, message: str, evidence: tuple[str, ...] = (), **word
     values = {"message": message, **words, **match.groupdict()}
     values["what"] = entry.get("what", "").format(**values)
     what, remedy = table.get("what", "{what}").format(**values), entry["remedy"].format(**values)
-    return Finding(entry.get("name") or table["name"], what, remedy, evidence)
+    return Finding((entry.get("name") or table["name"]).format(**values), what, remedy, evidence)
 
 
 def refusal(namespace: str, message: str) -> Finding:

@@ -22,7 +22,6 @@ from outlast.kubernetes.manifests.scheduling import placement
 
 TOLERATED = placement.tolerations(accelerators.RESOURCES.values())
 """Workers' default tolerations for spot nodes and for nodes with accelerators."""
-_LOST_TAINTS = ("node.kubernetes.io/unreachable", "node.kubernetes.io/not-ready", "node.cloudprovider.kubernetes.io/shutdown")
 
 
 def offered(node: Document) -> dict[str, float]:
@@ -94,37 +93,22 @@ def _part_meaning(snapshot: Snapshot, pod: Document, count: int, text: str) -> F
 
 def _resource(snapshot: Snapshot, pod: Document, resource: str) -> Finding:
     requested = pod_status.requested(pod, resource)
-    offered_amounts = {pod_status.name(node): offered(node).get(resource, 0.0) for node in snapshot.nodes}
-    largest = max(offered_amounts.values(), default=0.0)
-    noun = "cores" if resource == "cpu" else resource
-    suffix = resource if resource in ("cpu", "memory", "ephemeral-storage") else "resource"
-    name = f"unschedulable-{'gpu' if accelerators.is_accelerator(resource) else suffix}"
-    request = f"asks for {amount_text(resource, requested)} {noun}"
-    evidence = (
-        f"nodes offer: {joined(f'{node} {amount_text(resource, amount)} {noun}' for node, amount in offered_amounts.items())}",
+    offers = {pod_status.name(node): offered(node).get(resource, 0.0) for node in snapshot.nodes}
+    largest = max(offers.values(), default=0.0)
+    accelerator, noun = accelerators.is_accelerator(resource), "cores" if resource == "cpu" else resource
+    kind = resource if resource in ("cpu", "memory", "ephemeral-storage") else "gpu" if accelerator else "resource"
+    amounts = joined(f"{node} {amount_text(resource, amount)} {noun}" for node, amount in offers.items())
+    situation = "unseen" if not offers else "none" if not largest else "small" if largest < requested else "full"
+    return messages.meaning(
+        "resources",
+        f"{situation} {kind}",
+        (f"nodes offer: {amounts}",) if offers else (),
+        kind=kind,
+        resource=resource,
+        request=f"{amount_text(resource, requested)} {noun}",
+        largest=amount_text(resource, largest),
+        field=f"resources.{kind}" if kind in ("cpu", "memory", "gpu") else f"what the template requests of {resource}",
     )
-    field = {"cpu": "resources.cpu", "memory": "resources.memory"}.get(resource, "resources.gpu")
-    lower = f"lower {field}" if not name.endswith("-resource") else f"lower what the template requests of {resource}"
-    if not offered_amounts:
-        remedy = f"{lower}, or ask the cluster's administrator which nodes offer it (you may not see them)"
-        return Finding(name, f"finds no node with room, or none at all: each {request}", remedy)
-    if largest == 0:
-        return Finding(name, f"finds no node: none has any {resource}", _missing_resource_remedy(snapshot, resource), evidence)
-    if largest < requested:
-        remedy = f"{lower} to less than {amount_text(resource, largest)}, or add larger nodes"
-        return Finding(name, f"finds no node that is large enough: each {request}", remedy, evidence)
-    remedy = f"wait until others leave, add nodes, or {lower} or workers.replicas"
-    return Finding(name, f"finds no node with room: each {request}, and others use it", remedy, evidence)
-
-
-def _missing_resource_remedy(snapshot: Snapshot, resource: str) -> str:
-    if not accelerators.is_accelerator(resource):
-        return f"add nodes that offer {resource}, or remove it from the template"
-    available = {
-        each for node in snapshot.nodes for each, amount in offered(node).items() if amount and accelerators.is_accelerator(each)
-    }
-    other = f"nodes have {joined(sorted(available))}: set resources.accelerator; or " if available else ""
-    return f"{other}add nodes with such devices and their device plugin (which makes {resource} known), or set resources.gpu: 0"
 
 
 def _selector(snapshot: Snapshot, pod: Document) -> Finding:
@@ -134,11 +118,10 @@ def _selector(snapshot: Snapshot, pod: Document) -> Finding:
     for term in required.get("nodeSelectorTerms", []):
         for each in term.get("matchExpressions", []):
             requirements.append((" ".join([each["key"], each["operator"], *each.get("values", [])]), each["key"]))
-    where = "nodeSelector" if selector and not required else "resources.instanceTypes or the template's affinity"
     return Finding(
         "unschedulable-selector",
         "finds no node: none has the labels that it needs",
-        f"correct {where} to labels that nodes have (kubectl get nodes --show-labels), or label the nodes",
+        "correct nodeSelector, resources.instanceTypes or the affinity to labels that nodes have, or label the nodes",
         tuple(f"{requirement}{_values(snapshot, key)}" for requirement, key in requirements),
     )
 
@@ -157,9 +140,9 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
     subject = "1 node" if count == 1 else f"{count} nodes"
     if remedy_ := messages.tables()["taints"].get(key):
         return Finding("unschedulable-node", f"finds no node: {subject} cannot take any ({key})", remedy_, evidence)
-    operator = f'key: {key}, operator: Equal, value: "{value}"' if value else f"key: {key}, operator: Exists"
     what = f"finds no node: {subject} {'is' if count == 1 else 'are'} kept for others by the taint {taint}"
-    remedy = f"if the job may run there, add `tolerations: [{{{operator}}}]` to the job file; if not, add nodes without it"
+    toleration = f"`tolerations: [{{key: {key}, operator: Exists}}]`"
+    remedy = f"if the job may run there, add {toleration} to the job file; if not, add nodes without it"
     return Finding("unschedulable-taint", what, remedy, evidence)
 
 
@@ -168,32 +151,21 @@ def _taint(snapshot: Snapshot, count: int, key: str, value: str) -> Finding:
 
 def lost_pods(snapshot: Snapshot, now: float) -> Iterator[Finding]:
     """Find unfinished pods on nodes that are missing or unreachable."""
-    nodes = {pod_status.name(node): node for node in snapshot.nodes}
+    nodes, unseen = {pod_status.name(node): node for node in snapshot.nodes}, "nodes" in snapshot.forbidden
     alive = [pod for pod in snapshot.pods if not pod_status.finished(pod) and pod["spec"].get("nodeName")]
-    for name, group in grouped((pod["spec"]["nodeName"], pod) for pod in alive).items():
-        node, forbidden = nodes.get(name), "nodes" in snapshot.forbidden
-        pods = [pod for pod in group if pod_status.unreachable(pod)] if forbidden else group
-        if not pods:
-            continue
-        subject = f"{workers(pods, 'is')} on node {name}"
-        if forbidden:
-            yield Finding("node-lost", f"{subject}, which does not answer", _restore_remedy(pods))
-            continue
-        if node is None:
-            names = " ".join(map(pod_status.name, pods))
-            remedy = f"kubectl delete pod {names} --force -n {snapshot.namespace}: then they are replaced"
-            yield Finding("node-lost", f"{subject}, which no longer exists", remedy)
-            continue
-        ready = next(pod_status.conditions(node, "Ready"), {})
+    for name, pods in grouped(
+        (pod["spec"]["nodeName"], pod) for pod in alive if not unseen or pod_status.unreachable(pod)
+    ).items():
+        ready = next(pod_status.conditions(nodes.get(name, {}), "Ready"), {})
         if ready.get("status") == "True":
             continue
         since = pod_status.timestamp(ready.get("lastTransitionTime"))
         ago = f" for {now - since:.0f} s" if since else ""
-        answers = "does not answer" if ready.get("status") == "Unknown" else "is not ready"
-        taints = [taint["key"] for taint in node["spec"].get("taints", []) if taint["key"] in _LOST_TAINTS]
+        answers = "is not ready" if ready.get("status") == "False" else "does not answer"
+        problem = f"{answers}{ago}" if unseen or name in nodes else "no longer exists"
         evidence = f"Ready is {ready.get('status')}: {ready.get('reason', '')}: {ready.get('message', '')}"
-        what = f"{subject}, which {answers}{ago}"
-        yield Finding("node-lost", what, _restore_remedy(pods), (evidence, *dict.fromkeys(f"taint {key}" for key in taints)))
+        what = f"{workers(pods, 'is')} on node {name}, which {problem}"
+        yield Finding("node-lost", what, _restore_remedy(pods), (evidence,) if ready else ())
 
 
 def _restore_remedy(pods: list[Document]) -> str:
