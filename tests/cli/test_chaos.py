@@ -179,13 +179,13 @@ def test_a_refusal_says_what_refuses(team: Team) -> None:
     api, place = team
     budget = "Cannot evict pod as it would violate the pod's disruption budget."
     api.prescribe("POST .*/eviction", apiserver.status(429, "TooManyRequests", budget))
-    with pytest.raises(Refused, match=r"Pod train-1 in namespace n cannot be evicted now: Cannot evict pod as it would violate"):
+    with pytest.raises(Refused, match=r"Pod train-1 in namespace n cannot be evicted: Cannot evict pod as it would violate"):
         place.chaos("train", "evict", worker=1, rng=random.Random(0))
     assert len(asked(api, "POST")) == 1, "it is not tried again and again"
     text = 'pods "train-1" is forbidden: User "ada" cannot create resource "pods/eviction" in API group "" in the namespace "n"'
     api.prescribe("POST .*/eviction", apiserver.status(403, "Forbidden", text))
     with pytest.raises(
-        Forbidden, match=r"ada may not create pods/eviction in namespace n; ask the cluster's administrator for a role"
+        Forbidden, match=r'User "ada" cannot create resource "pods/eviction" .*; ask the cluster.s administrator for a role'
     ):
         place.chaos("train", "evict", worker=1, rng=random.Random(0))
     with pytest.raises(NotFound, match="train has no worker 7; there are 0, 1"):

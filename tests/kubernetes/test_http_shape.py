@@ -168,39 +168,6 @@ def test_what_is_asked_for_a_new_job(kubeconfig: Path) -> None:
     assert given_up.data["metadata"]["resourceVersion"] == "100", "the first write of all was the lease"
 
 
-def test_each_kind_is_listed_and_watched_from_there(kubeconfig: Path) -> None:
-    heard = {"pods": "outlast.dev/job", "leases": "outlast.dev/job", "nodes": None, "elasticjobs": None}
-    with Mock({}) as mock, operating(mock, kubeconfig):
-        mock.until(lambda: len(mock.requests(action="WATCH")) == 5)
-    watch = {"watch": "true", "resourceVersion": "50", "allowWatchBookmarks": "true"}
-    for action, params in (("LIST", {"limit": "100"}), ("WATCH", watch)):
-        few = {"limit": "20"} if action == "LIST" else params  # one job may be as large as a page of pods
-        asked = [each for each in mock.requests(action=action) if each.resource and each.resource.plural]
-        assert {str(each.resource.plural) for each in asked if each.resource} == heard.keys()
-        for each in asked:
-            assert each.resource is not None
-            said = {name: value for name, value in each.params.items() if name not in ("timeoutSeconds", "labelSelector")}
-            expected = few if each.resource.plural == "elasticjobs" else params
-            assert (said, each.namespace, each.name) == (expected, None, None)
-            assert each.params.get("labelSelector") == heard[str(each.resource.plural)]
-
-
-def test_a_failed_pod_is_asked_to_go_by_its_uid(kubeconfig: Path) -> None:
-    with Mock({JOBS: [JOB]}) as mock, operating(mock, kubeconfig):
-        mock.until(lambda: len(mock.requests(method="POST", resource=PODS)) == 2)
-        status = mock.requests(method="PUT", subresource="status")[-1].data
-    pods = [each.data for each in mock.requests(method="POST", resource=PODS)]
-    for n, pod in enumerate(sorted(pods, key=lambda pod: pod["metadata"]["name"])):
-        pod["metadata"] |= {"uid": f"uid-{n}", "resourceVersion": "20", "creationTimestamp": "2026-01-01T00:00:00Z"}
-        pod["status"] = {"phase": "Failed" if n else "Running"}
-    job = {**JOB, "status": status["status"]}
-    with Mock({JOBS: [job], "v1/pods": pods}) as mock, operating(mock, kubeconfig):
-        mock.until(lambda: mock.requests(method="DELETE"))
-    gone = mock.requests(method="DELETE")[0]
-    assert (gone.resource, gone.namespace, gone.name, gone.subresource) == (PODS, "ml", "train-worker-1", None)
-    assert gone.data["preconditions"] == {"uid": "uid-1"}
-
-
 def test_what_the_node_watcher_asks_for(kubeconfig: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(watch, "EVICT_S", 60.0)
     node = a_node()

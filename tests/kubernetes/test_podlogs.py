@@ -241,24 +241,6 @@ def test_following_a_stateful_set_ends_with_its_workers_although_they_stay_up(co
     assert texts(list(lines)) == ["trains", "last words"]
 
 
-def test_following_asks_for_one_kind_and_leaves_agents_alone(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    api, cluster = connected
-    a_stateful_set(api)
-    api.prescribe("train-0/log.*follow=true", goes_on())
-    api.metrics["train-0"] = "outlast_done 0\n"
-    lines = backend.KubernetesBackend(cluster).logs("train", follow=True)
-    thread = threading.Thread(target=list, args=(lines,), daemon=True)
-    thread.start()
-    looks = "GET /apis/apps/v1/namespaces/n/statefulsets"
-    api.until(lambda: sum(path.startswith(looks) for path in api.asked) >= 5)
-    assert sum("/proxy/" in path for path in api.asked) == 1
-    assert sum("/batch/v1/namespaces/n/jobs" in path for path in api.asked) <= 3
-    monkeypatch.setattr(backend, "_AGENT_POLL_S", 0)
-    api.metrics["train-0"] = "outlast_done 1\n"
-    thread.join(60)
-    assert not thread.is_alive()
-
-
 def test_following_waits_for_an_api_server_that_is_away(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
     api, cluster = connected
     monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
@@ -283,14 +265,6 @@ def test_following_waits_for_an_api_server_that_is_away(connected: Connected, mo
     thread.join()
     assert [sentence.rpartition("; ")[2] for sentence in said] == ["trying again", "the cluster answers again"]
     assert "is not well (HTTP 503: down)" in said[0]
-
-
-def test_the_first_request_of_following_may_fail(connected: Connected, monkeypatch: pytest.MonkeyPatch) -> None:
-    api, cluster = connected
-    monkeypatch.setattr(kube.requests, "_ATTEMPTS", 1)
-    api.well = False
-    with pytest.raises(Unanswered, match="HTTP 503"):
-        list(backend.KubernetesBackend(cluster).logs("train", follow=True))
 
 
 def test_a_node_that_does_not_answer_hides_no_other_logs(connected: Connected) -> None:

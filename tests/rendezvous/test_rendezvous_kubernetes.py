@@ -203,7 +203,7 @@ def test_a_refusal_is_said_and_tried_again(operator: Operator, member, capfd: py
     client.report("waiting")
     until(operator.lease)
     client.close()  # it says that it is heard again
-    said = "the operator does not hear this worker; it goes on as it was and tries again: w may not patch leases.coordination"
+    said = "the operator does not hear this worker; it goes on as it was and tries again: leases.coordination"
     assert capfd.readouterr().out.count(said) == 1
 
 

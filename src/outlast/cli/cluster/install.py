@@ -107,8 +107,8 @@ def uninstall(
 ) -> None:
     """Remove Outlast from a cluster.
 
-    Everything that `outlast install` applied is deleted. The definition of ElasticJob stays unless --crds is given, because
-    deleting it also deletes all jobs and their workers.
+    Everything that `outlast install` applied is deleted, except the namespace, which may hold other objects. The definition of
+    ElasticJob stays unless --crds is given, because deleting it also deletes all jobs and their workers.
 
     \b
     Examples:

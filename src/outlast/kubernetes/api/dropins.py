@@ -8,36 +8,12 @@ from __future__ import annotations
 import importlib
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any, Protocol, cast
+from types import ModuleType
+from typing import Any
 
 from outlast.kubernetes.api.kinds import ELASTIC_JOB, LEGACY_JOB, Kind
 
 Document = Mapping[str, Any]
-
-
-class Functions(Protocol):
-    """The functions of a drop-in's module."""
-
-    def sizes(self, job: Document, /) -> tuple[int, int, int]:
-        """Return the minimum, desired and maximum number of workers."""
-
-    def processes(self, job: Document, /) -> int:
-        """Return the number of processes in each worker."""
-
-    def final_state(self, job: Document, /) -> str | None:
-        """Return `Succeeded` or `Failed`, or None if the job has not ended."""
-
-    def scale_patch(self, replicas: int, /) -> dict[str, Any]:
-        """Return the merge patch for a job's spec that sets the number of workers."""
-
-    def is_replaced_controller(self, deployment: Document, /) -> bool:
-        """Return whether this Deployment is the controller that the operator replaces."""
-
-    def definition(self) -> dict[str, Any]:
-        """Return the CustomResourceDefinition for this kind of job."""
-
-    def reconcile(self, limits: Any, cached: Any, now: float, features: Any, /) -> Any:
-        """Return the plan for one job; see `operator.reconciler_by_kind`."""
 
 
 @dataclass(frozen=True)
@@ -49,21 +25,15 @@ class DropIn:
     module: str
 
     @property
-    def functions(self) -> Functions:
-        """The drop-in's functions; the package is imported on first use."""
-        return cast(Functions, importlib.import_module(self.module))
+    def functions(self) -> ModuleType:
+        """The drop-in's functions: sizes, processes, final_state, scale_patch, is_replaced_controller, definition and reconcile.
+        The package is imported on first use."""
+        return importlib.import_module(self.module)
 
 
 DROP_INS: list[DropIn] = [
-    DropIn(
-        LEGACY_JOB,
-        "elasticjob-worker",
-        "replica-index",
-        "outlast.kubernetes.torchelastic.adapter",
-    ),
+    DropIn(LEGACY_JOB, "elasticjob-worker", "replica-index", "outlast.kubernetes.torchelastic.adapter"),
 ]
-
-
 KINDS = tuple(each.kind for each in DROP_INS)
 ELASTIC_JOBS = (ELASTIC_JOB, *KINDS)
 """Kinds of jobs that the operator runs. An object of these kinds has the job's name, and its fields may have any shape."""
@@ -74,7 +44,7 @@ def has(workload: Document) -> bool:
     return _entry(workload) is not None
 
 
-def of(workload: Document) -> Functions | None:
+def of(workload: Document) -> ModuleType | None:
     """Return the functions of the drop-in that runs this workload, or None if no drop-in does."""
     entry = _entry(workload)
     return entry.functions if entry else None

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
 import re
 from collections.abc import Mapping
@@ -25,14 +24,6 @@ _PARTICIPLES = {
     "delete": "deleted",
     "evict": "evicted",
 }
-_CANNOT = re.compile(
-    r'User "(?P<user>[^"]*)" cannot (?P<verb>\S+) resource "(?P<resource>[^"]*)"(?: in API group "(?P<group>[^"]*)")?'
-    r'(?: in the namespace "(?P<namespace>[^"]*)")?(?P<scope> at the cluster scope)?'
-)
-_WEBHOOK = re.compile(
-    r'admission webhook "(?P<name>[^"]+)" denied the request(?: without explanation|: (?P<said>.*))?', re.DOTALL
-)
-_POLICY = re.compile(r"ValidatingAdmissionPolicy '(?P<name>[^']+)'.* denied request: (?P<said>.*)", re.DOTALL)
 
 
 @dataclass(frozen=True)
@@ -59,35 +50,34 @@ def error_for(status: int, body: bytes, subject: Subject) -> ClusterError:
     """Return the error for a response whose HTTP status is not 2xx."""
     status_body = _status(body)
     message = _shortened(str(status_body.get("message") or body.decode(errors="replace").strip() or f"HTTP {status}"))
-    reason = str(status_body.get("reason") or "")
     details: Mapping[str, Any] = status_body.get("details") or {}
     cannot = f"{subject.description} cannot be {_PARTICIPLES.get(subject.verb, 'reached')}"
+    answer = f"(HTTP {status}: {message})"
     if status == 401:
         return Unauthorized(
             f"the API server {subject.server} does not accept the login, which has expired or is not for this cluster; "
             "log in again (a pod retries with its next token)"
         )
-    if status == 403 and (match := _CANNOT.search(message)):
-        return Forbidden(_forbidden(match))
+    if status == 403 and re.search(r'User ".*" cannot ', message):
+        remedy = "ask the cluster's administrator for a role with that right, or choose another namespace (-n) or --context"
+        return Forbidden(f"{message}; {remedy}")
     if status == 404:
         return _absent(details, message, subject)
-    if status == 409 and reason == "AlreadyExists":
+    if status == 409 and status_body.get("reason") == "AlreadyExists":
         return Taken(f"{subject.description} exists already")
     if status == 409:
         return Conflict(f"{cannot}: it has been changed since it was read, or is being deleted ({message}); try again")
-    if "failed calling webhook" in message or "failed to call webhook" in message:
-        return Refused(f"{cannot}: an admission webhook of the cluster does not answer: {message}")
+    if re.search("failed calling webhook|failed to call webhook|failed to create typed", message):  # 500, and no outage
+        return Refused(f"{cannot}: {message}")
     if subject.verb == "proxy" and (not status_body or "error trying to reach service" in message):
-        return Unanswered(f"{subject.description} does not answer on its port (HTTP {status}: {message})")
-    if "failed to create typed" in message:  # 500, from server-side apply
-        return Refused(f"{cannot}: {message.partition('): ')[2] or message}")
+        return Unanswered(f"{subject.description} does not answer on its port {answer}")
     if status >= 500 and subject.verb in ("log", "exec"):  # the server forwards these requests to the kubelet
-        return Unanswered(f"{cannot}: its node does not answer, or is not well (HTTP {status}: {message}); try again later")
-    if status == 429 and subject.verb == "evict":
-        return Refused(f"{cannot} now: {message}")
-    if status == 429 or status >= 500:
-        return Unanswered(f"{cannot}: the API server {subject.server} is not well (HTTP {status}: {message}); try again later")
-    return Refused(f"{cannot}: {_refused(message, details)}")
+        return Unanswered(f"{cannot}: its node does not answer, or is not well {answer}; try again later")
+    if status >= 500 or (status == 429 and subject.verb != "evict"):
+        return Unanswered(f"{cannot}: the API server {subject.server} is not well {answer}; try again later")
+    causes = [each for each in details.get("causes") or [] if each.get("field") and each["field"] != "<nil>"]
+    texts = dict.fromkeys(_shortened(f"{each['field']}: {each.get('message', '')}") for each in causes)
+    return Refused(f"{cannot}: {_shortened('; '.join(texts)) or message}")
 
 
 def _status(body: bytes) -> Mapping[str, Any]:
@@ -96,15 +86,6 @@ def _status(body: bytes) -> Mapping[str, Any]:
     except ValueError:  # a proxy's page, or plain text
         return {}
     return status if isinstance(status, dict) else {}
-
-
-def _forbidden(match: re.Match[str]) -> str:
-    resource = f"{match['resource']}.{match['group']}" if match["group"] else match["resource"]
-    where = f" in namespace {match['namespace']}" if match["namespace"] else " in the whole cluster" if match["scope"] else ""
-    return (
-        f"{match['user']} may not {match['verb']} {resource}{where}; ask the cluster's administrator for a role with that right,"
-        " or choose another namespace (-n) or context (--context)"
-    )
 
 
 def _absent(details: Mapping[str, Any], message: str, subject: Subject) -> ClusterError:
@@ -117,31 +98,6 @@ def _absent(details: Mapping[str, Any], message: str, subject: Subject) -> Clust
         remedy = INSTALLED_BY.get(subject.kind.group, f"this cluster is too old or too new for {subject.kind.api_version}")
         return NotServed(f"{subject.kind} ({subject.kind.api_version}) is not known to this cluster; {remedy}")
     return Absent(f"{subject.description} does not exist")
-
-
-def _refused(message: str, details: Mapping[str, Any]) -> str:
-    if match := _WEBHOOK.search(message):
-        return f"the admission webhook {match['name']} denied it: {match['said'] or 'it does not say why'}"
-    if match := _POLICY.search(message):
-        return f"the policy {match['name']} denied it: {match['said']}"
-    causes = details.get("causes") or []
-    texts = [f"{c['field']}: {_cause(str(c.get('message', '')))}" for c in causes if c.get("field") and c["field"] != "<nil>"]
-    if texts:
-        return _shortened("; ".join(dict.fromkeys(texts)))
-    return message
-
-
-def _cause(message: str) -> str:
-    """Return the cause in a message, such as `field is immutable` in `Invalid value: {a whole pod}: field is immutable`. A CEL
-    rule's message is returned unchanged."""
-    rest = message.removeprefix("Invalid value: ")
-    if len(message) < 120 or rest == message:
-        return message
-    with contextlib.suppress(ValueError):  # no value, or a value in Go's format: core.PodSpec{...}
-        _, end = json.JSONDecoder().raw_decode(rest)
-        if rest.startswith(": ", end):
-            return rest[end + 2 :]
-    return rest.rpartition("}: ")[2]
 
 
 def _shortened(message: str) -> str:

@@ -10,7 +10,7 @@ from outlast.kubernetes.api import dropins
 
 def replicas(workload: Mapping[str, Any]) -> int:
     if (drop_in := dropins.of(workload)) is not None:
-        return drop_in.sizes(workload)[1]
+        return int(drop_in.sizes(workload)[1])
     spec = workload.get("spec") or {}
     if workload.get("kind") == "ElasticJob":
         return int((spec.get("workers") or {}).get("replicas", 1))

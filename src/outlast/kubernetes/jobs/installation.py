@@ -2,7 +2,8 @@
 
 Documents are applied server-side, so an upgrade changes only what differs, and an interrupted installation can be repeated. The
 definition of ElasticJob is applied before the objects that need it. It is deleted only on demand, because all jobs are deleted
-with it. An existing namespace is left as it is. A cluster has only one operator, because the operator's roles are cluster-wide.
+with it. An existing namespace is left as it is, and none is deleted, because it may hold objects of others. A cluster has only
+one operator, because the operator's roles are cluster-wide.
 """
 
 from __future__ import annotations
@@ -13,9 +14,9 @@ from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from outlast.base.errors import Absent, ClusterError, Forbidden, NotServed, OutlastError
+from outlast.base.errors import Absent, ClusterError, NotServed, OutlastError
 from outlast.job import ownership
-from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE, Label
+from outlast.job.contract import OPERATOR, OPERATOR_NAMESPACE
 from outlast.kubernetes import diagnosis
 from outlast.kubernetes.api import apply_documents, dropins, kinds, pod_status, within
 from outlast.kubernetes.api.kinds import Kind, kind_of
@@ -29,29 +30,12 @@ if TYPE_CHECKING:
     from outlast.kubernetes.diagnosis import Finding
 
 _ESTABLISHED_S = 60.0
-_DELETION_S = 120.0
-"""Timeout for a deletion, in seconds. Pods have 15 s to end, and the namespace controller polls."""
-_POLL_S = 0.5
-_PROTECTED_KINDS = (
-    kinds.DEPLOYMENT,
-    kinds.STATEFUL_SET,
-    kinds.DAEMON_SET,
-    kinds.CRON_JOB,
-    kinds.JOB,
-    kinds.ELASTIC_JOB,
-    kinds.POD,
-    kinds.SERVICE,
-    kinds.CONFIG_MAP,
-    kinds.SECRET,
-    kinds.CLAIM,
-)
-"""Kinds of objects that keep a namespace from being deleted, unless Outlast owns the objects."""
 
 
 @dataclass(frozen=True)
 class Outcome:
     action: str
-    """One of created, changed, unchanged, deleting, deleted, kept and absent."""
+    """One of created, changed, unchanged, deleted, kept and absent."""
     document: Document
     reason: str = ""
 
@@ -92,9 +76,8 @@ def ensure(cluster: Cluster, desired: Sequence[Document], *, dry_run: bool = Fal
             continue
         old = apply_documents.existing(cluster, document)
         if old is not None and old["metadata"].get("deletionTimestamp"):
-            if not dry_run and not _wait_until_gone(cluster, old):
-                raise ClusterError(f"{_still_deleting(document)}; install again when it is gone")
-            old = None
+            title = f"{document['kind']} {document['metadata']['name']}"
+            raise ClusterError(f"{title} is being deleted; install again when it is gone (kubectl describe says what holds it)")
         if old is not None and not ownership.owned(old):
             yield Outcome("unchanged", document, "it was there before")
             continue
@@ -120,22 +103,6 @@ def _check_single_operator(cluster: Cluster, namespace: str) -> None:
             f"the operator of this cluster is in namespace {other}; pass --namespace {other}, "
             f"or take it away first: outlast uninstall --namespace {other}"
         )
-
-
-def _wait_until_gone(cluster: Cluster, document: Document) -> bool:
-    with within(_DELETION_S) as stop:
-        while not stop.is_set():
-            now = apply_documents.existing(cluster, document)
-            if now is None or now["metadata"].get("uid") != document["metadata"].get("uid"):
-                return True
-            stop.wait(_POLL_S)
-    return False
-
-
-def _still_deleting(document: Document) -> str:
-    kind, name = kind_of(document), document["metadata"]["name"]
-    remedy = f"kubectl describe {kind.resource} {name} says what holds it"
-    return f"{kind} {name} is still being deleted after {_DELETION_S:.0f} s: {remedy}"
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
@@ -218,7 +185,8 @@ def remove(cluster: Cluster, *, namespace: str = OPERATOR_NAMESPACE, crds: bool 
             if not document["metadata"]["name"].startswith(operator_deployment.NODE_WATCH):
                 yield Outcome("absent", document)
         elif document["kind"] == kinds.NAMESPACE.kind:
-            yield from _remove_namespace(cluster, old)
+            remedy = f"kubectl delete namespace {document['metadata']['name']}"
+            yield Outcome("kept", document, f"if nothing else is in it, delete it with: {remedy}")
         elif remaining and document["metadata"]["name"] in operator_deployment.USER_ROLES:
             yield Outcome("kept", document, "users have their rights to ElasticJobs from it; --crds removes it")
         else:
@@ -236,44 +204,6 @@ def _delete(cluster: Cluster, document: Document, old: Document | None) -> Outco
     except Absent:
         return Outcome("absent", document)
     return Outcome("deleted", document)
-
-
-def _remove_namespace(cluster: Cluster, namespace: Document) -> Iterator[Outcome]:
-    """Delete the namespace and wait until it is gone, because nothing can be installed in it until then."""
-    if not namespace["metadata"].get("deletionTimestamp"):  # it cannot be deleted twice
-        if reason := _reason_to_keep(cluster, namespace):
-            yield Outcome("kept", namespace, reason)
-            return
-        _delete(cluster, namespace, namespace)
-    if apply_documents.existing(cluster, namespace):
-        yield Outcome("deleting", namespace, "what is in it ends first")
-    gone = _wait_until_gone(cluster, namespace)
-    yield Outcome("deleted", namespace) if gone else Outcome("deleting", namespace, _still_deleting(namespace))
-
-
-def _reason_to_keep(cluster: Cluster, namespace: Document) -> str:
-    if not ownership.owned(namespace):
-        return "it was not made by `outlast install`"
-    others = []
-    for kind in _PROTECTED_KINDS:
-        try:
-            objects = cluster.list_(kind, namespace=namespace["metadata"]["name"])
-        except (NotServed, Absent):
-            continue
-        except Forbidden:
-            return f"its {kind.plural} may not be listed: they may be those of others"
-        others += [f"{kind} {each['metadata']['name']}" for each in objects if not _goes_with_namespace(kind, each)]
-    return f"there is more in it: {', '.join(others[:5])}" if others else ""
-
-
-def _goes_with_namespace(kind: Kind, document: Document) -> bool:
-    """Return whether `ensure` or the cluster itself created an object. Outlast also owns the objects of jobs, but these have a
-    job's label."""
-    if ownership.owned(document) and Label.JOB not in document["metadata"].get("labels", {}):
-        return True
-    if kind == kinds.CONFIG_MAP:
-        return document["metadata"]["name"] in ("kube-root-ca.crt", "openshift-service-ca.crt", "istio-ca-root-cert")
-    return kind == kinds.SECRET and document.get("type") == "kubernetes.io/service-account-token"
 
 
 def check_namespace(name: str) -> str:

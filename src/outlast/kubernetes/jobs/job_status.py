@@ -151,11 +151,9 @@ def is_suspended(workload: Document) -> bool:
     spec = workload.get("spec") or {}
     if workload.get("kind") == "StatefulSet":
         return spec.get("replicas") == 0
-    if (drop_in := dropins.of(workload)) is not None:
-        return drop_in.sizes(workload)[1] == 0
-    if workload.get("kind") == "ElasticJob" and _desired_workers(workload) == 0:
-        return True
-    return bool(spec.get("suspend"))
+    if dropins.has(workload):
+        return workload_template.replicas(workload) == 0
+    return bool(spec.get("suspend")) or (workload.get("kind") == "ElasticJob" and _desired_workers(workload) == 0)
 
 
 def final_state(workload: Document) -> State | None:
