@@ -382,7 +382,7 @@ def test_what_the_cluster_refuses_is_one_sentence_and_exits_with_1(api: apiserve
 
 def test_an_unknown_namespace_or_context_is_usage(api: apiserver.ApiServer, outlast: Outlast) -> None:
     code, _, err = outlast("list", "--context", "nowhere")
-    assert (code, err) == (2, "Error: there is no context nowhere in the kubeconfig; did you mean here? there are here, there\n")
+    assert (code, err) == (2, "Error: there is no context nowhere in the kubeconfig; there are here, there\n")
     code, _, err = outlast("status", "train", "-n", "Nowhere!")
     assert (code, "lower-case letters" in err) == (2, True)
 

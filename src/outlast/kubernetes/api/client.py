@@ -40,13 +40,16 @@ class LogOptions:
 
     def params(self) -> dict[str, str]:
         """Return the options as query parameters."""
-        flags = {"follow": self.follow, "previous": self.previous, "timestamps": self.timestamps}
-        params = {name: "true" for name, value in flags.items() if value}
-        params |= {"container": self.container} if self.container else {}
-        params |= {"sinceSeconds": str(max(1, round(self.since_s)))} if self.since_s is not None else {}
-        params |= {"sinceTime": self.since} if self.since else {}
-        params |= {"tailLines": str(self.tail)} if self.tail is not None else {}
-        return params
+        values = {
+            "follow": "true" * self.follow,
+            "previous": "true" * self.previous,
+            "timestamps": "true" * self.timestamps,
+            "container": self.container,
+            "sinceSeconds": "" if self.since_s is None else str(max(1, round(self.since_s))),
+            "sinceTime": self.since,
+            "tailLines": "" if self.tail is None else str(self.tail),
+        }
+        return {name: value for name, value in values.items() if value}
 
 
 class Cluster(Api):

@@ -16,7 +16,6 @@ import importlib
 import importlib.metadata
 import importlib.util
 import json
-import os
 import platform
 import shutil
 import socket
@@ -35,11 +34,6 @@ ROUNDS = 5
 if TYPE_CHECKING:
     Check = tuple[str, str, str, str]
     """A check's name, outcome, description and remedy."""
-
-
-def check_result(name: str, passed: bool, what: str, remedy: str, failure_outcome: str = "fail") -> Check:
-    """Return a check with the outcome `pass` if `passed` is true, otherwise with `failure_outcome`."""
-    return (name, "pass", what, "") if passed else (name, failure_outcome, what, remedy)
 
 
 def attempt(name: str, remedy: str, check: Callable[[], str], failure_outcome: str = "fail") -> Iterator[Check]:
@@ -67,7 +61,7 @@ def image(expected: str, accelerators: Sequence[str] = ()) -> Iterator[Check]:
     if not injected:
         yield from package("obstore", "for outputs in a store: pip install outlast[store]", "warn")
         yield from bytecode()
-        yield command()
+        yield from command()
     yield from memory()
 
 
@@ -75,7 +69,9 @@ def python(version: Sequence[int] = sys.version_info[:2]) -> Check:
     """Check that this Python is new enough."""
     minimum = ".".join(map(str, MIN_PYTHON))
     version_text = platform.python_version() if tuple(version) == sys.version_info[:2] else ".".join(map(str, version))
-    return check_result("python", tuple(version) >= MIN_PYTHON, version_text, f"install Python {minimum} or newer")
+    if tuple(version) >= MIN_PYTHON:
+        return "python", "pass", version_text, ""
+    return "python", "fail", version_text, f"install Python {minimum} or newer"
 
 
 def package(name: str, remedy: str, failure_outcome: str = "fail") -> Iterator[Check]:
@@ -139,14 +135,10 @@ def bytecode() -> Iterator[Check]:
         yield "bytecode", "pass", "torch and outlast are compiled", ""
 
 
-def command() -> Check:
-    """Check that pods would find the command `outlast`."""
+def command() -> Iterator[Check]:
+    """Check that pods would find the command `outlast`, and that it runs."""
     remedy = "put the directory of `outlast` on the image's PATH: pods run `outlast agent`"
-    if (path := shutil.which("outlast")) is None:
-        return "command", "fail", f"there is no outlast on PATH ({os.environ.get('PATH', '')})", remedy
-    done = subprocess.run([path, "--version"], capture_output=True, text=True, check=False, timeout=60)
-    text = (done.stdout or done.stderr).strip().splitlines() or [f"exit code {done.returncode}"]
-    return check_result("command", not done.returncode, text[-1], remedy)
+    return attempt("command", remedy, lambda: subprocess.check_output(["outlast", "--version"], text=True, timeout=60).strip())
 
 
 def memory(path: str = "/sys/fs/cgroup/memory.oom.group") -> Iterator[Check]:
@@ -218,42 +210,31 @@ def _all_reduce(rank: int, address: str, port: int, backend: str, timeout_s: flo
 
 def store(url: str) -> Iterator[Check]:
     """Check that a store supports the operations that Outlast needs, by trying them on a small object."""
-    name, key = "store", f".outlast-doctor-{uuid.uuid4().hex}"
-    done: list[str] = []
-    place: Any = None
+    key = f".outlast-doctor-{uuid.uuid4().hex}"
+    supported = True
 
-    def timed(step: str, call: Callable[[], Any]) -> Any:
-        nonlocal name
-        name, began = f"store {step}", time.monotonic()
-        answer = call()
-        done.append(f"{step} {(time.monotonic() - began) * 1000:.0f} ms")
-        return answer
-
-    try:
+    def tried() -> str:
+        nonlocal supported
         from outlast.storage import store as stores
 
         place = stores.open_(url, timeout_s=10)
-        timed("put", lambda: place.put(key, b"outlast"))
-        if timed("get", lambda: place.get(key)) != b"outlast":
-            raise RuntimeError(f"{key} is not what was written")
-        if key not in timed("list", lambda: [entry.key for entry in place.entries()]):
-            raise RuntimeError(f"{key} was written and is not in the list")
-        supported = timed("conditional", place.conditional)
-        timed("delete", lambda: place.delete([key]))
-    except ImportError as error:
-        yield name, "fail", f"stores cannot be used: {error}", "pip install outlast[store] in the image"
-    except Exception as error:
-        with contextlib.suppress(Exception):  # the object may not exist
+        began = time.monotonic()
+        place.put(key, b"outlast")
+        try:
+            if place.get(key) != b"outlast" or key not in [entry.key for entry in place.entries()]:
+                raise RuntimeError(f"{key} was written, and is not read or listed as it was")
+            supported = place.conditional()
+        finally:
             place.delete([key])
-        remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
-        yield name, "fail", f"{type(error).__name__}: {error}", remedy
-    else:
+        return f"{url}: put, get, list, conditional and delete took {(time.monotonic() - began) * 1000:.0f} ms"
+
+    remedy = "give the pods credentials that may do this: --secret, `secrets` in the job file, or the pod's account"
+    yield from attempt("store", remedy, tried)
+    if not supported:
         remedy = (
             "use a store that supports conditional writes (S3, GCS, Azure, MinIO), so that a zombie cannot overwrite a newer run"
         )
-        what = f"{url}: conditional writes are {'supported' if supported else 'not supported'}"
-        yield check_result("store conditional", supported, what, remedy, "warn")
-        yield "store", "pass", f"{url}: {', '.join(done)}", ""
+        yield "store conditional", "warn", f"{url}: conditional writes are not supported", remedy
 
 
 CHECKS: dict[str, Callable[..., Iterator[Check]]] = {"image": image, "torch": torch, "dns": dns, "peer": peer, "store": store}
