@@ -105,7 +105,6 @@ EBS = a_class("ebs", default=True)
 BLIND = {kind.resource: "you may not" for kind in (kinds.NAMESPACE, kinds.NODE, kinds.STORAGE_CLASS, kinds.DEPLOYMENT)}
 FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.server, {"version": "v1.36.2"}, "pass", "Kubernetes v1.36.2"),
-    (judged.server, {"version": "v1.34.0-eks-1"}, "pass", "Kubernetes v1.34.0-eks-1"),
     (judged.server, {"version": "v1.31.1"}, "warn", "Kubernetes v1.31.1; what we render is tested with 1.34 and newer"),
     (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
     (judged.rights, {}, "pass", "all that submit, logs and why need"),
@@ -123,14 +122,10 @@ FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.nodes, {"nodes": (CORDONED, SILENT)}, "fail", "none of 2 takes pods"),
     (judged.nodes, {"forbidden": BLIND}, "warn", "you may not list them"),
     (judged.nodes, {"nodes": (tainted("nvidia.com/gpu"),)}, "pass", "1, all take pods"),
-    (judged.nodes, {"nodes": (tainted("aws.amazon.com/neuron"),)}, "pass", "1, all take pods"),
-    (judged.nodes, {"nodes": (tainted("cloud.google.com/gke-spot"),)}, "pass", "1, all take pods"),
     (judged.nodes, {"nodes": (tainted("kubernetes.azure.com/scalesetpriority", "NoExecute"),)}, "pass", "1, all take pods"),
     (judged.nodes, {"nodes": (tainted("theirs", "PreferNoSchedule"),)}, "pass", "1, all take pods"),
     (judged.nodes, {"nodes": (tainted("theirs"),)}, "fail", "none of 1 takes pods"),
-    (judged.nodes, {"nodes": (tainted("nvidia.com/gpu", "NoExecute"),)}, "fail", "none of 1 takes pods"),
     (judged.devices, {"nodes": (a_node(**{"nvidia.com/gpu": "8"}),) * 2}, "pass", "16 × nvidia.com/gpu"),
-    (judged.devices, {"nodes": (PARTS,)}, "pass", "7 × nvidia.com/mig-1g.10gb"),
     (judged.devices, {"nodes": (PARTS, OTHERS)}, "pass", f"4 × amd.com/gpu, 32 × {NEURON}core, 16 × {NEURON}device and 7 × nv"),
     (judged.devices, {"nodes": (a_node(),)}, "warn", "none is offered by any node"),
     (judged.storage, {"storage_classes": (EBS, a_class("efs"))}, "pass", "ebs and efs; ebs is the default"),

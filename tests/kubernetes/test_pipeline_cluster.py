@@ -137,7 +137,7 @@ def test_a_step_trains_and_leaves_its_outputs(namespace: Namespace) -> None:
     assert (whole["restarts"], found["restarts"].strip()) == (0, "0")
     assert 0 < whole["seconds"] < 600
     assert whole["missing"]["checkpoint"].startswith("the output is in no store")
-    assert "may not" not in said, "its rights are enough"
+    assert "is forbidden" not in said, "its rights are enough"
     namespace.kubectl("delete", "pod", "short")
     namespace.apply([pod("short-again", made, "run-1", "true")])
     assert ended(namespace, "short-again") == 0
