@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import queue
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from http.server import BaseHTTPRequestHandler
@@ -58,7 +57,6 @@ class Cluster:
         self.lines: dict[tuple[str, int], list[str]] = {}
         self.cuts = list(cuts)
         self.after_cut: list[Any] = []
-        self.changes: queue.Queue[kube.Change] = queue.Queue()
         self.lock = threading.Lock()
 
     def find(self, kind: kinds.Kind, name: str, *, namespace: str) -> Document | None:
@@ -66,13 +64,6 @@ class Cluster:
 
     def list_(self, kind: kinds.Kind, *, labels: str) -> list[Document]:
         return list(self.pods.values())
-
-    def watch(self, kind: kinds.Kind, *, labels: str, stop: kube.Stop) -> Iterator[kube.Change]:
-        while not stop.is_set():
-            try:
-                yield self.changes.get(timeout=0.02)
-            except queue.Empty:
-                continue
 
     def logs(self, pod: str, options: kube.LogOptions, **_: Any) -> Iterator[str]:
         previous, since, tail = options.previous, options.since, options.tail
@@ -160,12 +151,7 @@ def test_new_pods_are_followed_and_waiting_is_explained() -> None:
     cluster = Cluster(waiting)
     cluster.lines["p", 0] = [at(1, "here")]
 
-    def begin() -> None:
-        cluster.pods["p"] = done("p", index=3)
-        for pod in (waiting, cluster.pods["p"]):
-            cluster.changes.put(kube.Change("modified", pod))
-
-    timer = threading.Timer(0.2, begin)
+    timer = threading.Timer(0.2, lambda: cluster.pods.update(p=done("p", index=3)))
     timer.start()
     lines, said = followed(cluster)
     timer.join()

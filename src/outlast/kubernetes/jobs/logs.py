@@ -79,7 +79,7 @@ def _existing_lines(
 
 @dataclass
 class Follower:
-    """Follows pods' logs. One thread watches the pods, one polls whether the job is over, and one per pod reads its log."""
+    """Follows pods' logs. One thread polls the pods and whether the job is over, and one per pod reads its log."""
 
     cluster: api.Cluster
     labels: str
@@ -95,8 +95,8 @@ class Follower:
     """Called with each new reason for waiting, and when the cluster does not answer."""
 
     def __post_init__(self) -> None:
-        self._stop, self._job_is_over, self._pods_exist = api.Stop(), threading.Event(), threading.Event()
-        self._items: queue.Queue[LogLine | api.Change | str | BaseException | None] = queue.Queue(_QUEUE)
+        self._stop, self._job_is_over = api.Stop(), threading.Event()
+        self._items: queue.Queue[LogLine | _Seen | str | BaseException | None] = queue.Queue(_QUEUE)
         self._readers: dict[str, _Reader] = {}
         self._threads: list[threading.Thread] = []
         self._reported: dict[str, str] = {}
@@ -106,19 +106,15 @@ class Follower:
         quiet for `_QUIET_S`."""
         deadline = 0.0  # deadline for the logs that are still open; 0 while the job is not over
         try:
-            for pod in backoff.until_answered(self._list, self.say, every_s=_POLL_S):
-                self._handle_pod(pod, first=True)
-            self._run(self._watch)
-            self._run(self._wait_for_the_end)
+            self._run(self._poll)
             while not self._all_read():
-                item: object = None
+                item = None
                 with contextlib.suppress(queue.Empty):
                     item = self._items.get(timeout=_PAUSE_S)
                 if isinstance(item, LogLine):
                     yield item
-                elif isinstance(item, api.Change):
-                    if item.type != "deleted":
-                        self._handle_pod(item.document, first=False)
+                elif isinstance(item, _Seen):
+                    self._handle_pod(item)
                 elif isinstance(item, str):
                     self.say(item)
                 elif isinstance(item, BaseException):
@@ -139,10 +135,7 @@ class Follower:
         reads = any(thread.is_alive() for thread in self._threads)
         return self._job_is_over.is_set() and not reads and self._items.empty()
 
-    def _list(self) -> Sequence[api.Document]:
-        return self.cluster.list_(kinds.POD, labels=self.labels)
-
-    def _put(self, item: LogLine | api.Change | str | BaseException | None) -> None:
+    def _put(self, item: LogLine | _Seen | str | BaseException | None) -> None:
         while not self._stop.is_set():
             with contextlib.suppress(queue.Full):
                 self._items.put(item, timeout=_PAUSE_S)
@@ -160,47 +153,45 @@ class Follower:
         thread.start()
         return thread
 
-    def _watch(self) -> None:
+    def _poll(self) -> None:
+        first, waiting = True, ""
         while not self._stop.is_set():
-            with contextlib.suppress(Unanswered):  # from the first list; after that, the watch retries
-                for change in self.cluster.watch(kinds.POD, labels=self.labels, stop=self._stop):
-                    self._put(change)
-            self._stop.wait(_PAUSE_S)
-
-    def _wait_for_the_end(self) -> None:
-        waiting = ""
-
-        def remaining() -> Sequence[api.Document] | None:
-            """Return all pods once the job is over, because the watch may not have reported all of them. Return None until
-            then."""
-            nonlocal waiting
-            if self._stop.is_set():
-                return ()
-            if self.is_over():
-                return self._list()
-            if not self._pods_exist.is_set() and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
+            # Whether the job is over is asked first, so that the last list has all its pods.
+            over, pods = backoff.until_answered(
+                lambda: (self.is_over(), self.cluster.list_(kinds.POD, labels=self.labels)),
+                self._put,
+                every_s=_POLL_S,
+                hopeless=lambda error: self._stop.is_set() or not isinstance(error, Unanswered),
+            )
+            for pod in pods:
+                self._put(_Seen(pod, first))
+            if over:
+                self._job_is_over.set()
+                return
+            if not pods and waiting != (waiting := f"waiting for pods: {self.no_pods_reason()}"):
                 self._put(waiting)
-            return None
-
-        while (pods := backoff.until_answered(remaining, self._put, every_s=_POLL_S)) is None:
+            first = False
             self._stop.wait(_POLL_S)
-        for pod in pods:
-            self._put(api.Change("added", pod))
-        self._job_is_over.set()
 
-    def _handle_pod(self, pod: api.Document, *, first: bool) -> None:
+    def _handle_pod(self, seen: _Seen) -> None:
         """Start reading a pod's log once the pod has started; until then, report why the pod is waiting."""
-        self._pods_exist.set()
-        uid = pod["metadata"]["uid"]
+        pod, uid = seen.pod, seen.pod["metadata"]["uid"]
         if uid in self._readers or not self.selected(pod):
             return
         if pod_status.has_started(pod):
-            tail, since_s = (self.tail, self.since_s) if first else (None, None)
+            tail, since_s = (self.tail, self.since_s) if seen.first else (None, None)
             reader = self._readers[uid] = _Reader(self.cluster, pod, self._put, self._stop, tail=tail, since_s=since_s)
             self._threads.append(self._run(reader.read))
         elif (why := pod_status.waiting_reason(pod)) and self._reported.get(uid) != why:
             self._reported[uid] = why
             self.say(f"worker {pod_status.index(pod)} {why}")
+
+
+@dataclass(frozen=True)
+class _Seen:
+    pod: api.Document
+    first: bool
+    """Whether the pod was there when the following began."""
 
 
 class _Reader:
