@@ -26,8 +26,6 @@ from outlast.job.status import CheckpointStatus, JobStatus, State, StoreStatus, 
 from outlast.kubernetes import api, diagnosis
 from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import Finding, Snapshot, containers, gather_evidence, local_job, messages, nodes
-from outlast.local import backend as local
-from outlast.local.state_dir import Run
 
 Outlast = Callable[..., tuple[int, str, str]]
 
@@ -618,20 +616,11 @@ def test_a_job_here_says_where_it_stands(status: JobStatus, rule: str, wrong: bo
     assert (cause.name, cause.failed) == (rule, wrong)
 
 
-def test_the_file_that_a_job_here_is_started_with_again_is_one_that_is_there(tmp_path: Path) -> None:
-    machine = local.LocalBackend(tmp_path)
-    state_dir = machine.state_dir("job")
-    state_dir.path.mkdir(parents=True)
-    Run("r", 0.0, str(tmp_path / "job.yaml"), "", "").write(state_dir)
-    state_dir.status.write_text(a_status(State.FAILED).model_dump_json())
-    assert machine._read(state_dir).file == ""
-    (tmp_path / "job.yaml").write_text("")
-    assert machine._read(state_dir).file == str(tmp_path / "job.yaml")
+def test_a_job_here_is_started_again_with_its_file() -> None:
     for state in (State.FAILED, State.CANCELLED):
-        (cause,) = local_job.causes(a_status(state, file=str(tmp_path / "job.yaml")), [], NOW)
-        assert cause.remedy.endswith(f"outlast run {tmp_path}/job.yaml")
-        (cause,) = local_job.causes(a_status(state), [], NOW)
-        assert cause.remedy.endswith("outlast run FILE (its job file)")
+        for file, command in (("/home/job.yaml", "/home/job.yaml"), ("", "FILE (its job file)")):
+            (cause,) = local_job.causes(a_status(state, file=file), [], NOW)
+            assert cause.remedy.endswith(f"outlast run {command}")
 
 
 HUNG = "rank 1 on worker 1 hung: no progress for 12 s after step 5: rank 0 is in run.save(5) (train.py:20), rank 1 is in lock"

@@ -156,8 +156,6 @@ class ApiServer:
         if served := re.fullmatch(r"/apis/([^/]+/[^/]+)", url.path):
             names = [{"name": k.plural} for k in KINDS if k.api_version == served[1] and k.group not in self.unserved]
             return send(handler, 200, {"resources": names}) if names else send(handler, *status(404, "NotFound", "not found"))
-        if url.path.endswith("/selfsubjectaccessreviews"):
-            return send(handler, 201, {"status": {"allowed": body["spec"]["resourceAttributes"]["verb"] != "delete"}})
         match = re.fullmatch(
             r"/(?:api/(v1)|apis/([^/]+/[^/]+))(?:/namespaces/([^/]+)(?=/))?/([^/]+)(?:/([^/]+))?(?:/(.+))?", url.path
         )

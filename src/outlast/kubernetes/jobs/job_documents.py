@@ -146,7 +146,6 @@ class Workloads:
         """Return a snapshot of a job's newest workload and that workload's pods. With `query_agents`, the snapshot contains the
         agents' metrics."""
         current = max(workloads, key=lambda each: each["metadata"]["creationTimestamp"])
-        older = [each["metadata"]["name"] for each in workloads if each is not current and job_status.final_state(each) is None]
         own = [
             pod for pod in documents if (pod["metadata"].get("labels") or {}).get(Label.JOB) == name and belongs_to(pod, current)
         ]
@@ -157,7 +156,7 @@ class Workloads:
             processes, allowed_sizes = drop_in.processes(current), (low, high)
         elif (query_agents or current["kind"] == "ElasticJob") and (job := self.job(current)):
             processes, allowed_sizes = job.spec.processes(), job_sizes(job)
-        return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, older, unknown, time.time())
+        return job_status.Snapshot(name, current, own, metrics, allowed_sizes, processes, unknown, time.time())
 
     def _metrics(self, documents: Sequence[Document]) -> tuple[Mapping[str, job_status.Metrics], str]:
         """Return the agents' metrics, keyed by pod name, and an error message if access was denied."""

@@ -7,7 +7,7 @@ fields, such as `workers`, come from the pods.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,8 +42,6 @@ class Snapshot:
     allowed_sizes: tuple[int, int] | None = None
     """`workers.min` and `workers.max`, or None if the job file was not read."""
     processes: int = 1
-    older_workloads: Sequence[str] = ()
-    """Names of unfinished workloads from earlier versions of the job file."""
     query_error: str = ""
     now: float = float("inf")
     """The current time, in seconds since the epoch."""
@@ -67,6 +65,8 @@ def status(snapshot: Snapshot) -> JobStatus:
     # `ends` already has the end before each pod's last restart.
     earlier_restarts = sum(max(0, int(pods.container_status(pod).get("restartCount", 0)) - 1) for pod in snapshot.pods)
     state, reason = _state(snapshot, newest, desired)
+    unknown = snapshot.query_error if any(map(pods.running, snapshot.pods)) else ""
+    warnings = [f"steps are not known: {unknown}"] if unknown else []
     committed = round(max((m.get("committed_step", 0) for m in reported), default=0))
     result = JobStatus(
         name=snapshot.name,
@@ -89,7 +89,7 @@ def status(snapshot: Snapshot) -> JobStatus:
         snapshot=_snapshot(reported),
         failure=_failure(snapshot.pods),
         workers=workers,
-        warnings=[*_warnings(snapshot), *(sentence for worker in workers for sentence in worker.suspicions)],
+        warnings=[*warnings, *(sentence for worker in workers for sentence in worker.suspicions)],
         output=_output(snapshot),
         store=_store(snapshot),
         submitted=pods.timestamp(meta.get("creationTimestamp")),
@@ -295,13 +295,6 @@ def _largest(told: Metrics, name: str) -> tuple[float, int]:
     """Return the largest value of a per-rank metric and the rank that it belongs to; (0, 0) if no rank has the metric."""
     values = ((value, key.rpartition("/")) for key, value in told.items())
     return max(((value, int(rank)) for value, (of, _, rank) in values if of == name), default=(0.0, 0))
-
-
-def _warnings(snapshot: Snapshot) -> Iterator[str]:
-    if snapshot.query_error and any(pods.running(pod) for pod in snapshot.pods):
-        yield f"steps are not known: {snapshot.query_error}"
-    for name in snapshot.older_workloads:
-        yield f"{name}, of an earlier file of this job, is not over; end it with: kubectl delete job {name}"
 
 
 def _environment(workload: Document) -> dict[str, str]:
