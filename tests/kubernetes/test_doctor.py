@@ -104,7 +104,6 @@ EBS = a_class("ebs", default=True)
 BLIND = {kind.resource: "you may not" for kind in (kinds.NAMESPACE, kinds.NODE, kinds.STORAGE_CLASS, kinds.DEPLOYMENT)}
 FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.server, {"version": "v1.36.2"}, "pass", "Kubernetes v1.36.2"),
-    (judged.server, {"version": "v1.31.1"}, "warn", "Kubernetes v1.31.1; what we render is tested with 1.34 and newer"),
     (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
     (judged.operator, {"operator": a_deployment(2)}, "pass", "2 of 2 run in namespace outlast-system, operator:1"),
     (judged.operator, {"operator": a_deployment(0, "ml")}, "fail", "none of 2 runs in namespace ml, operator:1"),

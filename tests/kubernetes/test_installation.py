@@ -202,19 +202,6 @@ def test_a_binding_that_an_operator_has_left_behind_is_taken_over() -> None:
     assert gather_evidence.operator_namespace(cluster.get(kinds.CLUSTER_ROLE_BINDING, "outlast-operator")) == "outlast-system"
 
 
-def test_a_definition_that_is_refused_is_told_and_nothing_is_built_on_it() -> None:
-    cluster = FakeCluster()
-
-    def refuse(document: Document) -> None:
-        if document["kind"] == "CustomResourceDefinition":
-            document["status"] = {"conditions": [{"type": "NamesAccepted", "status": "False", "message": '"ej" is taken'}]}
-
-    cluster.then = refuse
-    with pytest.raises(ClusterError, match=r'elasticjobs.outlast.dev is not accepted: "ej" is taken; remove what has its names'):
-        bring(cluster)
-    assert len(cluster.documents) == 2
-
-
 def test_a_definition_that_is_never_served_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(installation, "_ESTABLISHED_S", 0.05)
     cluster = FakeCluster()

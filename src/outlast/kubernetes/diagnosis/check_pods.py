@@ -73,14 +73,11 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
         yield warned("network", what, "add a node to test the network")
     try:
         names = [pod_status.name(cluster.create(pod(name, 0, options, peer=test_network, accelerator=accelerator)))]
-        if test_network:
-            has_address = lambda pods: any(each.get("status", {}).get("podIP") for each in pods)  # noqa: E731
-            if addressed_pods := _wait_for(cluster, name, has_address, options.timeout_s):
-                address = addressed_pods[0]["status"]["podIP"]
-                second = pod(name, 1, options, peer=True, accelerator=accelerator, address=address)
-                names.append(pod_status.name(cluster.create(second)))
-        all_finished = lambda pods: len(pods) == len(names) and all(map(pod_status.finished, pods))  # noqa: E731
-        finished = _wait_for(cluster, name, all_finished, options.timeout_s)
+        if test_network and (addressed := _wait_for(cluster, name, 1, _has_address, options.timeout_s)):
+            address = addressed[0]["status"]["podIP"]
+            second = pod(name, 1, options, peer=True, accelerator=accelerator, address=address)
+            names.append(pod_status.name(cluster.create(second)))
+        finished = _wait_for(cluster, name, len(names), pod_status.finished, options.timeout_s)
         yield from _reported(cluster, names)
         if finished is None or any(each["status"]["phase"] != "Succeeded" for each in finished):
             yield from _unfinished(cluster, name, options)
@@ -88,6 +85,10 @@ def checks(cluster: Cluster, options: Options) -> Iterator[Finding]:
         for index in (0, 1):  # both, since a creation may succeed without a response
             with contextlib.suppress(Absent):
                 cluster.delete(kinds.POD, f"{name}-{index}", grace_s=0)
+
+
+def _has_address(pod: Document) -> bool:
+    return bool(pod.get("status", {}).get("podIP"))
 
 
 def _common_accelerator(nodes: Sequence[Document]) -> Accelerator | None:
@@ -175,13 +176,15 @@ def _unfinished(cluster: Cluster, name: str, options: Options) -> Iterator[Findi
     yield from [Finding("pods", each.what, each.remedy) for each in causes] or [timeout_finding]
 
 
-def _wait_for(cluster: Cluster, name: str, ready: Callable[[list[Document]], bool], timeout_s: float) -> list[Document] | None:
-    """Return the pods once `ready` accepts them; None after the timeout, or if a pod cannot start."""
+def _wait_for(
+    cluster: Cluster, name: str, count: int, ready: Callable[[Document], bool], timeout_s: float
+) -> list[Document] | None:
+    """Return the pods once there are `count`, all of which `ready` accepts; None after the timeout, or if a pod cannot start."""
     pods: dict[str, Document] = {}
     with within(timeout_s) as stop:
         for change in cluster.watch(kinds.POD, stop=stop, labels=f"{LABEL}={name}"):
             pods[change.document["metadata"]["name"]] = change.document
-            if ready(list(pods.values())):
+            if len(pods) == count and all(map(ready, pods.values())):
                 return list(pods.values())
             if any(reason in _FATAL_REASONS for pod in pods.values() for reason, _ in pod_status.waiting_states(pod)):
                 return None

@@ -16,9 +16,8 @@ from outlast.kubernetes.diagnosis.finding import Finding, amount_text, joined, p
 from outlast.kubernetes.diagnosis.nodes import offered, usable
 from outlast.kubernetes.manifests.render_request import Document
 
-MIN_MINOR, TESTED_MINOR = 29, 34
-"""Kubernetes 1.29 is the first version that accepts the CRD's rules. In 1.34, all features that Outlast's objects use are
-stable."""
+MIN_MINOR = 29
+"""Kubernetes 1.29 is the first version that accepts the CRD's rules."""
 
 
 def minor(version: str) -> int:
@@ -35,9 +34,6 @@ def server(snapshot: Snapshot) -> Iterator[Finding]:
     version = f"Kubernetes {snapshot.version}"
     if minor(snapshot.version) < MIN_MINOR:
         yield Finding("server", f"{version} is too old", f"upgrade it to 1.{MIN_MINOR} or newer")
-    elif minor(snapshot.version) < TESTED_MINOR:
-        remedy = f"upgrade to 1.{TESTED_MINOR}, or look at `outlast submit --dry-run`"
-        yield warned("server", f"{version}; what we render is tested with 1.{TESTED_MINOR} and newer", remedy)
     else:
         yield passed("server", version)
 

@@ -106,14 +106,10 @@ def _check_single_operator(cluster: Cluster, namespace: str) -> None:
 
 
 def _wait_established(cluster: Cluster, name: str) -> None:
-
-    def established(definition: Document) -> bool:
-        if refused := pod_status.condition(definition, "NamesAccepted", "False"):
-            raise ClusterError(f"the definition {name} is not accepted: {refused.get('message')}; remove what has its names")
-        return pod_status.condition(definition, "Established") is not None
-
+    established = lambda definition: pod_status.condition(definition, "Established") is not None  # noqa: E731
     if wait_for(cluster, kinds.CRD, name, established, timeout_s=_ESTABLISHED_S) is None:
-        raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; look at it, and install again")
+        remedy = f"kubectl describe crd {name} says why; install again then"
+        raise ClusterError(f"the API server does not serve {name} after {_ESTABLISHED_S:.0f} s; {remedy}")
 
 
 def wait_for(
