@@ -24,7 +24,7 @@ from rights import needed, rights
 Document = dict[str, Any]
 Outlast = Callable[..., tuple[int, str, str]]
 TO_FOLLOW = {("get", "", "pods"), ("watch", "", "pods")}
-"""For `outlast logs -f` and `--follow`."""
+"""For `outlast logs -f` and `--follow`; the version before watched the pods."""
 
 
 def documents(file: Path) -> list[Document]:

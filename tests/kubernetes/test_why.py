@@ -145,6 +145,8 @@ WORDS = {
     "kueue": ("queue", "known"),
     "images": ("image",),
     "starts": (),
+    "exits": ("pods", "were", "code", "reason", "job", "field"),
+    "given-up": ("job",),
     "mounts": ("node",),
     "taken": ("pods", "node", "restore"),
 }

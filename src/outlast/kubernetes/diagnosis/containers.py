@@ -75,21 +75,33 @@ _SIGNALS = {each.value: each.name for each in signal.Signals}
 
 def failures(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find workers whose container failed."""
-    by_code = grouped(
-        ("OOMKilled" if termination.get("reason") == "OOMKilled" else str(termination["exitCode"]), pod)
+    by_end = grouped(
+        (_end_text(pod, termination), pod)
         for pod in snapshot.pods
         if (termination := end_in_running_pod(snapshot, pod) or pod_status.termination(pod))
         and _is_failure(snapshot, pod, termination)
     )
-    if pods := by_code.pop("OOMKilled", None):
-        yield _out_of_memory(snapshot, pods)
-    if pods := by_code.pop(str(contract.Exit.MISCONFIGURED), None):
-        reason = _reason(snapshot, pods) or "the configuration is wrong"
-        what = f"{workers(pods)} ended with exit code 78: {reason}; starting again would not help"
-        remedy = "correct the job file as the log says and submit it again"
-        yield Finding("configuration", what, remedy, tuple(line for line in _last_lines(snapshot, pods) if reason not in line))
-    for code, pods in by_code.items():
-        yield _failed(snapshot, pods, int(code))
+    download = Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {})
+    for end, pods in sorted(by_end.items(), key=lambda each: (not each[0].startswith("OOMKilled"), each[0] != "78")):
+        reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
+        signal_name = _SIGNALS.get(int(end) - 128) if end.isdecimal() else ""
+        yield messages.meaning(
+            "exits",
+            f"{end} download" if download else end,
+            _last_lines(snapshot, pods),
+            pods=workers(pods),
+            were=workers(pods, "was"),
+            code=f"{end} ({signal_name})" if signal_name else end,
+            reason=f": {reason}" if reason else "",
+            job=snapshot.name,
+            field=pod_status.memory_field(pods[0]),
+        )
+
+
+def _end_text(pod: Document, termination: Document) -> str:
+    if termination.get("reason") != "OOMKilled":
+        return str(termination["exitCode"])
+    return f"OOMKilled {pod_status.container(pod).get('resources', {}).get('limits', {}).get('memory', '')}"
 
 
 def end_in_running_pod(snapshot: Snapshot, pod: Document) -> Document | None:
@@ -119,37 +131,6 @@ def _is_failure(snapshot: Snapshot, pod: Document, termination: Document) -> boo
         and termination.get("reason") not in _NEVER_RAN
         and pod["status"].get("reason") != "Evicted"
     )
-
-
-def _out_of_memory(snapshot: Snapshot, pods: Sequence[Document]) -> Finding:
-    limit = pod_status.container(pods[0]).get("resources", {}).get("limits", {}).get("memory")
-    field = pod_status.memory_field(pods[0])
-    used, remedy = "the node's memory was used up", f"set {field}, so that the pod is put where there is room"
-    if limit:
-        used = f"it may use {limit}"
-        shared = "resources.sharedMemory" if field == "resources.memory" else "what is in /dev/shm"
-        remedy = f"raise {field}, or lower the batch or {shared}, which counts as memory"
-    what = f"{workers(pods, 'was')} killed for lack of memory: {used}"
-    return Finding("out-of-memory", what, remedy, _last_lines(snapshot, pods))
-
-
-_CRASHED = "a native library crashed: see the log; /dev/shm that is too small shows as SIGBUS (resources.sharedMemory)"
-_REMEDIES = {
-    int(contract.Exit.GIVEN_UP): "fix why the workers failed, or raise restarts.limit, and submit it again",
-    137: "see whether the node ran out of memory or somebody deleted the pod; if it recurs, set resources.memory",
-    **dict.fromkeys((132, 134, 135, 136, 139), _CRASHED),
-}
-"""Remedies, keyed by exit code, for codes that scripts do not set themselves."""
-
-
-def _failed(snapshot: Snapshot, pods: Sequence[Document], code: int) -> Finding:
-    signal_name = f" ({name})" if (name := _SIGNALS.get(code - 128)) else ""
-    reason = ": ".join(filter(None, (_reason(snapshot, pods), _exception(snapshot, pods))))
-    what = f"{workers(pods)} ended with exit code {code}{signal_name}" + (f": {reason}" if reason else "")
-    remedy = f"correct the script: `outlast logs {snapshot.name}` shows all; `outlast run` tries it on this machine"
-    if Label.DATASET in (snapshot.workload.get("metadata", {}).get("labels") or {}):
-        remedy = f"correct what it says, and give the command that made it again; `outlast logs {snapshot.name}` shows all"
-    return Finding("failing-script", what, _REMEDIES.get(code, remedy), _last_lines(snapshot, pods))
 
 
 def _reason(snapshot: Snapshot, pods: Sequence[Document]) -> str:

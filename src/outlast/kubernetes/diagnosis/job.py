@@ -7,7 +7,7 @@ from dataclasses import replace
 from itertools import takewhile
 
 from outlast.base import units
-from outlast.job.contract import End, Label
+from outlast.job.contract import Label
 from outlast.job.status import JobStatus
 from outlast.kubernetes.api import dropins, pod_status
 from outlast.kubernetes.diagnosis import cluster, containers, messages
@@ -232,31 +232,11 @@ def finished(snapshot: Snapshot) -> Finding | None:
     return None
 
 
-_REASONS = {
-    "BackoffLimitExceeded": "it was given up: its workers failed more often than restarts.limit allows",
-    "MaxFailedIndexesExceeded": "it was given up: too many of its workers failed",
-    "FailedIndexes": "it was given up: some of its workers failed too often",
-    "PodFailurePolicy": "it was given up: starting again would not have helped",
-    "DeadlineExceeded": "it was given up: it had not finished when activeDeadlineSeconds was over",
-}
-
-
 def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find a Job or ElasticJob that has failed permanently."""
-    if (failed := _failed_condition(snapshot)) is None:
-        return
-    reason = str(failed.get("reason", ""))
-    if reason == End.STARTUP_DEADLINE:
-        reason = End.DEADLINE.value
-    what = _REASONS.get(reason, f"it has failed: {failed.get('message') or reason}")
-    if reason == End.DEADLINE:
-        limit = snapshot.workload["spec"].get("activeDeadlineSeconds")
-        evidence = (*_condition_text(failed), *((f"activeDeadlineSeconds: {limit}",) if limit else ()))
-        remedy = "raise activeDeadlineSeconds, and submit it again: it goes on from its newest checkpoint"
-        yield Finding("deadline", what, remedy, evidence)
-        return
-    remedy = f"fix the cause, and submit it again; `outlast logs {snapshot.name}` shows the output of the workers"
-    yield Finding("failed", what, remedy if reason in _REASONS else "", _condition_text(failed))
+    if failed := _failed_condition(snapshot):
+        (text,) = _condition_text(failed)
+        yield messages.meaning("given-up", text, (text,), job=snapshot.name)
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
