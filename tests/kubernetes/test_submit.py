@@ -64,16 +64,6 @@ def test_a_dry_run_says_what_would_be_made_and_makes_nothing(api: apiserver.ApiS
     assert resources(api) == []
 
 
-def test_who_submits_is_told_when_what_leaving_workers_save_ends_with_them(
-    api: apiserver.ApiServer, outlast: Outlast, tmp_path: Path
-) -> None:
-    warning = "output is neither in a store nor on a volume at /out; what pods save ends with them"
-    assert warning not in outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")[2]
-    (tmp_path / "job.yaml").write_text(JOB.replace("  output: s3://bucket/runs\n", ""))
-    code, _, said = outlast("submit", "job.yaml", "--as", "indexed-job", "--dry-run")
-    assert (code, said.count(warning)) == (0, 1)
-
-
 def test_a_job_is_applied_and_the_same_again_changes_nothing(api: apiserver.ApiServer, outlast: Outlast) -> None:
     code, out, _ = outlast("submit", "job.yaml", "--as", "statefulset")
     assert code == 0
@@ -111,12 +101,6 @@ def test_who_may_make_no_secret_is_told_what_that_means(api: apiserver.ApiServer
     code, out, err = outlast("submit", "job.yaml", "--as", "indexed-job")
     assert (code, err) == (0, "")
     assert "you may not create Secret train-rdzv: anyone who knows the job file can connect to its workers" in out
-
-
-def test_one_worker_needs_no_key(api: apiserver.ApiServer, outlast: Outlast) -> None:
-    for topology in ("job", "elasticjob"):
-        outlast("submit", "job.yaml", "--as", topology, "--name", topology, "--set", "workers={replicas: 1, min: 1, max: 1}")
-    assert "secrets" not in resources(api)
 
 
 @pytest.mark.parametrize("topology", ["statefulset", "indexed-job"])

@@ -174,15 +174,6 @@ def test_what_is_refused_is_raised_at_once_and_what_may_pass_after_a_while(
     assert after_s <= scene.clock < after_s + 20
 
 
-def test_an_api_server_that_is_away_at_first_and_a_job_that_is_removed_as_soon_as_it_is_submitted() -> None:
-    scene = Scene(nothing, back, to("Succeeded"))
-    away(scene)
-    assert scene.wait().code is Code.SUCCEEDED
-    scene = Scene()
-    scene.waiter.submit(lambda: iter(()))
-    assert scene.waiter.wait().code is Code.GONE
-
-
 def test_an_api_server_that_is_away_does_not_end_the_wait() -> None:
     scene = Scene(to("Running"), away, *[nothing] * 1000, back, nothing, to("Succeeded"))
     assert scene.wait().code is Code.SUCCEEDED
@@ -510,9 +501,7 @@ def test_outputs_that_cannot_be_written_are_a_mistake_before_anything_is_submitt
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (("--wait", "--follow"), "--wait and --follow exclude each other: leave one of them out"),
         (("--wait", "--fresh"), "--wait and --fresh exclude each other: a step that is run again would start again"),
-        (("--wait", "--idempotency-key", ""), "--idempotency-key is empty; give the id of the pipeline's run"),
         (("--outputs", "out"), "--outputs and --on-terminate are for --wait; add it"),
     ],
 )
