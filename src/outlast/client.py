@@ -193,10 +193,10 @@ class Job:
 
         Raises NoCluster if there is no kubeconfig, and AlreadyRunning if the job runs with other fields.
         """
-        from outlast.kubernetes.jobs import rendering
+        from outlast.kubernetes.jobs.backend import KubernetesBackend
 
         cluster = _connected(namespace or self.file.metadata.namespace, context)
-        place = _closing(rendering.backend(cluster, topology, say))
+        place = _closing(KubernetesBackend(cluster, topology=topology, say=say))
         if not place.cluster.has_namespace():
             raise place.workloads.no_namespace()
         place.submit(self.file, source=Path(f"{self.name}.yaml"), fresh=fresh, take_over=take_over, say=say)

@@ -18,7 +18,6 @@ from outlast.job import spec
 from outlast.job.backend import Backend
 from outlast.job.status import JobStatus, State
 from outlast.kubernetes import api as kube
-from outlast.kubernetes import manifests
 from outlast.kubernetes.api import kinds
 from outlast.kubernetes.jobs import backend as kubernetes
 from outlast.local import backend as local
@@ -64,11 +63,6 @@ class Place:
             assert time.monotonic() < deadline, status
             time.sleep(0.05)
         return status
-
-
-def indexed(job: spec.Job, source: Path, run: str | None, fresh: bool) -> list[kube.Document]:
-    del source, run, fresh
-    return manifests.render(job, "indexed-job")
 
 
 def controller(api: apiserver.ApiServer) -> None:
@@ -120,12 +114,12 @@ def place(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.Mo
     elif request.param == "api":
         api = apiserver.ApiServer()
         with apiserver.connected(api, tmp_path, monkeypatch) as cluster:
-            yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: controller(api))
+            yield Place(kubernetes.KubernetesBackend(cluster, topology="indexed-job"), file, lambda: controller(api))
     else:
         namespace = f"kube-{uuid.uuid4().hex[:8]}"
         cluster = kube.connect(namespace=namespace)
         cluster.create({"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace}})
-        yield Place(kubernetes.KubernetesBackend(cluster, documents=indexed), file, lambda: None)
+        yield Place(kubernetes.KubernetesBackend(cluster, topology="indexed-job"), file, lambda: None)
         cluster.delete(kinds.NAMESPACE, namespace)
         cluster.close()
 

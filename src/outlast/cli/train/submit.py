@@ -127,7 +127,6 @@ def _check(wait: bool, *, follow: bool, dry_run: bool, fresh: bool, others: bool
 
 def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, context: str | None) -> KubernetesBackend:
     """Return the cluster's backend for jobs with this topology."""
-    from outlast.kubernetes.jobs import rendering
     from outlast.kubernetes.jobs.backend import KubernetesBackend
 
     if isinstance(ctx.obj, KubernetesBackend):
@@ -135,7 +134,7 @@ def backend(ctx: typer.Context, job: Job, topology: str, namespace: str | None, 
     else:
         cluster = find_job.cluster(ctx, namespace or job.metadata.namespace, context).cluster
 
-    return rendering.backend(cluster, topology, terminal.say)
+    return KubernetesBackend(cluster, topology=topology, say=terminal.say)
 
 
 def _change(cluster: Cluster, document: Document) -> str:

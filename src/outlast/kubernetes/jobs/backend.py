@@ -24,7 +24,7 @@ from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.jobs import evaluation, fault_injection, job_status
 from outlast.kubernetes.jobs import logs as podlogs
 from outlast.kubernetes.jobs.job_documents import KINDS, WORKERS, Workloads, job_name
-from outlast.kubernetes.jobs.submission import Submission, render_elasticjob
+from outlast.kubernetes.jobs.submission import Submission
 from outlast.storage.runs import output as stored
 
 if TYPE_CHECKING:
@@ -38,8 +38,8 @@ _AGENT_POLL_S = 5.0
 
 
 class KubernetesBackend:
-    """The backend for the jobs in one namespace. `list` returns only jobs that `selector` matches, and searches all namespaces if
-    `everywhere` is true."""
+    """The backend for the jobs in one namespace. It submits jobs with this topology, and calls `say` with a sentence about where
+    code is shipped. `list` returns only jobs that `selector` matches, and searches all namespaces if `everywhere` is true."""
 
     poll_s = 2.0
 
@@ -47,14 +47,15 @@ class KubernetesBackend:
         self,
         cluster: api.Cluster,
         *,
-        documents: Callable[[Job, Path, str | None, bool], list[Document]] = render_elasticjob,
+        topology: str = "elasticjob",
+        say: Callable[[str], None] = lambda _: None,
         everywhere: bool = False,
         selector: str = "",
     ) -> None:
         self.cluster = cluster
         self.everywhere, self.selector = everywhere, selector
         self.workloads = Workloads(cluster)
-        self.submission = Submission(self.workloads, documents)
+        self.submission = Submission(self.workloads, topology, say)
         self.notices: list[str] = []
 
     # Reading jobs

@@ -1,32 +1,17 @@
-"""A job's documents and code, and the backend that applies them."""
+"""A job's documents and code."""
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from outlast.base.errors import InvalidJob, OutlastError
 from outlast.job.spec import Job
-from outlast.kubernetes import api, manifests
-from outlast.kubernetes.jobs.backend import KubernetesBackend
+from outlast.kubernetes import manifests
 from outlast.kubernetes.jobs.parcel import CONFIG_MAP_BYTES, Parcel, pack
 from outlast.kubernetes.manifests import volumes
-
-
-def backend(cluster: api.Cluster, topology: str, say: Callable[[str], None]) -> KubernetesBackend:
-    """Return a backend that submits jobs with this topology. `say` is called with a sentence about where code is shipped."""
-
-    def documents(job: Job, source: Path, run: str | None, fresh: bool) -> list[api.Document]:
-        with rendered(job, topology, source=source, namespace=cluster.namespace, run=run, fresh=fresh) as (found, parcel):
-            if run is not None:  # if there is no run, the documents are only compared
-                if parcel.sentence:
-                    say(parcel.sentence)
-                parcel.upload()
-            return found
-
-    return KubernetesBackend(cluster, documents=documents)
 
 
 @contextlib.contextmanager

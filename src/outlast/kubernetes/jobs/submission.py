@@ -29,14 +29,6 @@ FILE_ANNOTATION = "outlast.dev/file"
 without `submit`."""
 
 
-def render_elasticjob(job: Job, source: Path, run: str | None, fresh: bool) -> list[Document]:
-    """Return a job's documents for the operator. `run` defaults to a digest of the file."""
-    from outlast.kubernetes import manifests
-
-    del source
-    return manifests.render(job, "elasticjob", run=run, fresh=fresh)
-
-
 def _release_owner(url: str) -> str:
     from outlast.storage import store
     from outlast.storage.runs import heartbeat as alive
@@ -49,15 +41,16 @@ _REMEDY = "submit under another --name, or in another namespace (-n)"
 
 
 class Submission:
-    def __init__(self, workloads: Workloads, documents: Callable[[Job, Path, str | None, bool], list[Document]]) -> None:
-        self.workloads, self.documents, self.cluster = workloads, documents, workloads.cluster
+    def __init__(self, workloads: Workloads, topology: str, say: Callable[[str], None]) -> None:
+        """`say` is called with a sentence about where code is shipped."""
+        self.workloads, self.topology, self.say, self.cluster = workloads, topology, say, workloads.cluster
 
     def apply(self, job: Job, *, source: Path, fresh: bool = False, take_over: bool = False) -> Iterator[str]:
         """Submit a job, and yield a sentence for each step, such as `Job train-0a1b2c3d created`. With `take_over`, take the run
         in the store from the job that trains it elsewhere. Raises AlreadyRunning if this namespace already has a job of this name
         that must not be replaced."""
         url = self._store_to_take_over(job, fresh) if take_over else ""
-        from_file = workload_in(self.documents(job, source, None, False))
+        from_file = workload_in(self._documents(job, source))
         if not (fresh or take_over):
             for existing in self.workloads.of(job.metadata.name):
                 ended = self._ended(existing)
@@ -65,7 +58,7 @@ class Submission:
                     yield self._resume_existing(existing, from_file, ended)
                     return
         # Each submission owns the run under a new id, because an earlier submission of the file may have ended or be stopped.
-        documents = self.documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh)
+        documents = self._documents(job, source, f"{job.metadata.name}-{RANDOM.getrandbits(32):08x}", fresh=fresh)
         workload = workload_in(documents)
         if run := (from_file["metadata"].get("labels") or {}).get(Label.RUN):
             workload["metadata"].setdefault("annotations", {})[FILE_ANNOTATION] = run
@@ -97,6 +90,18 @@ class Submission:
             elif kind in KINDS:
                 for each in companions:
                     self.workloads.adopt(each, result.new)
+
+    def _documents(self, job: Job, source: Path, run: str | None = None, *, fresh: bool = False) -> list[Document]:
+        """Return a job's documents. If there is a run, they are to be applied, and the code is uploaded."""
+        from outlast.kubernetes.jobs import rendering
+
+        namespace = self.cluster.namespace
+        with rendering.rendered(job, self.topology, source=source, namespace=namespace, run=run, fresh=fresh) as (made, parcel):
+            if run is not None:
+                if parcel.sentence:
+                    self.say(parcel.sentence)
+                parcel.upload()
+            return made
 
     def _reopen_run(self, job: Job) -> Iterator[str]:
         """Reopen a succeeded job's run if the job now requests more steps or epochs."""
