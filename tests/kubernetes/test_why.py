@@ -742,7 +742,7 @@ def a_cluster(name: str, **options: Any) -> FakeCluster:
     """A cluster that shows what was recorded."""
     found = situations.recorded(name)
     cluster = FakeCluster(a_namespace(), **options)
-    for kind in (kinds.JOB, kinds.POD, kinds.EVENT, kinds.NODE, kinds.QUOTA, kinds.CLAIM):
+    for kind in (kinds.JOB, kinds.POD, kinds.EVENT, kinds.NODE, kinds.CLAIM):
         for document in found[kind.plural]:
             cluster.put({**document, "apiVersion": kind.api_version, "kind": kind.kind})
     for kind in (kinds.SECRET, kinds.CONFIG_MAP):
