@@ -146,7 +146,7 @@ WORDS = {
     "images": ("image",),
     "starts": (),
     "exits": ("pods", "were", "code", "reason", "job", "field"),
-    "given-up": ("job",),
+    "given-up": ("job", "said"),
     "mounts": ("node",),
     "taken": ("pods", "node", "restore"),
 }

@@ -236,7 +236,8 @@ def permanent_failure(snapshot: Snapshot, _: float) -> Iterator[Finding]:
     """Find a Job or ElasticJob that has failed permanently."""
     if failed := _failed_condition(snapshot):
         (text,) = _condition_text(failed)
-        yield messages.meaning("given-up", text, (text,), job=snapshot.name)
+        said = failed.get("message") or failed.get("reason")
+        yield messages.meaning("given-up", text, (text,), job=snapshot.name, said=said)
 
 
 def _failed_condition(snapshot: Snapshot) -> Document | None:
