@@ -97,6 +97,7 @@ def a_deployment(available: int, namespace: str = "outlast-system") -> Document:
 
 
 CORDONED, SILENT = a_node("node-b", spec={"unschedulable": True}), a_node("c", ready="Unknown")
+CREATE, LIST = gather_evidence.RIGHTS[0], gather_evidence.RIGHTS[-1]
 PARTS = a_node(**{"nvidia.com/mig-1g.10gb": "7", "nvidia.com/gpu": "0", "ephemeral-storage": "90Gi"})
 NEURON = "aws.amazon.com/neuron"
 OTHERS = a_node(**{"amd.com/gpu": "4", f"{NEURON}core": "32", f"{NEURON}device": "16"})
@@ -105,6 +106,11 @@ BLIND = {kind.resource: "you may not" for kind in (kinds.NAMESPACE, kinds.NODE, 
 FACTS: tuple[tuple[Any, dict[str, Any], str, str], ...] = (
     (judged.server, {"version": "v1.36.2"}, "pass", "Kubernetes v1.36.2"),
     (judged.server, {"version": "v1.24.0"}, "fail", "Kubernetes v1.24.0 is too old"),
+    (judged.rights, {}, "pass", "all that submit, logs and why need"),
+    (judged.rights, {"missing_rights": (CREATE, LIST)}, "fail", "you may not create jobs.batch"),
+    (judged.rights, {"missing_rights": (LIST,)}, "warn", "enough to submit; you may not list storageclasses.storage.k8s.io"),
+    (judged.definition, {}, "warn", "is not defined here"),
+    (judged.definition, {"defined": True}, "pass", "is defined"),
     (judged.operator, {"operator": a_deployment(2)}, "pass", "2 of 2 run in namespace outlast-system, operator:1"),
     (judged.operator, {"operator": a_deployment(0, "ml")}, "fail", "none of 2 runs in namespace ml, operator:1"),
     (judged.operator, {"defined": True}, "fail", "there is none: ElasticJobs are stored, and no operator acts on them"),
@@ -176,6 +182,22 @@ def test_an_archived_controller_that_runs_is_a_failure() -> None:
     assert "controller" not in found(FakeCluster(a_deployment(2)))
 
 
+class Defined(FakeCluster):
+    """ElasticJobs are known here."""
+
+    def serves(self, kind: kinds.Kind) -> bool:
+        return kind == kinds.ELASTIC_JOB or super().serves(kind)
+
+
+def test_who_may_not_make_elasticjobs_is_told_of_the_role_and_that_jobs_work_without() -> None:
+    checks = found(Defined(a_deployment(2), forbidden=(kinds.ELASTIC_JOB,)))
+    assert checks["rights"].outcome == "pass"
+    assert (check := checks["ElasticJob"]).outcome == "warn"
+    assert check.what == "is defined; you may not create, list, patch or delete elasticjobs"
+    assert all(said in check.remedy for said in ("ClusterRole outlast-edit", "`outlast submit --as indexed-job` works without"))
+    assert found(Defined(a_deployment(2)))["ElasticJob"].outcome == "pass"
+
+
 SMALL = "one with 100m cores and 256Mi"
 QUOTA = "lets in only pods that say what they need: limits.cpu is not set"
 LIMIT = "minimum cpu usage per Container is 1, but request is 100m"
@@ -214,7 +236,7 @@ def test_a_whole_cluster_is_looked_at_and_nothing_changed() -> None:
     cluster = FakeCluster(a_namespace(), a_node())
     shown = found(cluster)
     assert shown["worker"] == passed("worker", f"{SMALL} would be admitted")
-    assert shown["operator"].outcome == "warn"
+    assert shown["ElasticJob"].outcome == "warn"
     assert [check for check in shown.values() if check.outcome == "fail"] == []
     assert cluster.order == []
 
@@ -222,7 +244,7 @@ def test_a_whole_cluster_is_looked_at_and_nothing_changed() -> None:
 def test_someone_who_may_read_nothing_is_told_what_that_costs() -> None:
     blind = (kinds.NODE, kinds.STORAGE_CLASS, kinds.NAMESPACE, kinds.DEPLOYMENT)
     outcomes = {name: check.outcome for name, check in found(FakeCluster(forbidden=blind)).items()}
-    names = ("nodes", "storage", "operator")
+    names = ("rights", "nodes", "storage", "operator")
     assert {name: outcomes[name] for name in names} == dict.fromkeys(names, "warn")
 
 

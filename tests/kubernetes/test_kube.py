@@ -276,6 +276,12 @@ def test_a_user_who_acts_as_another_does_so_here(
     assert asked == [[(f"Impersonate-{name}", value) for name, value in headers]] * 2
 
 
+def test_rights_are_asked_for(cluster: kube.Cluster) -> None:
+    assert cluster.may("list", kinds.POD)
+    assert not cluster.may("delete", kinds.POD)
+    assert cluster.version() == "v1.36.0"
+
+
 class Watched:
     """A watch in a thread of its own, with the changes that it reports."""
 

@@ -124,6 +124,9 @@ class FakeCluster:
             raise Refused(f"Pod {pod} has not begun")
         return iter(self.lines[pod])
 
+    def may(self, verb: str, kind: Kind, **_: Any) -> bool:
+        return kind not in self.forbidden
+
     def version(self) -> str:
         return self._version
 

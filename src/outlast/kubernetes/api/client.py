@@ -196,6 +196,20 @@ class Cluster(Api):
 
     # The cluster
 
+    def may(self, verb: str, kind: Kind, *, name: str = "", subresource: str = "") -> bool:
+        """Return whether the current user may perform an action (SelfSubjectAccessReview)."""
+        attributes = {"verb": verb, "group": kind.group, "resource": kind.plural, "name": name, "subresource": subresource}
+        if kind.namespaced:
+            attributes["namespace"] = self.namespace
+        review = {
+            "apiVersion": "authorization.k8s.io/v1",
+            "kind": "SelfSubjectAccessReview",
+            "spec": {"resourceAttributes": {key: value for key, value in attributes.items() if value}},
+        }
+        path = "apis/authorization.k8s.io/v1/selfsubjectaccessreviews"
+        request = Request(Subject("create", server=self.server), "POST", path, body=review, repeat=True)
+        return bool(self.document(request)["status"].get("allowed"))
+
     def version(self) -> str:
         """Return the server's version, such as `v1.36.2`."""
         return str(self.raw("version")["gitVersion"])

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Sequence
 from outlast.base.errors import Absent, ClusterError, Forbidden
 from outlast.job import accelerators
 from outlast.job.contract import OPERATOR_NAMESPACE
-from outlast.kubernetes.api import pod_status
+from outlast.kubernetes.api import kinds, pod_status
 from outlast.kubernetes.diagnosis import messages, sample_pod
 from outlast.kubernetes.diagnosis.evidence import Snapshot
 from outlast.kubernetes.diagnosis.finding import Finding, amount_text, joined, passed, warned
@@ -18,6 +18,7 @@ from outlast.kubernetes.manifests.render_request import Document
 
 MIN_MINOR = 29
 """Kubernetes 1.29 is the first version that accepts the CRD's rules."""
+_WITHOUT_OPERATOR = "`outlast submit --as indexed-job` works without"
 
 
 def minor(version: str) -> int:
@@ -36,6 +37,31 @@ def server(snapshot: Snapshot) -> Iterator[Finding]:
         yield Finding("server", f"{version} is too old", f"upgrade it to 1.{MIN_MINOR} or newer")
     else:
         yield passed("server", version)
+
+
+def rights(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the user has the rights that Outlast's commands require."""
+    missing = [right for right in snapshot.missing_rights if right.kind != kinds.ELASTIC_JOB]
+    if required := [right for right in missing if right.required]:
+        remedy = "ask the cluster's administrator for the role `edit` in this namespace"
+        yield Finding("rights", f"you may not {joined(map(str, required), 'or')}", remedy)
+    elif missing:
+        remedy = "`why` and `top` show less, `chaos` can do less; the role `edit`, and `view` of nodes, have all rights"
+        yield warned("rights", f"enough to submit; you may not {joined(map(str, missing), 'or')}", remedy)
+    else:
+        yield passed("rights", "all that submit, logs and why need")
+
+
+def definition(snapshot: Snapshot) -> Iterator[Finding]:
+    """Check that the ElasticJob CRD is installed and that the user may use it."""
+    if not snapshot.defined:
+        yield warned("ElasticJob", "is not defined here", f"outlast install; {_WITHOUT_OPERATOR}")
+    elif missing := [right.verb for right in snapshot.missing_rights if right.kind == kinds.ELASTIC_JOB]:
+        what = f"is defined; you may not {joined(missing, 'or')} {kinds.ELASTIC_JOB.plural}"
+        remedy = "the ClusterRole outlast-edit (of `outlast install`) adds that to `edit`; ask your administrator for both"
+        yield warned("ElasticJob", what, f"{remedy}; {_WITHOUT_OPERATOR}")
+    else:
+        yield passed("ElasticJob", "is defined")
 
 
 def operator(snapshot: Snapshot) -> Iterator[Finding]:
@@ -133,7 +159,7 @@ def worker(snapshot: Snapshot) -> Iterator[Finding]:
         yield Finding("worker", what, refusal.remedy, outcome="warn" if may_fit else "fail")
 
 
-CHECKS = (server, operator, conflicting_controllers, nodes, devices, storage, worker)
+CHECKS = (server, rights, definition, operator, conflicting_controllers, nodes, devices, storage, worker)
 
 
 def checks(snapshot: Snapshot) -> Iterator[Finding]:

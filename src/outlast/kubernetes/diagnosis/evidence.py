@@ -11,8 +11,23 @@ from dataclasses import dataclass, field, replace
 
 from outlast.base.errors import ClusterError
 from outlast.kubernetes.api import pod_status, workload_template
+from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.diagnosis.finding import Finding, workers
 from outlast.kubernetes.manifests.render_request import Document
+
+
+@dataclass(frozen=True)
+class Right:
+    """A right that an Outlast command requires."""
+
+    verb: str
+    kind: Kind
+    subresource: str = ""
+    required: bool = True
+    """Whether `submit` requires the right."""
+
+    def __str__(self) -> str:
+        return f"{self.verb} {self.kind.resource}" + (f"/{self.subresource}" if self.subresource else "")
 
 
 @dataclass(frozen=True)
@@ -47,6 +62,7 @@ class Snapshot:
     version: str = ""
     defined: bool = False
     """Whether ElasticJobs are served."""
+    missing_rights: tuple[Right, ...] = ()
     operator: Document | None = None
     """The operator's Deployment."""
     conflicting_controllers: tuple[str, ...] = ()

@@ -14,12 +14,23 @@ from outlast.kubernetes.api import dropins, kinds, pod_status
 from outlast.kubernetes.api.kinds import Kind
 from outlast.kubernetes.api.owner_references import owned_by
 from outlast.kubernetes.diagnosis import sample_pod
-from outlast.kubernetes.diagnosis.evidence import Snapshot
+from outlast.kubernetes.diagnosis.evidence import Right, Snapshot
 from outlast.kubernetes.manifests.render_request import Document
 
 _LOG_LINES = 40
 _MAX_LOGS = 6
 """Maximum number of logs to read. The logs of failed pods are read first."""
+
+RIGHTS = (
+    *(Right(verb, kinds.JOB) for verb in ("create", "list", "delete", "patch")),
+    *(Right(verb, kind) for kind in (kinds.CONFIG_MAP, kinds.SERVICE) for verb in ("create", "patch")),
+    Right("list", kinds.POD),
+    Right("get", kinds.POD, "log"),
+    Right("create", kinds.POD, "exec", required=False),
+    *(Right(verb, kinds.SECRET, required=False) for verb in ("get", "create", "patch")),  # the workers' key
+    *(Right("list", kind, required=False) for kind in (kinds.EVENT, kinds.CLAIM, kinds.NODE, kinds.STORAGE_CLASS)),
+)
+_ELASTIC_JOB_RIGHTS = tuple(Right(verb, kinds.ELASTIC_JOB) for verb in ("create", "list", "patch", "delete"))
 
 
 class _Reader:
@@ -140,10 +151,13 @@ def _logs(cluster: api.Cluster, namespace: str, pods: Iterable[Document]) -> dic
 def namespace(cluster: api.Cluster) -> Snapshot:
     """Return the namespace's snapshot. Raises Unanswered or Unauthorized."""
     read = _Reader(cluster, cluster.namespace)
+    defined = cluster.serves(kinds.ELASTIC_JOB)
+    rights = (*RIGHTS, *(_ELASTIC_JOB_RIGHTS if defined else ()))
     return Snapshot(
         namespace=cluster.namespace,
         version=cluster.version(),
-        defined=cluster.serves(kinds.ELASTIC_JOB),
+        defined=defined,
+        missing_rights=tuple(each for each in rights if not cluster.may(each.verb, each.kind, subresource=each.subresource)),
         operator=_operator(read),
         conflicting_controllers=tuple(conflicting_controllers(cluster)),
         nodes=read(kinds.NODE),
