@@ -549,14 +549,19 @@ def test_other_files_beside_logs_are_no_logs(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("text", ["", "one", "one\n", "one\ntwo", "one\ntwo\r3\n\n", "\n\n"])
-@pytest.mark.parametrize("piece", [1, 2, 1 << 20])
-def test_the_last_lines_of_a_log_are_found_by_pieces(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, text: str, piece: int):
-    monkeypatch.setattr(log_reader, "_CHUNK", piece)
+def test_the_last_lines_of_a_log_are_found_and_then_the_new_ones(tmp_path: Path, text: str):
     (tmp_path / "log").write_bytes(text.encode())
     lines = text.removesuffix("\n").split("\n") if text else []
     for last in (None, 0, 1, 2, 9):
         tail = log_reader.Tail(tmp_path / "log", last)
         assert list(tail.lines(rest=True)) == (lines if last is None else lines[max(0, len(lines) - last) :])
+        with (tmp_path / "log").open("a") as log:
+            log.write("half")
+            log.flush()
+            assert list(tail.lines(rest=False)) == []
+            log.write(" and half\n")
+        assert list(tail.lines(rest=False)) == ["half and half"]
+        (tmp_path / "log").write_bytes(text.encode())
         tail.close()
 
 

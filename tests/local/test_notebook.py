@@ -76,10 +76,10 @@ def test_a_token_is_random_unless_a_file_or_a_variable_gives_it(tmp_path: Path) 
 
 
 def test_a_token_that_protects_nothing_is_refused(tmp_path: Path) -> None:
-    with pytest.raises(OutlastError, match=r"^--token-file .*nowhere cannot be read: No such file or directory; name a file"):
+    with pytest.raises(OutlastError, match=r"^--token-file .*nowhere cannot be read: .*No such file or directory.*; name a file"):
         jupyter.token(tmp_path / "nowhere", {})
     for weak in ("", "secret", "with some spaces within"):
-        said = rf"^the token in the variable {jupyter.TOKEN} has {len(weak)} characters; it must have at least 16, without spaces"
+        said = rf"^the token in the variable {jupyter.TOKEN} must have at least 16 characters, without spaces"
         with pytest.raises(OutlastError, match=said):
             jupyter.token(None, {jupyter.TOKEN: weak})
 
@@ -109,7 +109,6 @@ def test_the_kernel_is_the_python_of_outlast_and_so_are_its_programs(tmp_path: P
 def test_settings_are_kept_with_the_work_where_the_home_directory_is_read_only(tmp_path: Path) -> None:
     environ = jupyter.environment({"HOME": "/"}, tmp_path, tmp_path / "private", home=False)
     assert environ["HOME"] == str(tmp_path / ".home")
-    assert environ["JUPYTER_RUNTIME_DIR"] == str(tmp_path / ".home/.local/share/jupyter/runtime")
 
 
 def test_the_first_notebook_is_put_into_the_directory_once(tmp_path: Path) -> None:
@@ -172,7 +171,6 @@ def test_the_token_is_deleted_once_the_server_has_it(tmp_path: Path, monkeypatch
         yield types.SimpleNamespace(wait=lambda: int((log.parent / "token").exists()))
 
     monkeypatch.setattr(web_servers, "child", child)
-    monkeypatch.setattr(jupyter, "running", lambda *_: None)
     notebook.notebook(tmp_path)
 
 
@@ -204,18 +202,6 @@ def test_a_server_is_ready_when_it_answers_with_the_token_and_not_without(served
     monkeypatch.setattr(Api, "without", 200)
     with pytest.raises(OutlastError, match="answers without a token: your Jupyter settings switch authentication off"):
         jupyter.ready(served, GIVEN)
-
-
-def test_a_server_that_runs_in_the_directory_is_found_and_one_of_an_earlier_machine_is_not(served: jupyter.Server, tmp_path):
-    environ = {"JUPYTER_RUNTIME_DIR": str(tmp_path)}
-    info = {"pid": os.getpid(), "url": f"http://127.0.0.1:{served.port}/base/", "base_url": "/base/", "token": GIVEN}
-    (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work"}))
-    assert jupyter.running(Path("/work"), environ) == f"http://127.0.0.1:{served.port}/base/lab?token={GIVEN}"
-    assert jupyter.running(Path("/another"), environ) is None
-    (tmp_path / "link").symlink_to("/work")
-    assert jupyter.running(tmp_path / "link", environ), "the same directory by another name"
-    (tmp_path / "jpserver-1.json").write_text(json.dumps({**info, "root_dir": "/work", "token": "another"}))
-    assert jupyter.running(Path("/work"), environ) is None, "its process id belongs to another program by now"
 
 
 def a_status(**fields: Any) -> JobStatus:

@@ -19,8 +19,8 @@ from outlast.worker.launch.rank_failures import Ended, Start
 
 
 def test_an_endpoint_of_another_kind_is_refused_with_a_sentence():
-    asked = RendezvousParameters("outlast", "nowhere:1", "run", 1, 1)
-    with pytest.raises(OutlastError, match=r"^the rendezvous endpoint 'nowhere:1' is unknown; expected unix:///path"):
+    asked = RendezvousParameters("outlast", "nowhere:x", "run", 1, 1)
+    with pytest.raises(OutlastError, match=r"^'nowhere:x' is not an etcd endpoint; expected etcd://host:2379"):
         entry_point()(asked)
 
 

@@ -1,4 +1,7 @@
-"""Injects faults on this machine, by sending signals to a worker's agent or to one of its training processes."""
+"""Injects faults on this machine, by sending signals to a worker's agent or to one of its training processes.
+
+python -m outlast faults STATE NAME SCHEDULE         carries out a run's fault schedule, and outlives the command line
+"""
 
 from __future__ import annotations
 
@@ -77,3 +80,12 @@ def _slow(pid: int) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
+
+
+def main(argv: list[str]) -> None:
+    """Inject and log each fault in the schedule when it is due."""
+    from outlast.local.backend import LocalBackend
+
+    state, name, schedule = Path(argv[0]), argv[1], faults.load(Path(argv[2]))
+    for sentence in faults.play(LocalBackend(state), name, schedule, faults.seed(schedule)):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)

@@ -1,5 +1,5 @@
-"""Provides the command, environment and token for JupyterLab in `outlast notebook`, and finds a running server (decision 0052).
-No other module depends on Jupyter."""
+"""Provides the command, environment and token for JupyterLab in `outlast notebook` (decision 0052). No other module
+depends on Jupyter."""
 
 from __future__ import annotations
 
@@ -14,7 +14,6 @@ import sys
 from collections.abc import Mapping
 from importlib import resources
 from pathlib import Path
-from urllib.parse import urlsplit
 
 from outlast.base.errors import OutlastError
 
@@ -56,19 +55,15 @@ def check() -> None:
 
 def token(file: Path | None, environ: Mapping[str, str]) -> tuple[str, bool]:
     """Return the token (from `file`, `TOKEN` in `environ`, or 256 random bits), and whether it is random. Raises OutlastError."""
-    if file is not None:
-        try:
-            text, source = file.read_text().strip(), str(file)
-        except (OSError, UnicodeDecodeError) as error:
-            reason = error.strerror if isinstance(error, OSError) else "it is not text"
-            raise OutlastError(f"--token-file {file} cannot be read: {reason}; name a file with one line, the token") from error
-    elif TOKEN in environ:
-        text, source = environ[TOKEN].strip(), f"the variable {TOKEN}"
-    else:
+    if file is None and TOKEN not in environ:
         return secrets.token_hex(_BITS // 8), True
+    try:
+        text = (environ[TOKEN] if file is None else file.read_text()).strip()
+    except (OSError, UnicodeDecodeError) as error:
+        raise OutlastError(f"--token-file {file} cannot be read: {error}; name a file with one line, the token") from error
     if len(text) < _SHORTEST or not text.isprintable() or " " in text:
         raise OutlastError(
-            f"the token in {source} has {len(text)} characters; it must have at least {_SHORTEST}, without spaces; "
+            f"the token in {file or f'the variable {TOKEN}'} must have at least {_SHORTEST} characters, without spaces; "
             "make one with: python3 -c 'import secrets; print(secrets.token_hex(32))'"
         )
     return text, False
@@ -104,7 +99,6 @@ def environment(environ: Mapping[str, str], directory: Path, private: Path, *, h
         "PATH": os.pathsep.join([str(Path(sys.executable).parent), environ.get("PATH", os.defpath)]),
         "JUPYTER_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_PATH")])]),
         "JUPYTER_CONFIG_PATH": os.pathsep.join([str(private), *filter(None, [environ.get("JUPYTER_CONFIG_PATH")])]),
-        "JUPYTER_RUNTIME_DIR": environ.get("JUPYTER_RUNTIME_DIR") or str(where / ".local" / "share" / "jupyter" / "runtime"),
         "JUPYTER_TOKEN_FILE": str(private / "token"),
     }
 
@@ -125,11 +119,6 @@ def prepare(private: Path, token: str) -> None:
     (kernel / "kernel.json").write_text(json.dumps(spec))
     (private / "labconfig").mkdir()
     (private / "labconfig" / "default_setting_overrides.json").write_text(json.dumps(_DEFAULTS))
-
-
-def forget(private: Path) -> None:
-    """Delete the token file. Call this once the server has read it, since a SIGKILL or a power loss would leave it behind."""
-    (private / "token").unlink()
 
 
 def place(directory: Path) -> bool:
@@ -164,23 +153,6 @@ def ready(server: Server, token: str) -> bool:
             "`jupyter --paths` says where they are, remove allow_unauthenticated_access and an empty token there"
         )
     return True
-
-
-def running(directory: Path, environ: Mapping[str, str]) -> str | None:
-    """Return the URL, token included, of this user's running server for a directory; None if there is none."""
-    from jupyter_server import serverapp
-
-    for each in serverapp.list_running_servers(environ["JUPYTER_RUNTIME_DIR"]):
-        same = os.path.realpath(each.get("root_dir") or "/") == os.path.realpath(directory)
-        if same and (address := urlsplit(each["url"])).hostname:
-            base, token = each.get("base_url") or "/", each.get("token") or ""
-            if _status(address.hostname, address.port or 80, base, token) == http.client.OK:
-                return f"{each['url']}lab{f'?token={token}' if token else ''}"
-    return None
-
-
-def writable(home: str | None) -> bool:
-    return bool(home) and os.access(home or "", os.W_OK)
 
 
 def _status(host: str, port: int, base: str, token: str) -> int:

@@ -13,7 +13,6 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from torch.distributed.elastic.multiprocessing.errors import ChildFailedError
 from torch.distributed.elastic.rendezvous import (
@@ -26,7 +25,7 @@ from torch.distributed.elastic.rendezvous import (
 from torch.distributed.elastic.rendezvous.api import RendezvousStoreInfo
 
 from outlast.job import contract, sealed_lines
-from outlast.rendezvous import transport, world_store
+from outlast.rendezvous import torchrun, world_store
 from outlast.rendezvous.membership import Membership, NoWorld, RunClosed
 from outlast.rendezvous.who_trains import MemberState
 
@@ -34,7 +33,7 @@ BACKEND = "outlast"
 
 
 class Handler(RendezvousHandler):
-    """Gives torch's elastic agent access to a `Membership`."""
+    """Gives torch's elastic agent access to a `Membership`. torchrun does not report its processes."""
 
     def __init__(self, member: Membership) -> None:
         self.member = member
@@ -58,10 +57,6 @@ class Handler(RendezvousHandler):
     def set_closed(self) -> None:
         """Do nothing: only the coordinator ends a run."""
 
-    def shutdown(self) -> bool:
-        self.member.close()
-        return True
-
     def num_nodes_waiting(self) -> int:
         """Return 1 if this worker must stop its training processes and request the next world, otherwise 0."""
         return int(self.member.must_stop())
@@ -71,6 +66,11 @@ class Handler(RendezvousHandler):
         try:
             store = self.member.next_world(world_store.connect)
         except RunClosed as problem:
+            closed = self.member.closed
+            if closed and closed.code == contract.Exit.DONE:
+                # The job has finished without this surplus node. torchrun has no other way to exit successfully.
+                print(f"outlast | {closed.reason}; nothing is left to do here", flush=True)
+                raise SystemExit(0) from problem
             raise RendezvousClosedError(str(problem)) from problem
         except NoWorld as problem:
             raise RendezvousTimeoutError(str(problem)) from problem
@@ -79,21 +79,6 @@ class Handler(RendezvousHandler):
         os.environ |= self.member.numbers  # training processes inherit our environment from torchrun
         host, port = world.address.rsplit(":", 1)
         return RendezvousInfo(store, self.member.rank, len(world.members), RendezvousStoreInfo(host, int(port)))
-
-
-class Torchrun(Handler):
-    """The rendezvous handler for plain torchrun, which does not report its processes."""
-
-    def next_rendezvous(self) -> RendezvousInfo:
-        try:
-            return super().next_rendezvous()
-        except RendezvousClosedError as problem:
-            closed = self.member.closed
-            if closed is None or closed.code != contract.Exit.DONE:
-                raise
-            # The job has finished without this surplus node. torchrun has no other way to exit successfully.
-            print(f"outlast | {closed.reason}; nothing is left to do here", flush=True)
-            raise SystemExit(0) from problem
 
     def shutdown(self) -> bool:
         """Report how this node has ended. torchrun calls this in a `finally` block, so `sys.exception` returns its error."""
@@ -106,25 +91,24 @@ class Torchrun(Handler):
             failure = {"rank": rank, "code": contract.Exit.GIVEN_UP, "reason": reason, "traceback": "", "time": time.time()}
             failure |= {"echo": False, "step": None, "committed": None}
             self.member.report(MemberState.LEAVING, failed=True, failure=failure)
-        return super().shutdown()
+        self.member.close()
+        return True
 
 
 def create(params: RendezvousParameters) -> Handler:
-    """Create a handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment."""
-    processes = int(params.get("processes", "1"))
-    state = Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory())
-    options: dict[str, Any] = {"run_id": params.run_id, "state": state, "processes": processes}
-    if transport.mode(params.endpoint) is transport.Mode.ELECTED:
-        from outlast.rendezvous import torchrun
-
-        sizes = params.min_nodes, params.max_nodes
-        elected, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
-        member = Membership(elected, host=params.local_addr or elected.host, join_s=join_s, **options)
-        member.key = sealed_lines.key(os.environ)
-        return Torchrun(member)
-    id = int(params.get("id", os.environ.get(contract.Env.WORKER, "0")))
-    client = transport.client(params.endpoint, transport.Member(params.run_id, id, state, processes))
-    return Handler(Membership(client, host=params.local_addr or "127.0.0.1", **options))
+    """Create a handler from torchrun's `--rdzv-*` options, with defaults from the worker's environment. Raises OutlastError."""
+    sizes = params.min_nodes, params.max_nodes
+    client, join_s = torchrun.client(params.endpoint, run=params.run_id, sizes=sizes, conf=params.config)
+    member = Membership(
+        client,
+        run_id=params.run_id,
+        state=Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory()),
+        host=params.local_addr or client.host,
+        processes=int(params.get("processes", "1")),
+        join_s=join_s,
+    )
+    member.key = sealed_lines.key(os.environ)
+    return Handler(member)
 
 
 def _temporary_directory() -> str:

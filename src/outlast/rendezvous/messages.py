@@ -75,23 +75,9 @@ class Report:
     def member(self, id: int, *, since: float, received: float, why: str = "") -> vocabulary.Member:
         """Return worker `id` as this report describes it. `since` is when its standing last changed and `received` when the
         report arrived, on the coordinator's clock. `why` describes the worker's own failure."""
-        return vocabulary.Member(
-            id,
-            self.address,
-            self.standing,
-            self.generation,
-            since,
-            self.failed,
-            why,
-            self.unheard,
-            self.refused,
-            received,
-            self.held,
-            self.again,
-            self.owes,
-            self.batch,
-            self.mesh_address,
-        )
+        given: dict[str, Any] = {"id": id, "since": since, "noticed": received, "why": why}
+        names = {each.name for each in dataclasses.fields(vocabulary.Member)} - given.keys()
+        return vocabulary.Member(**given, **{name: getattr(self, name) for name in names})
 
     def changed(self, standing: str, **fields: Any) -> Self:
         """Return the next report. A new generation resets the fields that concern only the previous generation."""

@@ -69,11 +69,8 @@ def notebook(
         terminal.say(f"put {jupyter.FIRST} into {directory}")
     with tempfile.TemporaryDirectory(prefix="outlast-notebook-") as made_here, web_servers.until_stopped():
         private = Path(made_here)
-        home = jupyter.writable(os.environ.get("HOME"))
+        home = os.access(os.environ.get("HOME") or "/nonexistent", os.W_OK)
         environ = jupyter.environment(os.environ, directory, private, home=home)
-        if there := jupyter.running(directory, environ):
-            print(f"JupyterLab runs already in {directory}: {there if made else there.partition('?')[0]}")
-            return
         jupyter.prepare(private, token)
         server = jupyter.Server(directory, web_servers.port(port, bind, jupyter.PORT), bind, open_, base)
         _serve(server, private, environ, token, made=made)
@@ -93,7 +90,7 @@ def _serve(server: jupyter.Server, private: Path, environ: Mapping[str, str], to
         start_s=_START_S,
         grace_s=_GRACE_S,
     ) as process:
-        jupyter.forget(private)
+        (private / "token").unlink()  # the server has read it; a SIGKILL or a power loss would leave it behind
         url = jupyter.url(server, web_servers.shown(server.bind), token if made else "")
         print(f"JupyterLab: {url} (Ctrl-C ends it)", flush=True)
         if code := process.wait():

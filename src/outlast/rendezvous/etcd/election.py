@@ -21,8 +21,8 @@ from outlast.job.contract import End
 from outlast.job.status import Ending, State
 from outlast.rendezvous import coordinator, messages, who_trains
 from outlast.rendezvous.etcd import key_schema
-from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
-from outlast.rendezvous.etcd.member import TTL_S, Store
+from outlast.rendezvous.etcd.gateway import Etcd, Gone, KeyValue, LeaseGone, Outcome, created, holds, modified, put, range_
+from outlast.rendezvous.etcd.member import TTL_S
 
 TICK_S = 0.1
 LINGER_S = 600
@@ -69,7 +69,7 @@ class Term:
 
     def __init__(
         self,
-        store: Store,
+        store: Etcd,
         keys: key_schema.Keys,
         config: ElectionConfig,
         leader: KeyValue,
@@ -325,7 +325,7 @@ class Candidate:
 
     def __init__(
         self,
-        store: Store,
+        store: Etcd,
         keys: key_schema.Keys,
         config: ElectionConfig,
         *,

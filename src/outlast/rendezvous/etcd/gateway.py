@@ -20,7 +20,7 @@ import socket
 import threading
 from collections.abc import Generator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple, NoReturn
 
 from outlast.base import tcp
 from outlast.base.errors import EtcdAway, EtcdError, EtcdRefused, OutlastError
@@ -46,23 +46,8 @@ _UNAUTHENTICATED = 16
 _OLD = re.compile("revision .* is old")
 """etcd's message for an outdated JWT."""
 _NO_USER = "user name is empty"
-_REFUSALS = {
-    "database space exceeded": "is full: {message}; compact and defragment it, or raise its quota",
-    _NO_USER: f"requires a user; set user and password ({Env.ETCD_USER}, ...)",
-    "authentication failed": "does not accept user {to.user}: {message}; correct user or password",
-    "permission denied": "does not let user {to.user} read and write below {to.prefix}/; "
-    "grant its role readwrite on all keys that begin with {to.prefix}/",
-}
-"""Our error messages, keyed by a part of etcd's message."""
-_EXPECTED = "expected the client port of an etcd of version 3.4 or newer"
-_NO_ETCD = {
-    b"HTTPS server": f"speaks TLS; write {SECURE}{{where}}",
-    b"CommonName": "rejects logins with a client certificate that has a common name; use one without (cert: {to.cert})",
-    b"404": "answers a v3 request with HTTP {status}, as does an etcd with only v2, or without a JSON gateway on "
-    f"this port (enable-grpc-gateway, --listen-client-http-urls); {_EXPECTED}",
-    b"": f"answers a v3 request with HTTP {{status}}, unlike any etcd; {_EXPECTED}",
-}
-"""Our error messages for responses that are not JSON, keyed by a part of the response's status and body."""
+_REFUSED = re.compile(f"database space exceeded|{_NO_USER}|authentication failed|permission denied")
+"""etcd's messages for requests that a retry cannot help."""
 OPTIONS = {
     "prefix": Env.ETCD_PREFIX,
     "cacert": Env.ETCD_CACERT,
@@ -352,10 +337,8 @@ class Etcd:
         connection = http.client.HTTPConnection(*where, timeout=self._answer_s)
         if self.address.tls:
             connection = http.client.HTTPSConnection(*where, timeout=self._answer_s, context=self._context())
-        reached = False
         try:
             connection.connect()
-            reached = True
             self.local = connection.sock.getsockname()[0]
             if self.address.user and not self._token:
                 self._log_in(connection, where)
@@ -364,7 +347,7 @@ class Etcd:
             raise
         except (OSError, http.client.HTTPException) as problem:
             connection.close()
-            raise self._failed(where, problem, reached=reached) from problem
+            raise self._failed(where, problem) from problem
         return connection
 
     def _log_in(self, connection: http.client.HTTPConnection, where: Host) -> None:
@@ -401,7 +384,8 @@ class Etcd:
         connection.request("POST", f"/v3/{path}", json.dumps(body), headers)
         return connection.getresponse()
 
-    def _refused(self, where: Host, status: int, text: bytes, token: str) -> None:
+    def _refused(self, where: Host, status: int, text: bytes, token: str) -> NoReturn:
+        """Raise the error for a response that is not 200."""
         user = self.address.user
         try:
             error = json.loads(text)
@@ -409,46 +393,33 @@ class Etcd:
         except (ValueError, KeyError, TypeError):
             if status >= 500:
                 raise EtcdAway(f"etcd at {where} is not well: HTTP {status}") from None
-            remedy = next(remedy for sign, remedy in _NO_ETCD.items() if sign in b"%d %s" % (status, text))
-            raise _Useless(f"etcd at {where} {remedy.format(where=where, to=self.address, status=status)}") from None
+            expected = f"expected etcd 3.4 or newer, with its JSON gateway on this port ({SECURE} if it speaks TLS)"
+            raise _Useless(f"etcd at {where} answers a v3 request with HTTP {status}: {text[:200]!r}; {expected}") from None
         if token and (code == _UNAUTHENTICATED or _OLD.search(message)):
             raise _Expired(message)
         if not token and user and _NO_USER in message:  # users were created after we connected
             raise _Expired(message)
         if "lease not found" in message:
             raise LeaseGone(message)
-        anonymous = code == _UNAUTHENTICATED or ("permission denied" in message and not user)
-        for sign, remedy in _REFUSALS.items():
-            if sign in (_NO_USER if anonymous else message):
-                raise EtcdRefused(f"etcd at {where} {remedy.format(to=self.address, message=message)}")
+        if code == _UNAUTHENTICATED or _REFUSED.search(message):
+            remedy = f"set a user ({Env.ETCD_USER}, ...) who may read and write below {self.address.prefix}/"
+            if "space" in message:
+                remedy = "compact and defragment it, or raise its quota"
+            raise EtcdRefused(f"etcd at {where} refuses user {user!r}: {message}; {remedy}")
         if code in _AGAIN:
             raise EtcdAway(f"etcd at {where} is not well: {message}")
         raise EtcdError(f"etcd at {where} rejects a request: {message} (code {code})")
 
-    def _failed(self, where: Host, problem: Exception, *, reached: bool = True) -> OutlastError:
+    def _failed(self, where: Host, problem: Exception) -> OutlastError:
         """Return the error for a connection that failed or ended without a response. A bad client certificate may cause either:
         with TLS 1.3 the server checks the certificate after the handshake, and the server's alert may be lost."""
         self._tls = None  # read the files again, in case they were renewed
-        text, tls = str(problem), self.address.tls
-        if "CERTIFICATE_VERIFY_FAILED" in text:
-            remedy = "give the etcd a valid certificate"
-            if re.search("mismatch|not valid for", text):
-                remedy = "use a host name from the certificate in the endpoint"
-            elif re.search("unable to get|self.signed", text):
-                remedy = "set cacert to the authority that signed it"
-            return _Useless(f"the certificate of etcd at {where} is rejected: {_why(problem)}; {remedy}")
-        if "CERTIFICATE" in text:
-            return _Useless(f"etcd at {where} requires a client certificate: {_why(problem)}; set cert and key")
-        hint = f"; if it speaks TLS, write {SECURE}{where}"
-        if tls:
-            hint = "; if it requires a client certificate, set cert and key"
-            if self.address.cert:
-                hint = f"; if it rejects {self.address.cert}, use a certificate that its authority has signed"
-        if reached:
-            return EtcdAway(f"etcd at {where} does not answer: {_why(problem)}{'' if self._answered else hint}")
-        hint = f"; if it speaks no TLS, write {SCHEME}{where}{hint}"
-        shook_hands = tls and not isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
-        return EtcdAway(f"etcd at {where} cannot be reached: {_why(problem)}{hint if shook_hands else ''}")
+        why = f"etcd at {where} cannot be reached: {_why(problem)}"
+        hint = f"; check {SCHEME} or {SECURE} (TLS), and cacert, cert and key"
+        if "CERTIFICATE" in str(problem):
+            return _Useless(why + hint)
+        plain = self._answered or isinstance(problem, ConnectionRefusedError | TimeoutError | socket.gaierror)
+        return EtcdAway(why if plain else why + hint)
 
     def _hang_up(self) -> None:
         if self._connection is not None:

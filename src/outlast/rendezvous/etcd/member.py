@@ -8,34 +8,17 @@ from __future__ import annotations
 
 import secrets
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
 
 from outlast.base.backoff import RANDOM
 from outlast.base.clock import Clock
 from outlast.base.errors import Superseded
 from outlast.job import contract
 from outlast.rendezvous.etcd import key_schema
-from outlast.rendezvous.etcd.gateway import Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
+from outlast.rendezvous.etcd.gateway import Etcd, Gone, KeyValue, LeaseGone, Outcome, created, delete, modified, put, range_
 from outlast.rendezvous.messages import Called, Closed, Report
 from outlast.rendezvous.who_trains import MemberState, World
-
-
-class Store(Protocol):
-    """The methods of `gateway.Etcd` that members and candidates use."""
-
-    def range(self, key: str, *, prefix: bool = False) -> Outcome: ...
-    def txn(
-        self,
-        compare: Sequence[Mapping[str, Any]],
-        then: Sequence[Mapping[str, Any]],
-        otherwise: Sequence[Mapping[str, Any]] = (),
-    ) -> Outcome: ...
-    def grant(self, seconds: int) -> int: ...
-    def keep(self, lease: int) -> None: ...
-    def revoke(self, lease: int) -> None: ...
-
 
 TTL_S = 5
 """TTL of a member's lease, in seconds: how long a silent member counts as alive."""
@@ -66,7 +49,7 @@ class EtcdMember:
 
     def __init__(
         self,
-        store: Store,
+        store: Etcd,
         of: key_schema.Keys,
         who: Identity,
         *,

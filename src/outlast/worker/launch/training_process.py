@@ -121,37 +121,15 @@ def _below_runpy(error: BaseException) -> TracebackType | None:
 
 
 def _hint(error: BaseException) -> str:
-    """Return a remedy if a file is missing only because the job runs in a copy of its code."""
-    code, file = os.environ.get(contract.Env.CODE), os.environ.get(contract.Env.JOB_FILE)
-    names = [cause.filename for cause in causes(error) if isinstance(cause, FileNotFoundError)]
-    if not names or not isinstance(names[0], str) or not code or not file:
+    """Return a remedy for a missing file that may exist beside the original of the code, of which the job runs in a copy."""
+    code = os.environ.get(contract.Env.CODE)
+    names = [str(cause.filename) for cause in causes(error) if isinstance(cause, FileNotFoundError) and cause.filename]
+    if not code or not names or (os.path.isabs(names[0]) and not names[0].startswith(f"{code}/")):
         return ""
-    try:
-        from outlast.job import spec
-
-        origin = spec.local(spec.pinned(spec.load(file).spec.code or "")[0])
-    except (OutlastError, ImportError):  # this Python may lack pydantic
-        return ""
-    return missing_hint(names[0], Path(code), origin)
-
-
-def missing_hint(name: str, code: Path, origin: Path | None) -> str:
-    """Return the hint for a file that is missing in `code`, the copy of the directory `origin` (None if not on this machine)."""
-    if os.path.isabs(name) and not name.startswith(f"{code.parent if origin else code}/"):
-        return ""
-    below = os.path.relpath(name, code) if os.path.isabs(name) else os.path.normpath(name)
-    out = below.split(os.sep)[0] == os.pardir
-    original = None if origin in (None, code) else Path(os.path.normpath(origin / below))
-    if os.path.exists(code / below) or (original is not None and not os.path.exists(original)):  # Path.exists raises EACCES
-        return ""
-    if out:
-        what = f"{name} is outside of the code, of which the job runs in a copy ({code})"
-        where = f" (--set 'data=[{{from: {original.parent}}}]')" if original else ""
-        return f"outlast: {what}; name it under data{where} and read it in $OUTLAST_DATA, or use an absolute path"
-    if original is None:
-        return ""
-    remedy = f"bring it back with !{below} in .outlastignore, or name it under data"
-    return f"outlast: {original} is not in the copy of the code that the job runs in; {remedy}"
+    return (
+        f"outlast: the job runs in {code}; a copy of its code lacks what .gitignore or .outlastignore says: "
+        f"name {names[0]} under data and read it in $OUTLAST_DATA, or use an absolute path"
+    )
 
 
 def _record(state: str | None, error: BaseException, text: str, code: int) -> dict[str, Any]:
