@@ -296,7 +296,6 @@ class LocalBackend:
         return state_dir.path, Path(run.output), run.store
 
     def chaos(self, name: str, action: str, *, worker: int | None, rng: random.Random) -> str:
-        """Inject one of `faults.ACTIONS`, and return a sentence about the fault."""
         fault = faults.Fault(do=faults.check(action), worker=worker)
         return fault_injection.inject(self._existing(name), self.status(name), fault, rng)
 

@@ -48,7 +48,6 @@ class Server:
 
 
 def check() -> None:
-    """Raise OutlastError unless JupyterLab is installed."""
     if importlib.util.find_spec("jupyterlab") is None:
         raise OutlastError("JupyterLab is not installed; pip install 'outlast[notebook]'")
 

@@ -66,7 +66,6 @@ class LiveStatus:
             self._find_saves(now=True)
 
     def world_formed(self) -> None:
-        """Discard the previous world's reports."""
         self.has_session, self.warning = False, ""
 
     def committed(self) -> int:
@@ -125,7 +124,6 @@ class LiveStatus:
             self._first_of_run = first
 
     def update_workers(self, world: World | None) -> None:
-        """Update the status of the workers and of the store from the agents' reports."""
         self.status.workers = [self._worker(worker, world) for _, worker in sorted(self._pool.present.items())]
         self.status.warnings += [sentence for worker in self.status.workers for sentence in worker.suspicions]
         if self.status.store is not None:

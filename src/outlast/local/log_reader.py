@@ -10,7 +10,6 @@ from pathlib import Path
 
 
 def logs(directory: Path) -> dict[int, Path]:
-    """Return the paths of the workers' logs in a directory, keyed by worker index."""
     matches = (re.fullmatch(r"worker-(\d+)\.log", path.name) for path in directory.glob("worker-*.log"))
     return {int(match[1]): directory / match[0] for match in matches if match}
 

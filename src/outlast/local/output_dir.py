@@ -24,7 +24,6 @@ def store_url(job: spec.Job) -> str:
 
 
 def directory(job: spec.Job, state: Path) -> Path:
-    """Return the job's output directory on this machine."""
     return (spec.local(str(job.spec.output)) or state / "runs") / job.metadata.name
 
 

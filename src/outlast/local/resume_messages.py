@@ -37,8 +37,6 @@ _LOCAL_FIELDS = ("code", "data", "env", "environment")
 
 @dataclasses.dataclass(frozen=True)
 class Resumption:
-    """A run to be resumed."""
-
     state: State
     step: int
     """Step of the run's newest checkpoint; 0 if there is none."""

@@ -77,7 +77,6 @@ class StateDir:
         return self.key.read_text()
 
     def started_at(self) -> float:
-        """Return when the run was last submitted or resumed."""
         return self.run.stat().st_mtime
 
     def owns(self, index: int, pid: int) -> bool:
@@ -96,8 +95,6 @@ class StateDir:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """A run, as recorded when it was submitted or resumed."""
-
     run: str
     submitted: float
     file: str
@@ -123,8 +120,6 @@ class Run:
 
 @dataclasses.dataclass(frozen=True)
 class Request:
-    """A user's request to a running job."""
-
     replicas: int
     end: str = ""
     """`interrupt`, `suspend`, `cancel` or `kill`; empty to train to the end."""
@@ -139,7 +134,6 @@ class Request:
         files.replace(state_dir.request, json.dumps(dataclasses.asdict(self)), durable=True)
 
     def replaced(self, state_dir: StateDir, **changes: Any) -> None:
-        """Record a copy of the request with these changes."""
         dataclasses.replace(self, **changes).write(state_dir)
 
 

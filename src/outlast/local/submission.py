@@ -41,8 +41,6 @@ class Submission:
 
 @dataclasses.dataclass(frozen=True)
 class _Earlier:
-    """The earlier run to resume, if any."""
-
     status: JobStatus | None = None
     here: Run | None = None
     """The earlier run, if it was on this machine."""

@@ -52,20 +52,16 @@ class Ended:
 
     @property
     def interrupted(self) -> bool:
-        """True if the worker left on request."""
         return self.code == contract.Exit.INTERRUPTED or self.worker.leaving
 
     @property
     def reason(self) -> str:
-        """One sentence that says how the worker ended."""
         if contract.killed(self.code):
             return f"worker {self.worker.index} was killed by {signal.Signals(self.code - 128).name}"
         return f"worker {self.worker.index} exited with code {self.code}" + (f": {self.message}" if self.message else "")
 
 
 class WorkerPool:
-    """One job's workers on this machine."""
-
     def __init__(self, state_dir: StateDir, job: spec.Job, run: Run, clock: Callable[[], float]) -> None:
         """`clock` measures silence and backoff; see `clock.Awake`."""
         self._state_dir, self._job = state_dir, job
@@ -83,7 +79,6 @@ class WorkerPool:
         self._seen = Seen(clock)
 
     def staying(self) -> list[Worker]:
-        """Return the workers that have not been asked to leave."""
         return [worker for worker in self.present.values() if not worker.leaving]
 
     def adopt(self, records: list[dict[str, int]]) -> None:
@@ -94,7 +89,6 @@ class WorkerPool:
             self.present[worker.index] = worker
 
     def records(self) -> list[dict[str, int]]:
-        """Return records of the current workers, for `adopt`."""
         return [{"index": w.index, "pid": w.pid, "attempt": w.attempt} for w in self.present.values()]
 
     def missing(self, desired: int, reported: Container[int]) -> list[int]:
@@ -198,13 +192,11 @@ class WorkerPool:
         return silent
 
     def ask_to_leave(self, worker: Worker) -> None:
-        """Ask a worker to save and leave."""
         worker.leaving = True
         with contextlib.suppress(ProcessLookupError):
             os.kill(worker.pid, signal.SIGTERM)
 
     def kill(self, index: int, why: str) -> None:
-        """Kill a worker, and log the reason."""
         if worker := self.present.get(index):
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.killpg(worker.pid, signal.SIGKILL)  # the agent leads its process group; its forks die with it
@@ -272,7 +264,6 @@ def gpus() -> dict[str, list[str]]:
 
 
 def gpu_count() -> int:
-    """Return the number of accelerators visible to this process."""
     return max(map(len, gpus().values()))
 
 

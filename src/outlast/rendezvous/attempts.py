@@ -63,7 +63,6 @@ class Past:
 
     @property
     def sentence(self) -> str:
-        """The beginning of a sentence about this repair."""
         return f"repaired by its workers, attempt {self.attempt} of generation {self.generation}"
 
 
@@ -126,7 +125,6 @@ _KINDS: Mapping[str, type[Message]] = {"ready": Ready, "stop": Stop, "go": Go, "
 
 
 def written(message: Message) -> dict[str, Any]:
-    """Return a message as a JSON object."""
     return {"word": type(message).__name__.lower(), **dataclasses.asdict(message)}
 
 
@@ -179,8 +177,6 @@ def uncounted(reports: Iterable[Iterable[object]], counted: tuple[int, int], gen
 
 
 class Stage(enum.Enum):
-    """A member's stage in an attempt."""
-
     TRAINING = enum.auto()
     STOPPING = enum.auto()
     """The leader has asked the member to stop its processes."""
@@ -261,7 +257,6 @@ class Participant:
     # Messages from other members
 
     def take(self, sender: int, message: Message, now: float) -> Messages:
-        """Process a message from another member."""
         if message.generation != self.generation or sender not in self.members or sender == self.id:
             return []
         if self.id == self.leader:

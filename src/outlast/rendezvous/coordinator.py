@@ -32,8 +32,6 @@ _FACTS = {"generation", "worker", "rank", "code", "reason", "cause", "step", "co
 
 @dataclass(frozen=True)
 class Settings:
-    """A coordinator's settings for one run."""
-
     sizes: tuple[int, ...]
     policy: restart_budget.Policy
     timeouts: who_trains.Timeouts
@@ -48,7 +46,6 @@ class Settings:
 
     @classmethod
     def of(cls, fields: spec.Spec) -> Self:
-        """Return the settings from a job's spec."""
         timeouts = replace(who_trains.Timeouts(), leave=fields.interruption.grace.total_seconds())
         return cls(fields.workers.allowed(), restart_budget.Policy(fields.restarts.limit, fields.restarts.window), timeouts)
 
@@ -108,8 +105,6 @@ are wanted."""
 
 
 class EventSink(Protocol):
-    """Receives a coordinator's output."""
-
     def say(self, text: str) -> None: ...
     def event(self, kind: str, **facts: Any) -> None: ...
     def finished(self, state: State, reason: str, code: int) -> None: ...
@@ -220,7 +215,6 @@ class CoordinatorState(who_trains.State):
         return new if any(not (each.echo and each.failure.left) for each in (*self.pending, *new)) else []
 
     def persisted(self, now: float) -> PersistedState:
-        """Return the state for a successor."""
         failures = tuple((now - at, committed, step) for at, committed, step in self.history)
         lost = tuple((id, now - loss.at, loss.times) for id, loss in self.lost.items() if loss.held)
         rest = *self.counted, self.restarts, failures, self.failure, lost

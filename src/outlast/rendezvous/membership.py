@@ -156,7 +156,6 @@ class Membership:
         return self._client.closed
 
     def leaving(self) -> bool:
-        """Return whether this worker was asked to leave."""
         return self.abandoned() or notice_file.read(self.notice).get("kind") == "leave"
 
     @property

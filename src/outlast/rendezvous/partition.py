@@ -73,7 +73,6 @@ class Verdict:
 
     @property
     def out(self) -> tuple[int, ...]:
-        """All members to remove."""
         return (*self.lost, *self.gone)
 
 

@@ -26,16 +26,12 @@ LIVED_S, LONGEST_PAUSE_S = 30.0, 30.0
 
 @dataclass(frozen=True)
 class Policy:
-    """Limits on a job's failures."""
-
     limit: int
     """Maximum number of restarts within `window` while the committed step does not advance."""
     window: timedelta
 
 
 class Record(NamedTuple):
-    """A failure that was counted."""
-
     time: float
     """Time of the verdict, in seconds since the epoch."""
     committed_step: int

@@ -14,7 +14,6 @@ def workers(ids: Iterable[int]) -> str:
 
 
 def are(ids: Sequence[int]) -> str:
-    """Return `is` or `are`."""
     return "is" if len(ids) == 1 else "are"
 
 
@@ -24,7 +23,6 @@ def count(number: int, noun: str) -> str:
 
 
 def was(ids: Sequence[int]) -> str:
-    """Return `was` or `were`."""
     return "was" if len(ids) == 1 else "were"
 
 

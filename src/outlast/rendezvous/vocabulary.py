@@ -23,8 +23,6 @@ MaybeAddress = Annotated[str, lambda address: not address or is_address(address)
 
 
 class MemberState(enum.StrEnum):
-    """The activity that a member reports."""
-
     WAITING = "waiting"
     """Ready to join a world, and not training."""
     TRAINING = "training"
@@ -153,8 +151,6 @@ Decision = Call | World | Wait | Closed
 
 @dataclass(frozen=True)
 class Desired:
-    """The requested number of workers."""
-
     replicas: int
     """Number of workers; 0 suspends the job. The target is the largest allowed size up to this number, or else the smallest
     allowed size."""

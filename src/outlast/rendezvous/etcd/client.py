@@ -165,11 +165,9 @@ class Running:
 
     @property
     def ended(self) -> bool:
-        """True if the run is over."""
         return self._candidate.ended
 
     def start(self) -> None:
-        """Run for election in the background."""
         self._listening.start()
         self._thread.start()
 
@@ -271,8 +269,6 @@ def board(endpoint: str, member: Member) -> Board:
 
 @dataclass(frozen=True)
 class Present:
-    """A member with a key in etcd."""
-
     report: Report
     left_s: int | None
     """Seconds left in the member's lease; None if the lease has just expired."""
@@ -281,8 +277,6 @@ class Present:
 
 @dataclass(frozen=True)
 class Run:
-    """The state of a run in etcd."""
-
     name: str
     members: tuple[Present, ...]
     coordinator: key_schema.Leader | None

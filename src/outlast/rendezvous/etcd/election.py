@@ -369,7 +369,6 @@ class Candidate:
             self.term.listed(listing)
 
     def happened(self, events: Iterable[KeyValue | Gone]) -> None:
-        """Process events below `prefix`."""
         events = [event for event in events if event.modified > self._at]
         for event in events:
             self._at = event.modified

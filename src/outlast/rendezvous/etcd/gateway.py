@@ -60,8 +60,6 @@ OPTIONS = {
 
 
 class Host(NamedTuple):
-    """An etcd endpoint."""
-
     name: str
     port: int
 
@@ -71,8 +69,6 @@ class Host(NamedTuple):
 
 @dataclass(frozen=True)
 class Address:
-    """An etcd's endpoints and credentials."""
-
     hosts: tuple[Host, ...]
     prefix: str = PREFIX
     tls: bool = False
@@ -186,7 +182,6 @@ class Etcd:
         return Outcome(bool(answer.get("succeeded")), int(answer["header"]["revision"]), kvs)
 
     def grant(self, seconds: int) -> int:
-        """Create a lease and return its id."""
         return int(self.ask("lease/grant", {"TTL": str(seconds)})["ID"])
 
     def keep(self, lease: int) -> None:
@@ -445,12 +440,10 @@ def range_(key: str, *, prefix: bool = False) -> dict[str, Any]:
 
 
 def put(key: str, value: str, lease: int = 0) -> dict[str, Any]:
-    """Build a write of a key, with an optional lease."""
     return {"request_put": {"key": _b64(key), "value": _b64(value), "lease": str(lease)}}
 
 
 def delete(key: str) -> dict[str, Any]:
-    """Build a deletion of a key."""
     return {"request_delete_range": {"key": _b64(key)}}
 
 
@@ -465,7 +458,6 @@ def modified(key: str, revision: int) -> dict[str, Any]:
 
 
 def holds(key: str, value: str) -> dict[str, Any]:
-    """Build the condition that the key has this value."""
     return {"key": _b64(key), "target": "VALUE", "result": "EQUAL", "value": _b64(value)}
 
 

@@ -38,8 +38,6 @@ _FIELDS = {wire: name for name, wire in _WIRE.items()}
 
 @dataclass(frozen=True)
 class Keys:
-    """One run's keys."""
-
     root: str
 
     @classmethod
@@ -49,7 +47,6 @@ class Keys:
 
     @property
     def members(self) -> str:
-        """Prefix for all members' keys."""
         return f"{self.root}/members/"
 
     def member(self, id: int) -> str:

@@ -29,8 +29,6 @@ process, whose lease must outlast a stop of 5 s."""
 
 @dataclass(frozen=True)
 class Identity:
-    """A member's run, index and settings."""
-
     run: str
     id: int | None = None
     """The member's index; None for any free index."""
@@ -90,7 +88,6 @@ class EtcdMember:
     # Writing
 
     def record(self) -> key_schema.Record:
-        """Return the desired value of our key."""
         report = replace(self.report, id=self.id, generation=self.report.generation or self._min_generation)
         return key_schema.Record(report, self._who.token, self._who.nnodes, self._incarnation, self._newest, self._tokens)
 

@@ -56,7 +56,6 @@ class Connection:
 
     @property
     def writing(self) -> bool:
-        """True if bytes are waiting to be sent."""
         return bool(self._out)
 
     def send(self, message: Mapping[str, Any]) -> None:
@@ -78,7 +77,6 @@ class Connection:
                 return
 
     def receive(self) -> list[dict[str, Any]]:
-        """Return the messages received since the last call."""
         try:
             data = self.sock.recv(1 << 16)
         except BlockingIOError:

@@ -107,7 +107,6 @@ class Peer:
         return min(due, self.state.ends, *(each.until for each in self._messages.values()), now + 1.0)
 
     def ready(self, events: int, now: float) -> None:
-        """Handle a readable or writable socket."""
         connection, self.due = self._connection, now
         if connection is None:
             return

@@ -56,12 +56,10 @@ class PeerState:
             self.unheard, self.gone = "refuses connections", True
 
     def passed(self, now: float) -> None:
-        """Mark a peer in doubt as unheard once its timeout has passed."""
         if self.since is not None and now >= self.ends:
             self.unheard = f"has not answered for {now - self.since:.1f} s after its connection broke"
 
     def proven(self) -> None:
-        """Record that the peer has proven its identity."""
         self.since, self.refusals, self.unheard, self.gone = None, 0, "", False
 
     @property
@@ -71,12 +69,10 @@ class PeerState:
 
     @property
     def attempt_s(self) -> float:
-        """Timeout for one attempt to connect."""
         return LATER_S if self.unheard else ATTEMPT_S
 
     @property
     def pause_s(self) -> float:
-        """Pause after a failed attempt."""
         return PAUSE_S if self.unheard else AGAIN_S if self.refusals else 0.0
 
 

@@ -186,7 +186,6 @@ class _Lines:
 
 
 def board(endpoint: str, member: Member) -> MemberSocket:
-    """Return the member's side of an endpoint; see `rendezvous.transport`."""
     return MemberSocket(
         endpoint, run=member.run, id=member.id, key=sealed_lines.key(member.environ) if endpoint.startswith(TCP) else b""
     )
@@ -239,7 +238,6 @@ class Server:
         self._server = await asyncio.start_unix_server(self._serve, sock=sock, limit=_LINE_BYTES)
 
     async def stop(self) -> None:
-        """Close the socket and all connections."""
         if self._server is not None:
             self._server.close()
         for writer in [*self._writers.values(), *self._strangers]:

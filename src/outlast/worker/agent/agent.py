@@ -118,7 +118,6 @@ class Agent:
         return self.coordination.mode is Mode.LAUNCHER
 
     def run(self) -> lifecycle.Exit:
-        """Run the worker from the first event to the exit."""
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self._on_signal)
         signal.set_wakeup_fd(self._wake_w, warn_on_full_buffer=False)
@@ -410,7 +409,6 @@ def print_end(worker: int | str, code: int | None, reason: str) -> None:
 
 
 def main(warm: subprocess.Popen[bytes] | sibling.Forked | None, environ: dict[str, str], log: Output) -> NoReturn:
-    """Run the agent in this process, and exit with its code."""
     try:
         from outlast.job import spec
         from outlast.job.spec import substitution

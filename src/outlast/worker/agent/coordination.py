@@ -88,7 +88,6 @@ class Coordination:
         return store.open_(self._store or f"file://{self.output}")
 
     def begin(self) -> None:
-        """Start coordinating the run, if this worker may coordinate it."""
         if self.mode in (Mode.OPERATOR, Mode.ELECTED):
             from outlast.worker.agent import join_run
 
@@ -205,7 +204,6 @@ class Coordination:
         self._ledger.write(kind, **facts)
 
     def finished(self, state: str, reason: str, code: int) -> None:
-        """Record the end of the run, as every agent does."""
         self.record_end(state, reason, code)
 
 

@@ -35,7 +35,6 @@ class LauncherWatch:
         self._patience_s = UNREACHABLE_S
 
     def look(self) -> None:
-        """Check the launcher if a check is due, and restart it if it has been unreachable for too long."""
         now = time.monotonic()
         if not self._command or now < self._check_at:
             return

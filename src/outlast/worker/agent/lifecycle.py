@@ -18,8 +18,6 @@ from outlast.job.workerfiles import time_left
 
 
 class Phase(enum.StrEnum):
-    """The phases of a worker's life, in order."""
-
     STARTING = "starting"
     RUN = "taking up the run"
     CODE = "fetching code"

@@ -25,8 +25,6 @@ class _Utilization(ctypes.Structure):
 
 
 class Gpus:
-    """The GPUs that NVML shows to this process."""
-
     def __init__(self, library: str = LIBRARY) -> None:
         self._library = library
         self._nvml: ctypes.CDLL | None = None

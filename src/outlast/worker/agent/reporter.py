@@ -46,7 +46,6 @@ class Reporter:
         """Summaries, and metrics with additional labels."""
 
     def report(self, worker: Worker, processes: Sequence[hang_limit.Process], upload: UploadProcess) -> None:
-        """Report the current state of the worker and its training `processes`."""
         training = worker.phase is Phase.TRAINING
         in_world = training and any(process.progress.phase not in ("done", "waiting") for process in processes)
         state = str(worker.phase)
@@ -159,7 +158,6 @@ class LoggedStep:
         self._written = 0
 
     def look(self, processes: Sequence[hang_limit.Process], log: Output) -> None:
-        """Read the log's new lines."""
         process = next((p for p in processes if p.progress.rank == 0), None)
         if process is None:
             return

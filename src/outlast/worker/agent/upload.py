@@ -51,8 +51,6 @@ RETRY_S = (2.0, 60.0)
 
 @dataclasses.dataclass(frozen=True)
 class Report:
-    """An upload process's report to the agent."""
-
     pushed: float | None = None
     """Time of the last complete upload, in seconds since the epoch; None before the first."""
     step: int = 0
@@ -384,7 +382,6 @@ def failed(uploader: Uploader, problem: Exception) -> None:
 
 
 def main(argv: list[str]) -> int:
-    """Run an upload process, and return its exit code."""
     from outlast.job import spec
 
     environ = os.environ

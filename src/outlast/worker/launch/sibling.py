@@ -53,7 +53,6 @@ class Forked:
         return self.returncode
 
     def wait(self) -> int:
-        """Wait until the child has ended. Returns the same as `poll`."""
         while (code := self.poll()) is None:
             time.sleep(0.01)
         return code

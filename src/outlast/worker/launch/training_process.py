@@ -40,7 +40,6 @@ _USAGE = 2
 
 
 def title(argv: Sequence[str], environ: Mapping[str, str]) -> str:
-    """Return the title of a process that runs `argv`."""
     return f"rank {environ.get('RANK', '0')} {argv[1] if argv[0] == '-m' else os.path.basename(argv[0])}"
 
 

@@ -232,7 +232,6 @@ def _signal(child: _Child) -> bool:
 
 
 def enter(request: Request) -> None:
-    """Adopt a request's streams, directory and environment."""
     for target, fd in enumerate(request.fds):
         os.dup2(fd, target)
     for fd in request.fds:
@@ -301,7 +300,6 @@ PRELOADED = (
 
 
 def preload() -> None:
-    """Import modules for this process's forks."""
     for module in PRELOADED:
         with contextlib.suppress(ImportError) if module == "torch._dynamo" else contextlib.nullcontext():
             importlib.import_module(module)

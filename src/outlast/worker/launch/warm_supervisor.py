@@ -42,7 +42,6 @@ class WarmProcess:
 
     @property
     def killed(self) -> bool:
-        """True once the process was killed for good."""
         return self._killed.is_set()
 
     def __bool__(self) -> bool:
@@ -97,6 +96,5 @@ class WarmProcess:
                 self._process.kill()
 
     def wait(self) -> None:
-        """Wait until the killed process has ended."""
         if process := self._process:
             process.wait()
