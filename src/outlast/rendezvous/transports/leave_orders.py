@@ -77,35 +77,22 @@ class Orders:
         self._seen = {each: when for each, when in self._seen.items() if abs(now - when) <= WINDOW_S}
         if signature.decode() in self._seen:
             return Answer(409, "the order is a repetition; sign it again if the worker must leave once more")
-        try:
-            answer = _read(body)
-        except ValueError as problem:
-            return Answer(400, str(problem))
-        self._seen[signature.decode()] = at
+        answer = _read(body)
+        if answer.status == 202:
+            self._seen[signature.decode()] = at
         return answer
 
 
 def _read(body: bytes) -> Answer:
     try:
-        order = json.loads(body) if body else {}
-    except (ValueError, RecursionError):
-        order = None
-    if not isinstance(order, dict):
-        raise ValueError('the order is not a JSON object; send {"deadline": "2026-01-01T00:02:00Z", "reason": "..."}')
-    reason, deadline = order.get("reason") or "", order.get("deadline")
-    if not isinstance(reason, str):
-        raise ValueError(f"reason ({reason}) is not a string")
-    return Answer(202, "the worker saves and leaves", reason[:_REASON], None if deadline is None else _seconds(deadline))
-
-
-def _seconds(deadline: object) -> float:
-    try:
-        time = datetime.datetime.fromisoformat(deadline) if isinstance(deadline, str) else None
-        if time is not None and time.tzinfo is not None:
-            return time.timestamp()
-    except (ValueError, OverflowError):
-        pass
-    raise ValueError(f"deadline ({deadline}) is not a time with a UTC offset; write 2026-01-01T00:02:00Z")
+        order = json.loads(body or b"{}")
+        reason, deadline = str(order.get("reason") or ""), order.get("deadline")
+        time = None if deadline is None else datetime.datetime.fromisoformat(deadline)
+        if time and time.tzinfo is None:
+            raise ValueError(f"deadline ({deadline}) has no UTC offset")
+        return Answer(202, "the worker saves and leaves", reason[:_REASON], time.timestamp() if time else None)
+    except (AttributeError, OverflowError, RecursionError, TypeError, ValueError) as problem:
+        return Answer(400, f'the order must be {{"deadline": "2026-01-01T00:02:00Z", "reason": "..."}}: {problem}')
 
 
 def _signature(key: bytes, worker: int, time: str, body: bytes) -> str:

@@ -112,7 +112,7 @@ class Coordination:
             key=sealed_lines.key(self._environ),
             generation=generation,
             ledger=self._ledger,
-            ended=self.record_end,
+            ended=self.finished,
             broken=self._broken,
         )
         host.start(self._environ[Env.RENDEZVOUS])
@@ -132,7 +132,7 @@ class Coordination:
         candidate.start()
         self._coordinator = candidate
 
-    def record_end(self, state: str, reason: str, code: int) -> None:
+    def finished(self, state: str, reason: str, code: int) -> None:
         """Record the run's end, so that nobody trains it again, and report it to the trackers, both in the background."""
         from outlast.storage import runs
 
@@ -160,7 +160,7 @@ class Coordination:
     def record_end_from_operator(self) -> None:
         """Record the run's end for the operator, which has no access to stores."""
         if end := self.run_end:
-            self.record_end("Failed" if end.code else "Succeeded", end.reason, end.code)
+            self.finished("Failed" if end.code else "Succeeded", end.reason, end.code)
 
     def tell_account(self, report: Mapping[str, Any]) -> None:
         """Report an ended run's goodput and losses to the operator, if this worker's upload process has computed them."""
@@ -202,9 +202,6 @@ class Coordination:
 
     def event(self, kind: str, **facts: Any) -> None:
         self._ledger.write(kind, **facts)
-
-    def finished(self, state: str, reason: str, code: int) -> None:
-        self.record_end(state, reason, code)
 
 
 def _say(text: str) -> None:
