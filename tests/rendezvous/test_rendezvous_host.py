@@ -95,7 +95,7 @@ def run(tmp_path: Path) -> Iterator[Run]:
     for stranger in made.strangers:
         stranger.sock.close()
     made.host.state = replace(made.host.state, ending=Ending(State.SUCCEEDED, "", 0))
-    made.host.wait()
+    made.host.close()
 
 
 def test_strangers_can_neither_join_nor_end_the_run(run: Run, capfd: pytest.CaptureFixture[str]) -> None:

@@ -367,24 +367,6 @@ def test_an_account_of_exactly_two_rules_is_enough_for_a_member(account, tmp_pat
 
 
 @pytest.mark.cluster
-def test_with_these_rules_a_pod_that_was_replaced_sees_it(account, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    admin, _ = account
-    monkeypatch.setattr(board, "RENEW_S", 0.1)
-    made = []
-    for uid in ("old", "new"):
-        monkeypatch.setenv(contract.Env.MEMBER, uid)
-        made.append(transport.client("kubernetes://train", transport.Member("run", 0, tmp_path, 1)))
-        made[-1].report("waiting")
-        until(lambda uid=uid: [lease for lease in admin.list_(kinds.LEASE) if lease["spec"]["holderIdentity"] == uid])
-    old, new = made
-    until(lambda: old.closed)
-    assert old.closed == messages.Closed("pod new is worker 0 now, in the place of this one", contract.Exit.INTERRUPTED)
-    assert new.closed is None
-    for client in made:
-        client.close()
-
-
-@pytest.mark.cluster
 def test_an_account_of_exactly_two_rules_can_do_nothing_else(account) -> None:
     _, worker = account
     named = {"name": "train-worker-0"}

@@ -225,9 +225,7 @@ class WorkerPool:
         cpus = fields.resources.cpu or len(os.sched_getaffinity(0)) / max(1, fields.workers.replicas)
         base = int(os.environ.get(contract.Env.PROBE_PORT) or 0)
         environ = {
-            **{
-                name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST
-            },  # set by an enclosing job
+            **{name: value for name, value in os.environ.items() if name != contract.Env.CHECKPOINT_BEST},  # of an enclosing job
             # Results depend on the number of threads and on the order of sets, so both must be equal after every restart.
             "OMP_NUM_THREADS": str(max(1, int(cpus / self.processes))),
             "PYTHONHASHSEED": "0",

@@ -407,9 +407,8 @@ class _Step:
     def count_repaired(self, repaired: attempts.Repaired) -> None:
         past, ago_s = repaired
         failed = root_cause.reported(past.failure, past.worker, past.start, self.now)
-        pending = tuple(
-            each for each in self.state.pending if each.failure.start != past.start
-        )  # a member may also have reported this failure
+        # A member may also have reported this failure.
+        pending = tuple(each for each in self.state.pending if each.failure.start != past.start)
         self.state = replace(self.state, counted=past.start, pending=pending)
         self.count(self.known(failed, past.failure), self.now - ago_s, past=past)
 

@@ -102,9 +102,9 @@ def create(params: RendezvousParameters) -> Handler:
     member = Membership(
         client,
         run_id=params.run_id,
-        state=Path(os.environ.get(contract.Env.STATE) or params.get("state") or _temporary_directory()),
+        state=Path(os.environ.get(contract.Env.STATE) or _temporary_directory()),
         host=params.local_addr or client.host,
-        processes=int(params.get("processes", "1")),
+        processes=1,
         join_s=join_s,
     )
     member.key = sealed_lines.key(os.environ)

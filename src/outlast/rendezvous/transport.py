@@ -6,7 +6,7 @@
     etcd://host:port,...    an agent, elected through an etcd                 `etcd.client`
 
 A transport is a module in `TRANSPORTS` with a function `board(endpoint, member)`, which returns an unconnected
-`member_client.Board` or raises OutlastError. Called by `handler.create` (torchrun) and `worker.agent.world_loop`.
+`member_client.Board` or raises OutlastError. Called by `worker.agent.world_loop`.
 """
 
 from __future__ import annotations

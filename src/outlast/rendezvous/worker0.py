@@ -71,7 +71,7 @@ class Host:
             raise OutlastError(f"the rendezvous cannot listen on port {port}: {problem.strerror}; free it") from problem
         threading.Thread(target=self._run, args=(sock,), name="outlast-host", daemon=True).start()
 
-    def wait(self) -> None:
+    def close(self) -> None:
         """Wait until every member has been notified of the end; returns at once if the run is not over."""
         if self.state.closed is not None:
             self._all_notified.wait(LEAVE_S)

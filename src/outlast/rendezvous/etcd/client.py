@@ -171,12 +171,9 @@ class Running:
         self._listening.start()
         self._thread.start()
 
-    def wait(self) -> None:
-        """Decide one last time, then resign. Skips the decision if etcd does not answer promptly."""
-        self.close()
-
     def close(self, *, done: bool = False) -> None:
-        """Decide one last time, then resign. If training is done, first wait up to CLOSE_S for a coordinator to close the run."""
+        """Decide one last time if etcd answers promptly, then resign. If training is done, first wait up to CLOSE_S for a
+        coordinator to close the run."""
         self._close_by = time.monotonic() + (CLOSE_S if done else 0.0)
         self._inbox.put(None)
         if self._thread.ident:

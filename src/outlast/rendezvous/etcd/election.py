@@ -186,11 +186,10 @@ class Term:
                 report = replace(report, generation=now.generation - 1)
         if report.failure:  # dated by its arrival because clocks differ
             report = replace(report, failure={**report.failure, "time": self.clock()})
-        given_up = self._config.nnodes and report.failed and (report.failure or {}).get("code") == contract.Exit.GIVEN_UP
-        if (
-            given_up and report.failure and report.generation >= self.state.generation
-        ):  # unless the world has moved on without this member
-            reason = report.failure.get("reason", f"worker {id} gives up")
+        failure = report.failure if self._config.nnodes and report.failed else None
+        if failure and failure.get("code") == contract.Exit.GIVEN_UP and report.generation >= self.state.generation:
+            # Otherwise the world has moved on without this member.
+            reason = failure.get("reason", f"worker {id} gives up")
             self._take(Ending(State.FAILED, reason, contract.Exit.FAILED, End.LIMIT))
         self._take(report)
 

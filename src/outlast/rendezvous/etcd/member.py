@@ -224,14 +224,10 @@ class EtcdMember:
             self.closed = Closed(published.ended[self._who.token], contract.Exit.INTERRUPTED)
         world = published.world
         if world and world.generation > (self._newest.generation if self._newest else 0):
-            self._newest, self._tokens = (
-                replace(world, mesh_addresses=()),
-                published.tokens,
-            )  # each member's key has a copy of the world
-            if (self.id, self._who.token) in zip(
-                world.members, published.tokens, strict=False
-            ):  # not an earlier process of our index
-                self.world = world
+            # Each member's key has a copy of the world, so it must be small.
+            self._newest, self._tokens = replace(world, mesh_addresses=()), published.tokens
+            if (self.id, self._who.token) in zip(world.members, published.tokens, strict=False):
+                self.world = world  # and not that of an earlier process of our index
         call = published.called
         if call and (world is None or call.generation > world.generation):
             mark = (call.generation, call.planned, call.reason)

@@ -185,7 +185,7 @@ class Coordination:
     def close(self) -> None:
         """Wait until the run's end is recorded and the other workers are notified."""
         if self._coordinator:
-            self._coordinator.wait()
+            self._coordinator.close()
         for thread in filter(None, (self._recording, self._reporting)):
             thread.join(RECORD_TIMEOUT_S)
         if self._heartbeat:

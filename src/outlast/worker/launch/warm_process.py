@@ -287,12 +287,10 @@ def leave(code: int) -> NoReturn:
 
 
 PRELOADED = (
-    *(
-        "outlast.rendezvous.world_store",
-        "torch.nn.parallel",
-        "outlast.worker.launch.training_process",
-        "torch.distributed.checkpoint",
-    ),
+    "outlast.rendezvous.world_store",
+    "torch.nn.parallel",
+    "outlast.worker.launch.training_process",
+    "torch.distributed.checkpoint",
     "torch._dynamo",  # torch's first optimizer or DDP imports it: 0.5 s
     "outlast.training.session",
 )
