@@ -8,7 +8,7 @@ import sys
 
 ROLES = {
     "agent": "outlast.worker.agent.start",  # also a command, which pods run
-    "faults": "outlast.local.fault_injection",
+    "faults": "outlast.local.backend",
     "follower": "outlast.worker.tracking.follower",
     "inject": "outlast.worker.launch.relocatable",
     "launcher": "outlast.local.launcher",

@@ -320,9 +320,7 @@ def test_a_worker_that_leaves_is_waited_for_while_the_store_lacks_what_it_saved_
     writer.write(progress_file.Progress(generation=1, rank=rank, phase="train", committed=10, snapshot=19))
     member._report_leaving()
     assert (offers.said, offers.owes) == ([("leaving", 19)], True)
-    loop: Any = SimpleNamespace(
-        _member=member, _settings=SimpleNamespace(environ=dict(os.environ)), _warm=SimpleNamespace(killed=False)
-    )
+    loop: Any = SimpleNamespace(_member=member, _environ=dict(os.environ), _warm=SimpleNamespace(killed=False))
     leaves = threading.Thread(target=WorldLoop._leave, args=(loop,))
     leaves.start()
     while rank == 0 and not (number := script_files.requested(output)):
@@ -340,9 +338,7 @@ def test_a_world_whose_store_an_earlier_process_was_to_host_is_not_begun() -> No
     hosted: list[str] = []
     ranks: Any = SimpleNamespace(host=lambda address, *_: hosted.append(address))
     warm = SimpleNamespace(wait_until_ready=lambda *_: True)
-    loop: Any = SimpleNamespace(
-        _member=SimpleNamespace(must_stop=None), _warm=warm, _settings=SimpleNamespace(python="", environ={})
-    )
+    loop: Any = SimpleNamespace(_member=SimpleNamespace(must_stop=None), _warm=warm, _python="", _environ={})
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
         with pytest.raises(ConnectionError, match="an earlier process of this worker was to host it"):
@@ -369,8 +365,10 @@ def test_only_processes_that_have_something_to_save_are_given_time_to_end(tmp_pa
     member = SimpleNamespace(
         next_world=next_world, world=world, generation=1, attempt=0, numbers={}, run_id="r", rank=0, must_stop=lambda: not waits
     )
-    settings = SimpleNamespace(environ=environ, processes=1, command=[], grace_s=75.0)
-    loop: Any = SimpleNamespace(_settings=settings, _member=member, _state=tmp_path, _connect=next_world, _waits=lambda: True)
+    loop: Any = SimpleNamespace(
+        _environ=environ, _processes=1, _command=[], _grace_s=75.0,
+        _member=member, _state=tmp_path, _connect=next_world, _waits=lambda: True,
+    )  # fmt: skip
     with pytest.raises(RunClosed):
         WorldLoop._train(loop)
     assert delays[0] == (0.0 if waits else 75.0)
@@ -380,7 +378,7 @@ def test_a_worker_that_is_killed_while_it_leaves_promises_nothing_of_what_it_sav
     offers = Offers()
     member = Membership(offers, run_id="run", state=tmp_path, host="127.0.0.1", processes=1)  # type: ignore[arg-type]
     member.world, member.abandoned = who_trains.World(1, (1, 0), "", ""), lambda: True
-    loop: Any = SimpleNamespace(_member=member, _settings=SimpleNamespace(environ={}), _warm=SimpleNamespace(killed=True))
+    loop: Any = SimpleNamespace(_member=member, _environ={}, _warm=SimpleNamespace(killed=True))
     assert WorldLoop._leave(loop) == 137
     assert offers.owes
     said = list(offers.said)

@@ -201,7 +201,7 @@ def test_a_warm_process_that_is_stopped_goes_on_at_the_next_look(bench: Bench) -
 def test_a_bug_in_the_world_loop_ends_the_worker_and_a_mistake_is_told_in_a_sentence(
     bench: Bench, problem: Exception, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fail(*_: object) -> None:
+    def fail(*_: object, **_more: object) -> None:
         raise problem
 
     monkeypatch.setattr("outlast.worker.agent.world_loop.WorldLoop", fail)

@@ -365,3 +365,10 @@ class LocalBackend:
 def _is_starting(state_dir: StateDir) -> bool:
     """Return whether the run was started so recently that its launcher may not have acquired its lock yet."""
     return abs(time.time() - state_dir.started_at()) < _START_TIMEOUT_S
+
+
+def main(argv: list[str]) -> None:
+    """Carry out a run's fault schedule: `python -m outlast faults STATE NAME SCHEDULE`, which outlives the command line."""
+    state, name, schedule = Path(argv[0]), argv[1], faults.load(Path(argv[2]))
+    for sentence in faults.play(LocalBackend(state), name, schedule, faults.seed(schedule)):
+        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)

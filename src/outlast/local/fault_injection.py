@@ -80,12 +80,3 @@ def _slow(pid: int) -> None:
     finally:
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGCONT)
-
-
-def main(argv: list[str]) -> None:
-    """Inject and log each fault in the schedule when it is due."""
-    from outlast.local.backend import LocalBackend
-
-    state, name, schedule = Path(argv[0]), argv[1], faults.load(Path(argv[2]))
-    for sentence in faults.play(LocalBackend(state), name, schedule, faults.seed(schedule)):
-        print(f"{time.strftime('%Y-%m-%d %H:%M:%S')} chaos: {sentence}", flush=True)

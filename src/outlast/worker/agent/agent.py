@@ -302,24 +302,17 @@ class Agent:
         self._put(lifecycle.Superseded(reason or "the run continues elsewhere"))
 
     def _train(self) -> None:
-        from outlast.worker.prepare import phases
-
-        spec = self.job.spec
         code: int = contract.Exit.FAILED
         try:
-            settings = world_loop.Settings(
+            self._loop = world_loop.WorldLoop(
+                self.job,
                 self.environ,
                 self._preparation.python,
-                self.processes,
-                phases.command(self.job, self.environ),
-                grace_s=spec.interruption.grace.total_seconds(),
-                restarts=spec.restarts.limit,
-                needed=spec.workers.replicas <= spec.workers.min,
+                self._warm,
                 must_leave=lambda deadline, reason: self._leave_until(deadline, f"told to leave: {reason}"),
                 run_ended=self.coordination.operator_ended_run,
                 record=self.ledger.write,
             )
-            self._loop = world_loop.WorldLoop(settings, self._warm)
             code = self._loop.run()
         except OutlastError as problem:
             print(f"outlast | {problem}", flush=True)

@@ -11,10 +11,9 @@ import signal
 import socket
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from outlast.base import backoff, machine_memory, tcp
 from outlast.base.clock import Seen
@@ -31,6 +30,9 @@ from outlast.worker.hangs.hang_limit import Process
 from outlast.worker.launch import rank_failures, rank_processes, script_files, warm_request
 from outlast.worker.launch.warm_supervisor import WarmEnded, WarmProcess
 
+if TYPE_CHECKING:
+    from outlast.job import spec
+
 MONITOR_INTERVAL_S = 0.02
 LOOK_S = 0.5
 """Interval in seconds between checks for processes that wait for a world that this worker does not know yet. Arbitrary."""
@@ -40,47 +42,39 @@ MAX_BACKOFF_S = 30.0
 """Longest backoff in seconds for a script that exits as if interrupted, but was not."""
 
 
-@dataclass(frozen=True)
-class Settings:
-    """Settings for a worker's loop. `environ` is the worker's environment."""
-
-    environ: Mapping[str, str]
-    python: str
-    processes: int
-    command: Sequence[str]
-    """The script or module and its arguments, as for `launch.training_process`."""
-    grace_s: float
-    restarts: int
-    """The job's limit on restarts, which also limits a world's attempts."""
-    needed: bool
-    """True if every world needs this worker."""
-    must_leave: Callable[[float, str], None]
-    run_ended: Callable[[Closed], None]
-    record: Callable[..., None]
-
-
 class WorldLoop:
     """A worker's training. The thread of `run` ends once the agent has killed the warm process."""
 
-    def __init__(self, settings: Settings, warm: WarmProcess) -> None:
-        """Raises OutlastError if the rendezvous endpoint is unusable."""
-        environ = settings.environ
-        self._settings, self._warm = settings, warm
+    def __init__(
+        self,
+        job: spec.Job,
+        environ: Mapping[str, str],
+        python: str,
+        warm: WarmProcess,
+        *,
+        must_leave: Callable[[float, str], None],
+        run_ended: Callable[[Closed], None],
+        record: Callable[..., None],
+    ) -> None:
+        """`environ` is the worker's environment. Raises OutlastError if the rendezvous endpoint is unusable."""
+        from outlast.worker.prepare import phases
+
+        self._spec, self._environ, self._python, self._warm, self._record = job.spec, environ, python, warm, record
+        self._command, self._processes = phases.command(job, environ), job.spec.processes()
+        self._grace_s = job.spec.interruption.grace.total_seconds()
         self._worker, self._state = int(environ[Env.WORKER]), Path(environ[Env.STATE])
         run = environ[Env.RUN]
         client = transport.client(
             environ[Env.RENDEZVOUS],
-            transport.Member(
-                run, self._worker, self._state, settings.processes, environ, settings.must_leave, settings.run_ended
-            ),
+            transport.Member(run, self._worker, self._state, self._processes, environ, must_leave, run_ended),
         )
         self._member = Membership(
             client,
             run_id=run,
             state=self._state,
             host=environ.get(Env.ADDRESS, "127.0.0.1"),
-            processes=settings.processes,
-            leave_s=settings.grace_s,
+            processes=self._processes,
+            leave_s=self._grace_s,
         )
         self._member.notice = Path(environ[Env.NOTICE])
         self._member.key = sealed_lines.key(environ)
@@ -101,13 +95,13 @@ class WorldLoop:
 
     def run(self) -> int:
         """Train in successive worlds until the run has ended for this worker. Returns the worker's exit code."""
-        settings, member = self._settings, self._member
-        log = Path(settings.environ[Env.OUTPUT]) / contract.LOGS / contract.worker_log(self._worker)
+        member, workers = self._member, self._spec.workers
+        log = Path(self._environ[Env.OUTPUT]) / contract.LOGS / contract.worker_log(self._worker)
         early, kills = 0, restart_budget.Kills()
         with contextlib.closing(member):
             try:
-                if transport.reports_when_ready(settings.environ, needed=settings.needed):
-                    self._warm.wait_until_ready(settings.python)
+                if transport.reports_when_ready(self._environ, needed=workers.replicas <= workers.min):
+                    self._warm.wait_until_ready(self._python)
                 while not self._warm.killed:
                     begun, logged = time.monotonic(), log_pipe.size(log)
                     failures, left = self._train()
@@ -128,7 +122,7 @@ class WorldLoop:
                         outside = contract.killed(first["code"]) or first["cause"] is FailureCause.DISK_FULL
                         kills = kills.after(outside, first["step"], time.monotonic() - begun)
                         member.pause_s = kills.pause_s  # before the next start; this failure is reported at once
-                        several = settings.processes > 1 and first["rank"] is not None
+                        several = self._processes > 1 and first["rank"] is not None
                         prefix = rank_processes.PREFIX.format(first["rank"]) if several else ""
                         failure = {**first, "log_tail": log_pipe.tail(log, line, since=logged, prefix=prefix)}
                         if failure["cause"] is FailureCause.BITS:  # another worker takes the place of this one
@@ -149,7 +143,7 @@ class WorldLoop:
     def _train(self) -> tuple[list[dict[str, Any]], int | None]:
         """Join worlds and run the training processes until they end by themselves. Returns their failures (none on success), and
         the rank of a process that exited with 0 although others failed."""
-        settings, member, environ = self._settings, self._member, self._settings.environ
+        member, environ = self._member, self._environ
         oom_kills = machine_memory.Machine().oom_kills()
         over = kept = False
         while not over:
@@ -165,7 +159,7 @@ class WorldLoop:
                     print(contract.start_line(member.generation, 0, world.reason), file=sys.stderr, flush=True)
                 own = {**environ, **member.numbers}
                 waits = False
-                ranks.start(settings.command, rank_processes.environs(world, member.run_id, settings.processes, member.rank, own))
+                ranks.start(self._command, rank_processes.environs(world, member.run_id, self._processes, member.rank, own))
                 while not (over := ranks.over()) and not member.must_stop() and not (kept := self._waits()):
                     ranks.wait(MONITOR_INTERVAL_S)
                 if over and not any(rank_failures.is_cause(self._failure(end)) for end in ranks.failures()):
@@ -175,7 +169,7 @@ class WorldLoop:
                     ranks.keep()
                 else:
                     promised = os.path.exists(environ[Env.NOTICE])
-                    ranks.stop(0.0 if waits else settings.grace_s if promised else rank_processes.KILL_DELAY_S)
+                    ranks.stop(0.0 if waits else self._grace_s if promised else rank_processes.KILL_DELAY_S)
         oom = machine_memory.Machine().oom_kills() > oom_kills
         failures = {failure.local_rank: failure for failure in ranks.failures()}
         # The first process to fail may end last: it made others fail, and then all of them were stopped.
@@ -194,19 +188,19 @@ class WorldLoop:
             tcp.reach(world.address)
         elif tcp.host_port(world.address)[1] != listener.getsockname()[1]:
             raise ConnectionError("an earlier process of this worker was to host it")
-        ready = self._warm.wait_until_ready(self._settings.python, self._member.must_stop)
+        ready = self._warm.wait_until_ready(self._python, self._member.must_stop)
         if ready and rank == 0:
-            ranks.host(world.address, listener, self._settings.environ)
+            ranks.host(world.address, listener, self._environ)
         return ready
 
     @property
     def _start(self) -> rank_failures.Start:
         member = self._member
-        return rank_failures.Start(self._worker, self._state, self._settings.processes, member.generation, member.attempt)
+        return rank_failures.Start(self._worker, self._state, self._processes, member.generation, member.attempt)
 
     def _waits(self) -> bool:
         """Return whether all processes wait for the next world. Checks rarely until a new world is announced."""
-        asked = self._member.called() or os.path.exists(self._settings.environ[Env.NOTICE])
+        asked = self._member.called() or os.path.exists(self._environ[Env.NOTICE])
         if not asked and time.monotonic() - self._looked < LOOK_S:
             return False
         self._looked = time.monotonic()
@@ -221,7 +215,7 @@ class WorldLoop:
         member.left(reached=False)
         if member.rank == 0:
             over = lambda: self._warm.killed or member.closed is not None  # noqa: E731
-            script_files.leave(self._settings.environ, member.generation, over)
+            script_files.leave(self._environ, member.generation, over)
         if self._warm.killed:  # the others wait for the state until this worker's connection or Lease has ended
             return contract.exit_code(-signal.SIGKILL)
         member.left(reached=True)
@@ -230,10 +224,10 @@ class WorldLoop:
     # Called by the membership
 
     def _joining(self) -> None:
-        for local_rank in range(self._settings.processes):
+        for local_rank in range(self._processes):
             (self._state / contract.ERROR.format(local_rank=local_rank)).unlink(missing_ok=True)
         self._verdicts.clear()
-        self._member.repairs = self._member.repairs or Repairs(self._worker, self._settings.restarts)
+        self._member.repairs = self._member.repairs or Repairs(self._worker, self._spec.restarts.limit)
 
     def _dies(self) -> bool:
         causes = self._start.causes().items()
@@ -245,4 +239,4 @@ class WorldLoop:
         print(contract.start_line(past.generation, past.attempt, reason), file=sys.stderr, flush=True)
         if self._member.rank == 0:
             event = {"generation": past.generation, "attempt": past.attempt, "worker": past.worker, "reason": reason}
-            self._settings.record("attempt", **event, **{name: past.failure.get(name) for name in ("rank", "code", "cause")})
+            self._record("attempt", **event, **{name: past.failure.get(name) for name in ("rank", "code", "cause")})
