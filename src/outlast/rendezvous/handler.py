@@ -88,8 +88,7 @@ class Handler(RendezvousHandler):
         elif isinstance(ended_by, ChildFailedError):
             rank, first = ended_by.get_first_failure()
             reason = f"worker {self.member.id} gives up, its --max-restarts are used up: rank {rank} exited with {first.exitcode}"
-            failure = {"rank": rank, "code": contract.Exit.GIVEN_UP, "reason": reason, "traceback": "", "time": time.time()}
-            failure |= {"echo": False, "step": None, "committed": None}
+            failure = {"rank": rank, "code": contract.Exit.GIVEN_UP, "reason": reason, "time": time.time()}
             self.member.report(MemberState.LEAVING, failed=True, failure=failure)
         self.member.close()
         return True

@@ -244,8 +244,7 @@ class Membership:
             reason = f"worker {self._client.id} cannot reach {where}: {problem}"
             if time.monotonic() - begun > self._join_s:  # the store's host is alive but unreachable
                 raise NoWorld(f"no world within join_timeout ({self._join_s:g} s): {reason}") from problem
-            failure = {"rank": None, "code": 1, "reason": reason, "traceback": "", "time": time.time()}
-            self.failed({**failure, "echo": True, "step": None, "committed": None})
+            self.failed({"code": 1, "reason": reason, "time": time.time(), "echo": True})
 
     def _agree_on_attempt(self, address: str) -> World | None:
         """Return the current world with a fresh store if its members agree on an attempt, otherwise None."""
@@ -325,9 +324,9 @@ class Membership:
             ):
                 fields["standing"] = MemberState.WAITING  # other workers failed at the end: the last steps are repeated
                 who = f"rank {self.rank}" if self._processes == 1 else "a process"
-                failure = {"rank": None, "code": 1, "reason": f"{who} on worker {self._client.id}", "time": time.time()}
-                left = {"echo": True, "left": True, "step": None, "committed": None}
-                fields |= {"failed": True, "failure": failure | left}
+                reason = f"{who} on worker {self._client.id}"
+                failure = {"code": 1, "reason": reason, "time": time.time(), "echo": True, "left": True}
+                fields |= {"failed": True, "failure": failure}
                 self._client.report(**fields)
             if world is not None and world.generation > generation and self._client.id in world.members:
                 return world

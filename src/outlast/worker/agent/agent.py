@@ -38,7 +38,6 @@ from outlast.worker.agent import (
     lifecycle,
     ranks,
     reporter,
-    snapshot_memory,
     upload_supervisor,
     world_loop,
 )
@@ -49,6 +48,7 @@ from outlast.worker.launch import bytecode, package_copy, sibling, warm_supervis
 
 if TYPE_CHECKING:
     from outlast.job import spec
+    from outlast.storage.snapshots.server import Query
     from outlast.storage.snapshots.server import Server as Snapshots
     from outlast.worker.agent import join_run
 
@@ -262,7 +262,7 @@ class Agent:
             case Phase.CHECKPOINT:
                 if self._snapshots is None:  # otherwise this is another attempt
                     workers = self.job.spec.workers.max if self.launched_here else 1
-                    self._snapshots = snapshot_memory.begin(self.environ, workers, self._restore, self._newest)
+                    self._snapshots = serve_snapshots(self.environ, workers, self._restore, self._newest)
                 if self._snapshots is None:  # otherwise the ranks request the checkpoint, if no worker has a newer snapshot
                     self._restore()
                 if self._store and not self.launched_here:  # on one machine the submission has fetched the files
@@ -395,6 +395,35 @@ class Agent:
                 state="stopped" if process.stopped else "stuck", stacks=str(file), reason=reason,
             )  # fmt: skip
             self._ranks.kill(process)
+
+
+def serve_snapshots(environ: Mapping[str, str], workers: int, restore: Query, newest: Query) -> Snapshots | None:
+    """Serve memory for a worker's snapshots. This machine has `workers` workers. Returns None if snapshots are off or impossible.
+
+    Even with a budget of 0 bytes, ranks can read other workers' snapshots. `restore` fetches the newest checkpoint from the store
+    at a rank's request; `newest` returns its generation and step. Raises OSError if the socket cannot be opened in a running job:
+    the worker must be restarted, since other workers may have newer snapshots.
+    """
+    Path(environ[contract.Env.STATE], contract.SNAPSHOTS).unlink(missing_ok=True)  # left by a killed agent
+    setting = environ.get(contract.Env.MEMORY, "off")  # absent if an earlier version created this worker and its memory limit
+    if setting == "off":
+        return None
+    from outlast.storage.snapshots import budget, memory_files, server
+
+    requested = budget.requested(setting)
+    granted = memory_files.Machine().budget(requested, workers)
+    if not granted.bytes or (isinstance(requested, int) and granted.bytes < requested):
+        print(f"outlast | snapshots in memory: {granted.reason}", flush=True)
+    snapshots = server.Server(environ, granted.bytes, restore, newest)
+    try:
+        snapshots.start()
+    except OSError as error:
+        snapshots.close()
+        if environ.get(contract.Env.GENERATION, "0") != "0":
+            raise
+        print(f"outlast | no snapshots in memory, their socket cannot be opened: {error}", flush=True)
+        return None
+    return snapshots
 
 
 def print_end(worker: int | str, code: int | None, reason: str) -> None:
