@@ -153,6 +153,8 @@ class ApiServer:
         query = {key: values[-1] for key, values in parse_qs(url.query).items()}
         if url.path == "/version":
             return send(handler, 200, {"gitVersion": "v1.36.0"})
+        if url.path.endswith("/selfsubjectaccessreviews"):
+            return send(handler, 201, {"status": {"allowed": body["spec"]["resourceAttributes"]["verb"] != "delete"}})
         if served := re.fullmatch(r"/apis/([^/]+/[^/]+)", url.path):
             names = [{"name": k.plural} for k in KINDS if k.api_version == served[1] and k.group not in self.unserved]
             return send(handler, 200, {"resources": names}) if names else send(handler, *status(404, "NotFound", "not found"))
