@@ -11,7 +11,6 @@ import itertools
 import json
 import os
 import random
-import re
 import shutil
 import signal
 import subprocess
