@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import gzip
 import io
-import os
 import random
 import shutil
 import tarfile
@@ -55,6 +53,7 @@ def unpack(tmp_path: Path) -> Callable[..., dict[str, str]]:
 
     def unpack(archive: Path) -> dict[str, str]:
         into = tmp_path / "into"
+        shutil.rmtree(into, ignore_errors=True)
         into.mkdir()
         archives.extract(archive, into, name="code (x)")
         found = {}
@@ -85,7 +84,7 @@ def refused(unpack: Callable[..., dict[str, str]], tmp_path: Path) -> Callable[.
     return refused
 
 
-MAY = "; an archive of code may hold only files, directories and links inside it"
+MAY = "; an archive may hold only files, directories and links inside it"
 
 
 @pytest.mark.parametrize(("name", "mode"), [("a.tar.gz", "w:gz"), ("a.tgz", "w:gz"), ("a.tar", "w"), ("zipped.tar", "w:gz")])
@@ -144,13 +143,13 @@ def test_of_several_entries_with_one_name_the_last_counts(tmp_path: Path, unpack
 @pytest.mark.parametrize(
     ("member", "what"),
     [
-        (("/etc/passwd", b""), "'/etc/passwd', an absolute path"),
-        (("../up.py", b""), "'../up.py', a path that leads outside of it"),
-        (("a/../../up.py", b""), "'a/../../up.py', a path that leads outside of it"),
+        (("/etc/passwd", b""), "'/etc/passwd', a path outside of it"),
+        (("../up.py", b""), "'../up.py', a path outside of it"),
+        (("a/../../up.py", b""), "'a/../../up.py', a path outside of it"),
         (an_entry("l", tarfile.SYMTYPE, to="/etc"), "'l', a link to /etc, outside of it"),
         (an_entry("a/l", tarfile.SYMTYPE, to="../../x"), "'a/l', a link to ../../x, outside of it"),
-        (an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', an absolute path"),
-        (an_entry("l", tarfile.LNKTYPE, to="nothing"), "'l', a link to nothing, which is no file of it"),
+        (an_entry("a/l", tarfile.SYMTYPE, to="../../into/x"), "'a/l', a link to ../../into/x, outside of it"),
+        (an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', a path outside of it"),
         (an_entry("null", tarfile.CHRTYPE), "'null', a device or pipe"),
         (an_entry("pipe", tarfile.FIFOTYPE), "'pipe', a device or pipe"),
     ],
@@ -162,8 +161,8 @@ def test_a_tar_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, 
 @pytest.mark.parametrize(
     ("name", "mode", "content", "what"),
     [
-        ("/etc/passwd", 0o100644, b"", "'/etc/passwd', an absolute path"),
-        ("../up.py", 0o100644, b"", "'../up.py', a path that leads outside of it"),
+        ("/etc/passwd", 0o100644, b"", "'/etc/passwd', a path outside of it"),
+        ("../up.py", 0o100644, b"", "'../up.py', a path outside of it"),
         ("l", 0o120777, b"/etc", "'l', a link to /etc, outside of it"),
         ("dev", 0o020666, b"", "'dev', a device or pipe"),
     ],
@@ -179,42 +178,28 @@ def test_a_link_through_another_that_ends_outside_is_refused(tmp_path: Path, ref
         an_entry("x/z/w/out", tarfile.SYMTYPE, to="../../y/up/../secret"),  # by name x/y/secret
         mode="w",
     )
-    assert refused(archive) == f"code (x) holds 'x/z/w/out', a link to ../../y/up/../secret, which leads outside of it{MAY}"
+    assert refused(archive) == f"code (x) holds 'x/z/w/out', a link to ../../y/up/../secret, outside of it{MAY}"
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, refused):
     archive = a_tar(tmp_path / "a.tar", an_entry("l", tarfile.SYMTYPE, to="d"), ("l/file", b"x"), mode="w")
-    assert refused(archive).startswith("code (x) holds a name that cannot be unpacked here")
+    assert refused(archive).startswith("code (x) is no tar archive, or is damaged")
 
 
 def test_bombs_are_refused_by_what_they_unpack_to(tmp_path: Path, refused, unpack, monkeypatch):
     zeros = bytes(1 << 20)
     for archive in (a_tar(tmp_path / "b.tgz", ("zeros", zeros)), a_zip(tmp_path / "b.zip", ("zeros", zeros))):
         assert archive.stat().st_size < 10_000
-        unpacked = tmp_path / "into"
         monkeypatch.setattr(archives, "MAX_BYTES", (1 << 20) - 1)
         sentence = refused(archive)
-        assert sentence == "code (x) unpacks to more than 1.0 MiB, the limit for code; keep data elsewhere"
-        for path in unpacked.iterdir():
-            path.unlink()
-        unpacked.rmdir()
-    monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
-    assert unpack(tmp_path / "b.tgz").keys() == {"zeros"}
-
-
-def test_archives_with_too_many_entries_are_refused(tmp_path: Path, refused, monkeypatch):
-    archive = a_tar(tmp_path / "a.tgz", *((f"d{i}/e/f", b"") for i in range(10)))
-    monkeypatch.setattr(archives, "MAX_ENTRIES", 29)
-    sentence = refused(archive)
-    assert sentence == "code (x) holds more than 29 entries, the limit for code; keep data elsewhere"
-
-
-def test_a_header_that_says_it_is_endless_is_not_read(tmp_path: Path, refused):
-    header = an_entry("pax", tarfile.XHDTYPE)
-    header.size = 1 << 40
-    archive = tmp_path / "a.tar.gz"
-    archive.write_bytes(gzip.compress(header.tobuf(tarfile.GNU_FORMAT) + bytes(10240)))
-    assert "is no tar archive, or is damaged: it has a header of 1099511627776 bytes; make it again" in refused(archive)
+        assert sentence == (
+            "code (x) holds more than 1.0 MiB or 100,000 entries, the limit here; unpack it yourself and use the directory"
+        )
+        monkeypatch.setattr(archives, "MAX_BYTES", 1 << 20)
+        assert unpack(archive).keys() == {"zeros"}
+        monkeypatch.setattr(archives, "MAX_ENTRIES", 0)
+        assert refused(archive).startswith("code (x) holds more than 1.0 MiB or 0 entries, the limit here; ")
+        monkeypatch.undo()
 
 
 def test_an_encrypted_zip_archive_is_refused(tmp_path: Path, refused):
@@ -222,7 +207,7 @@ def test_an_encrypted_zip_archive_is_refused(tmp_path: Path, refused):
     content = bytearray(archive.read_bytes())
     content[content.index(b"PK\1\2") + 8] |= 1
     archive.write_bytes(content)
-    assert refused(archive) == f"code (x) holds 'a', which is encrypted{MAY}"
+    assert "is encrypted, password required" in refused(archive)
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
@@ -233,42 +218,44 @@ def test_what_is_no_archive_is_said_to_be_none(tmp_path: Path, refused, name: st
     assert refused(tmp_path / name).startswith(f"code (x) is no {kind} archive, or is damaged: ")
 
 
+def of_random_bytes(path: Path) -> bytes:
+    """An archive of the kind that its name says; its bytes."""
+    rng = random.Random(1)
+    members = [(f"d{i}/file-{i}", rng.randbytes(700)) for i in range(4)]
+    archive = (
+        a_zip(path, *members) if path.suffix == ".zip" else a_tar(path, *members, mode="w:gz" if path.suffix == ".gz" else "w")
+    )
+    return archive.read_bytes()
+
+
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
 def test_an_archive_cut_short_anywhere_is_refused(tmp_path: Path, refused, name: str):
-    members = [(f"file-{i}", os.urandom(700)) for i in range(4)]
-    archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
-    whole = archive.read_bytes()
+    whole = of_random_bytes(tmp_path / name)
     end = len(whole.rstrip(b"\0")) if name == "a.tar" else len(whole)
     for length in sorted({0, 1, 511, 512, 513, 1024, 1536, 2048, end // 2, end - 9, end - 1}):
-        archive.write_bytes(whole[:length])
-        assert "or is damaged" in refused(archive), length
-        for path in (tmp_path / "into").iterdir():
-            path.unlink()
-        (tmp_path / "into").rmdir()
+        (tmp_path / name).write_bytes(whole[:length])
+        assert "or is damaged" in refused(tmp_path / name), length
 
 
 @pytest.mark.parametrize("name", ["a.tar.gz", "a.tar", "a.zip"])
 def test_a_damaged_archive_is_one_sentence_or_what_it_was(tmp_path: Path, name: str):
     """Bytes changed at random: no other exception, nothing outside, in bounded time."""
     rng = random.Random(1)
-    members = [(f"d{i}/file-{i}", bytes(rng.randrange(256) for _ in range(300))) for i in range(5)]
-    archive = a_zip(tmp_path / name, *members) if name == "a.zip" else a_tar(tmp_path / name, *members, mode="w:gz" if name.endswith("gz") else "w")  # fmt: skip  # noqa: E501
-    whole = archive.read_bytes()
+    whole = of_random_bytes(tmp_path / name)
     refused = 0
-    (into := tmp_path / "into").mkdir()
     for _ in range(150):
         damaged = bytearray(whole)
         for _ in range(rng.randrange(1, 6)):
             damaged[rng.randrange(len(damaged))] = rng.randrange(256)
-        archive.write_bytes(damaged)
+        (tmp_path / name).write_bytes(damaged)
+        (tmp_path / "into").mkdir(exist_ok=True)
         try:
-            archives.extract(archive, into, name="code (x)")
+            archives.extract(tmp_path / name, tmp_path / "into", name="code (x)")
         except OutlastError:
             refused += 1
-        shutil.rmtree(into)
-        into.mkdir()
+        shutil.rmtree(tmp_path / "into")
     assert refused > 40
-    assert {path.name for path in tmp_path.iterdir()} == {name, "into"}
+    assert {path.name for path in tmp_path.iterdir()} == {name}
 
 
 def test_a_checksum_is_that_of_sha256sum(tmp_path: Path):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 import os
 import random
 import signal
@@ -58,8 +57,8 @@ def test_a_download_that_was_killed_goes_on_where_it_was(web: Web, start: Start,
     url = f"{web.put('set.tar.gz', ARCHIVE)}#sha256={hashlib.sha256(ARCHIVE).hexdigest()}"
     web.fault = lambda request: Fault(rate=100_000)
     process = start(url, "--to", "to")
-    state = tmp_path / "to" / dataset_directory.COMING / "0" / "state.json"
-    while not (state.exists() and json.loads(state.read_text())["done"]):
+    content = tmp_path / "to" / dataset_directory.COMING / "0" / "content"
+    while not (content.exists() and content.stat().st_size):
         assert process.poll() is None
         time.sleep(0.05)
     process.kill()

@@ -14,6 +14,7 @@ from numpy.typing import NDArray
 from outlast.base.errors import importing
 from outlast.data import cifar
 
+SOURCE = "scikit-learn"
 NAMES = ("zero", "one", "two", "three", "four", "five", "six", "seven", "eight", "nine")
 
 

@@ -1,42 +1,58 @@
-"""A download that survives kills, broken connections and bad servers.
+"""Downloads a file over HTTP, and goes on after kills and broken connections.
 
-    path = Download(Remote(url, sha256=...), directory, ...).fetch()
+    path = fetch(Remote(url, sha256=...), directory, say=print, stop=threading.Event())
 
-While the file is incomplete, `directory` contains the received bytes, and `state.json` with their number and the file's version.
-The missing bytes are requested only if the server still has this version (If-Range); otherwise the download restarts.
+While the file is incomplete, `directory` contains the received bytes, and `state.json` with the file's version. The missing bytes
+are requested only if the server still has this version (If-Range); otherwise the download starts again.
+
+urllib follows redirects, and uses the environment's proxies (`HTTPS_PROXY`, `NO_PROXY`) and the system's certificates.
 """
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import dataclasses
-import hashlib
+import http.client
 import json
 import os
-import shutil
+import re
 import threading
 import time
-from collections.abc import Callable
+import urllib.error
+import urllib.parse
+import urllib.request
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
+from outlast import __version__
 from outlast.base import backoff, files, units, unpack
 from outlast.base.errors import OutlastError, Stopped
-from outlast.data import http
 from outlast.data.dataset_directory import Say
-from outlast.data.http import Address, OutOfRange, Response, Unavailable, Version
+from outlast.job import url_logins
 
 Progress = Callable[[int, int], None]
 """A callback with the bytes received and the total size in bytes, 0 if unknown."""
 
+PATIENCE_S = 300.0
+"""Seconds without a further byte after which retries stop."""
+ABSENT_S = 20.0
+"""The same without any response: the host name may be wrong, or the network down."""
+TIMEOUT_S = 60.0
+"""A connection's read timeout, in seconds."""
 _BUFFER = 1 << 18
-_READ = 1 << 20
-_STOPPED = "the download was stopped; the same command goes on from here"
-_WARN_S = 10.0
-_LARGE = 1 << 30
-"""Size in bytes above which a checksum takes seconds."""
-_SAVE_S = 2.0
-"""Seconds between writes of the state; a kill loses the bytes received since the last write."""
-_BEGINNINGS = 4
-"""Maximum number of times that a download starts from the first byte, because the file has changed or ranges are unsupported."""
+_AGAIN = (408, 416, 425, 429, 500, 502, 503, 504)
+_BY_HAND = "or download the file by hand (outlast data get --from FILE)"
+
+
+class _Unavailable(Exception):
+    """The server is unreachable, or its response is unusable. A retry may help."""
+
+    def __init__(self, reason: str, code: int = 0) -> None:
+        super().__init__(reason)
+        self.code = code
+        """The HTTP status; 0 without a response."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -48,8 +64,6 @@ class Remote:
     """Size in bytes; 0 if unknown."""
     sha256: str = ""
     md5: str = ""
-    name: str = ""
-    """The file's local name; if empty, the name in the URL."""
 
     @property
     def checked(self) -> bool:
@@ -57,258 +71,209 @@ class Remote:
         return bool(self.sha256 or self.md5)
 
     @property
+    def address(self) -> str:
+        """The URL without a login or fragment."""
+        parts = urllib.parse.urlsplit(self.url)
+        parts = parts._replace(netloc=parts.netloc.rpartition("@")[2].lower(), path=parts.path or "/", fragment="")
+        return urllib.parse.quote(parts.geturl(), safe="%/:?=&@!$'()*+,;~[]")
+
+    @property
     def shown(self) -> str:
-        """The URL to show in messages."""
-        return Address.parse(self.url).shown
+        """The URL for messages, without the query, which may contain a signature."""
+        return self.address.partition("?")[0]
+
+    @property
+    def identity(self) -> str:
+        """The URL that identifies the file, without a signed query because signatures differ each time."""
+        return url_logins.hidden(self.address)
 
     @property
     def file(self) -> str:
         """The file's local name."""
-        return self.name or Address.parse(self.url).name or "data"
+        name = urllib.parse.unquote(urllib.parse.urlsplit(self.url).path.rpartition("/")[2])
+        return re.sub(r"[/\0]", "_", name) if name not in ("", ".", "..") else "data"
 
 
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """Timeouts for a download, in seconds. The defaults are arbitrary."""
-
-    patience_s: float = 300.0
-    """Seconds without a received byte after which retries stop."""
-    absent_s: float = 20.0
-    """Seconds without any response after which retries stop: the host name may be wrong, or the network down."""
-    timeout_s: float = 60.0
-    """A connection's read timeout, in seconds."""
-
-
-class _Changed(Exception):
-    """Raised if the bytes on disk are from another version of the file than the server now has."""
+def check_url(url: str) -> None:
+    """Raise OutlastError unless this is an http or https URL."""
+    try:
+        parts = urllib.parse.urlsplit(url)
+        valid = parts.scheme in ("http", "https") and parts.hostname and parts.port != 0
+    except ValueError:
+        valid = False
+    if not valid:
+        raise OutlastError(f"{url_logins.hidden(url)} is not the URL of a file; write https://HOST/PATH")
 
 
-class Download:
-    """Downloads one file to a directory of its own."""
+def check(url: str, *, timeout_s: float) -> None:
+    """Raise OutlastError if a server refuses to send the file; ignore an unreachable server."""
+    check_url(url)
+    with contextlib.suppress(_Unavailable), _response(Remote(url), timeout_s=timeout_s):
+        pass
 
-    def __init__(
-        self,
-        remote: Remote,
-        directory: Path,
-        *,
-        say: Say,
-        progress: Progress = lambda done, total: None,
-        stop: threading.Event,
-        options: Options = Options(),
-    ) -> None:
-        self._remote, self._address = remote, Address.parse(remote.url)
-        self._directory, self.path = directory, directory / "content"
-        self._state = directory / "state.json"
-        self._say, self._progress, self._stop, self._options = say, progress, stop, options
-        self._done = self._size = 0
-        """Bytes on disk, and size of the whole file in bytes (0 if unknown)."""
-        self._version = Version()
-        self._beginnings = 0
-        self._answered = False
-        self._host = self._address.shown.split("/")[2]
-        self._arrived = time.monotonic()
-        self._warned = self._saved = -_WARN_S
 
-    def fetch(self) -> Path:
-        """Download and verify the file, and return its path. Raises OutlastError, Stopped and OSError."""
-        self._directory.mkdir(parents=True, exist_ok=True)
-        self._resume()
-        for _ in range(_BEGINNINGS):
-            try:
-                self._fetch()
-            except _Changed:
-                self._say(f"{self._address.shown} has changed on the server; beginning anew")
-                self._discard()
-                continue
-            if self._remote.checked and self._size > _LARGE:
-                self._say(f"checking {self._remote.file}")
-            if problem := mismatch(self.path, self._remote, self._address.shown, self._stop):
-                self._discard()
-                raise OutlastError(problem)
-            return self.path
-        raise OutlastError(f"{self._address.shown} changes faster than it can be fetched; try later, or ask who provides it")
-
-    # The state
-
-    def _resume(self) -> None:
+def fetch(
+    remote: Remote,
+    directory: Path,
+    *,
+    say: Say,
+    stop: threading.Event,
+    progress: Progress = lambda done, total: None,
+) -> Path:
+    """Download and verify a file to `directory`, and return its path. Raises OutlastError, Stopped and OSError."""
+    directory.mkdir(parents=True, exist_ok=True)
+    download = _Download(remote, directory, progress, stop)
+    if 0 < download.done < download.size:
+        say(f"going on with {remote.shown}: {units.human_bytes(download.size - download.done)} are missing")
+    furthest, failures, reached_at = download.done, 0, time.monotonic()
+    while True:
         try:
-            state = json.loads(self._state.read_text())
-            self._done, self._size, self._version = state["done"], state["size"], Version(state["etag"], state["modified"])
-            usable = state["of"] == self._identity and 0 <= self._done <= min(self._size, self.path.stat().st_size)
-        except (OSError, ValueError, KeyError, TypeError):
-            usable = False
-        if not usable or not (self._version.given or self._remote.checked):
-            return self._discard()
-        if left := self._size - self._done:
-            self._say(f"going on with {self._address.shown}: {units.human_bytes(left)} are missing")
+            download.receive()
+            break
+        except _Unavailable as problem:
+            failures += 1
+            if download.done > furthest:
+                furthest, failures, reached_at = download.done, 0, time.monotonic()
+            patience_s = PATIENCE_S if problem.code or download.done else ABSENT_S
+            if problem.code in (206, 416):
+                download.discard()
+            pause = backoff.jittered(backoff.exponential(failures, 0.05, 15.0))
+            if time.monotonic() + pause - reached_at > patience_s:
+                raise OutlastError(
+                    f"cannot download {remote.shown}: {problem}; check the URL and the network, run the same command later, "
+                    f"{_BY_HAND}"
+                ) from problem
+            if failures == 1:
+                say(f"{remote.shown}: {problem}; trying again")
+        if stop.wait(pause):
+            raise Stopped("the download was stopped; the same command goes on from here")
+    if difference := mismatch(download.path, remote, remote.shown):
+        download.discard()
+        raise OutlastError(difference)
+    return download.path
+
+
+class _Download:
+    """The part of a file that has arrived."""
+
+    def __init__(self, remote: Remote, directory: Path, progress: Progress, stop: threading.Event) -> None:
+        self.path, self._state = directory / "content", directory / "state.json"
+        self._remote, self._progress, self._stop = remote, progress, stop
+        state = files.mapping(self._state)
+        self.size: int = state.get("size", 0)
+        """Size of the whole file in bytes; 0 if unknown."""
+        self._version: str = state.get("version", "")
+        self.done = self.path.stat().st_size if self.path.exists() else 0
+        if state.get("of") != self._identity or self.done > self.size or not self._version:
+            self.discard()
 
     @property
     def _identity(self) -> str:
-        return self._remote.sha256 or self._address.identity
+        return self._remote.sha256 or self._remote.identity
 
-    def _save(self, fd: int) -> None:
-        os.fdatasync(fd)
-        state = {"of": self._identity, "size": self._size, "etag": self._version.etag, "modified": self._version.modified}
-        files.replace(self._state, json.dumps({**state, "done": self._done}), durable=True)
-        self._saved = time.monotonic()
-
-    def _discard(self) -> None:
+    def discard(self) -> None:
         for path in (self._state, self.path):
             path.unlink(missing_ok=True)
-        self._done, self._size, self._version = 0, 0, Version()
+        self.done, self.size, self._version = 0, 0, ""
 
-    # The file
-
-    def _fetch(self) -> None:
-        self._arrived = time.monotonic()
-        fd = os.open(self.path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
-        try:
-            try:
-                self._retry(lambda: self._fetch_missing(fd))
-            finally:
-                if self._resumable:
-                    self._save(fd)
-            os.fsync(fd)
-        except BaseException:
-            if not self._state.exists():
-                self._discard()  # there is nothing to resume
-            raise
-        finally:
-            os.close(fd)
-
-    @property
-    def _resumable(self) -> bool:
-        return bool(self._size and (self._version.given or self._remote.checked))
-
-    def _fetch_missing(self, fd: int) -> None:
-        """Fetch the missing bytes with one request. Raises Unavailable if the response ends too early."""
-        first = self._done if self._resumable else 0
-        if first and first == self._size:
+    def receive(self) -> None:
+        """Receive the missing bytes with one request. Raises _Unavailable if the response ends too early."""
+        if self.done and not self._version:
+            self.discard()
+        if self.done and self.done == self.size:
             return
-        try:
-            with http.request(self._address, first=first, version=self._version, timeout_s=self._options.timeout_s) as response:
-                if response.part:
-                    self._check_part(response, first)
-                else:
-                    self._begin(fd, response, first)
-                self._copy(fd, response)
-        except OutOfRange as shorter:
-            if first:
-                raise _Changed from shorter
-            self._set_size(shorter.total)
+        with _response(self._remote, first=self.done, version=self._version, timeout_s=TIMEOUT_S) as response:
+            if response.status == 200:
+                self._begin(response)
+            elif not self._goes_on(response):
+                raise _Unavailable("the file has changed, or the server sends another part than requested", 206)
+            self._append(response)
 
-    def _check_part(self, response: Response, first: int) -> None:
-        if response.first != first:
+    def _begin(self, response: Any) -> None:
+        if response.length is None and not (response.chunked or self._remote.checked):
             raise OutlastError(
-                f"{self._address.shown}: the server sends other parts than it is asked for; "
-                "download it by hand (outlast data get --from FILE)"
+                f"{self._remote.shown}: the server does not say how long the file is, so a part of it would look like the whole; "
+                "give its checksum (URL#sha256=...)"
             )
-        if (response.total, response.version) != (self._size, self._version):
-            raise _Changed
+        self.discard()
+        self.size = response.length or 0
+        self._version = _version(response) if self.size else ""
+        if self._version:
+            files.replace(self._state, json.dumps({"of": self._identity, "size": self.size, "version": self._version}))
 
-    def _begin(self, fd: int, response: Response, first: int) -> None:
-        """Truncate the file for a response with the whole file. Raises OutlastError if the content could not be verified."""
-        if not response.bounded and not (self._remote.checked or self._remote.size):
-            raise OutlastError(
-                f"{self._address.shown}: the server does not say how long the file is, so a part of it would look like the "
-                "whole; give its checksum (URL#sha256=...)"
-            )
-        if response.encoding and not (self._remote.checked or unpack.kind(self._remote.file)):
-            raise OutlastError(
-                f"{self._address.shown}: the server sends the file packed ({response.encoding}), although it was asked not to; "
-                "download it by hand (outlast data get --from FILE)"
-            )
-        if first and self._version.condition and response.version != self._version:
-            self._say(f"{self._address.shown} has changed on the server; beginning anew")
-        os.ftruncate(fd, 0)
-        self._state.unlink(missing_ok=True)
-        self._done, self._version = 0, response.version
-        self._beginnings += 1
-        self._size = response.total or 0
-        if response.total is not None:
-            self._set_size(response.total)
+    def _goes_on(self, response: Any) -> bool:
+        part = response.headers.get("Content-Range", "")
+        return self.done > 0 and part == f"bytes {self.done}-{self.size - 1}/{self.size}" and _version(response) == self._version
 
-    def _set_size(self, size: int) -> None:
-        """Check the size of the whole file. Raises OutlastError if the size is wrong or the disk has too little space."""
-        if self._remote.size not in (0, size):
-            self._discard()
-            raise OutlastError(
-                f"{self._address.shown} has {size:,} bytes and must have {self._remote.size:,}; "
-                "it is not the file that is wanted, or the server is broken"
-            )
-        needed, free = size - self._done, shutil.disk_usage(self._directory).free
-        if needed > free:
-            sizes = f"{units.human_bytes(needed)}, and its disk has {units.human_bytes(free)} left"
-            raise OutlastError(f"{self._address.shown} needs {sizes}; make room there, or choose another directory")
-
-    def _copy(self, fd: int, response: Response) -> None:
-        """Append the body of a response to the file. Raises Unavailable if the body ends too early."""
-        while response.total is None or self._done < response.total:
-            if self._stop.is_set():
-                raise Stopped(_STOPPED)
-            data = response.read(_BUFFER if response.total is None else min(_BUFFER, response.total - self._done))
-            if not data:
-                break
-            left = memoryview(data)
-            while left:
-                written = os.pwrite(fd, left, self._done)
-                left, self._done = left[written:], self._done + written
-            self._answered, self._arrived = True, time.monotonic()
-            self._progress(self._done, self._size)
-            if self._resumable and time.monotonic() - self._saved > _SAVE_S:
-                self._save(fd)
-        if response.total is not None and self._done < response.total:
-            raise Unavailable(f"the connection ended at byte {self._done:,} of {response.total:,}")
-
-    def _retry(self, attempt: Callable[[], None]) -> None:
-        """Retry `attempt` until it succeeds. Raises OutlastError after too long without a byte, or too many restarts."""
-        number = self._beginnings = 0
-        while True:
-            last = self._arrived
-            try:
-                return attempt()
-            except Unavailable as problem:
-                self._answered |= problem.answered
-                progressed = self._arrived != last
-                pause = max(problem.after_s, 0.05 if progressed else backoff.jittered(backoff.exponential(number, 0.25, 15.0)))
-                number = 0 if progressed else number + 1
-                patience = self._options.patience_s if self._answered else self._options.absent_s
-                if time.monotonic() + pause - self._arrived > patience or self._beginnings >= _BEGINNINGS:
-                    raise OutlastError(self._failure(problem)) from problem
-                if time.monotonic() - self._warned >= _WARN_S:
-                    self._warned = time.monotonic()
-                    self._say(f"{self._host}: {problem}; trying again")
-            if self._stop.wait(pause):
-                raise Stopped(_STOPPED)
-
-    def _failure(self, problem: Unavailable) -> str:
-        if not self._answered:
-            remedy = "check the network, or download the file elsewhere and give it with outlast data get --from FILE"
-            return f"cannot reach {self._host}: {problem}; {remedy}"
-        if problem.after_s > self._options.patience_s:
-            pause = units.human_seconds(problem.after_s)
-            return f"{self._address.shown}: {problem}, and asks to come back in {pause}; run the same command then"
-        later = "run the same command later" + (", which goes on from here" if self._resumable else "")
-        return f"{self._address.shown}: {problem}, again and again; {later}"
+    def _append(self, response: Any) -> None:
+        with open(self.path, "ab") as file:
+            while not self.size or self.done < self.size:
+                if self._stop.is_set():
+                    raise Stopped("the download was stopped; the same command goes on from here")
+                with _reported(self._remote):
+                    data = response.read1(_BUFFER)
+                if not data:
+                    break
+                file.write(data)
+                self.done += len(data)
+                self._progress(self.done, self.size)
+            file.flush()
+            os.fsync(file.fileno())
+        if self.done < self.size:
+            raise _Unavailable(f"the connection ended at byte {self.done:,} of {self.size:,}")
 
 
-def mismatch(path: Path, remote: Remote, name: str, stop: threading.Event) -> str:
-    """Return a message if a file differs from its published size or checksum, else "". Raises Stopped."""
-    size = path.stat().st_size
-    if remote.size not in (0, size):
-        return f"{name} has {size:,} bytes and must have {remote.size:,}; it is not the file that is wanted, or it is damaged"
-    for algorithm, expected in (("sha256", remote.sha256), ("md5", remote.md5)):
-        if not expected:
-            continue
-        digest = hashlib.new(algorithm, usedforsecurity=False)
-        with open(path, "rb") as file:
-            while data := file.read(_READ):
-                digest.update(data)
-                if stop.is_set():
-                    raise Stopped(_STOPPED)
-        if (actual := digest.hexdigest()) != expected:
-            kind = {"sha256": "SHA-256", "md5": "MD5"}[algorithm]
+def mismatch(path: Path, remote: Remote, name: str) -> str:
+    """Return a message if a file differs from its published size or checksum, else ""."""
+    checks = [("size", str(remote.size or ""), str(path.stat().st_size))]
+    checks += [(kind, given, unpack.checksum(path, kind)) for kind in ("sha256", "md5") if (given := getattr(remote, kind))]
+    for kind, expected, actual in checks:
+        if expected and actual != expected:
             return (
                 f"{name} has the {kind} {actual}, and must have {expected}; it is not the file that is wanted, or it is damaged"
             )
     return ""
+
+
+def _version(response: Any) -> str:
+    """Return what `If-Range` accepts: a strong ETag (RFC 9110, section 8.8.3) or a date; empty if there is neither."""
+    tag = response.headers.get("ETag", "")
+    return str("" if tag.startswith("W/") else tag or response.headers.get("Last-Modified", ""))
+
+
+@contextlib.contextmanager
+def _response(remote: Remote, *, first: int = 0, version: str = "", timeout_s: float) -> Iterator[Any]:
+    """Request a file from offset `first` if it still has this version, otherwise the whole file."""
+    headers = {"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
+    request = urllib.request.Request(remote.address, headers=headers)
+    parts = urllib.parse.urlsplit(remote.url)
+    login = url_logins.of(parts.hostname or "")
+    if parts.username is not None:
+        login = urllib.parse.unquote(parts.username), urllib.parse.unquote(parts.password or "")
+    if login:  # not for the targets of redirects
+        request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(':'.join(login).encode()).decode()}")
+    if first:
+        request.add_header("Range", f"bytes={first}-")
+        request.add_header("If-Range", version)
+    with _reported(remote):
+        response = urllib.request.urlopen(request, timeout=timeout_s)
+    with contextlib.closing(response):
+        yield response
+
+
+@contextlib.contextmanager
+def _reported(remote: Remote) -> Iterator[None]:
+    """Map network errors to _Unavailable, and refusals to OutlastError."""
+    try:
+        yield
+    except urllib.error.HTTPError as error:
+        error.close()
+        reason = f"{error.code} {error.reason}".partition("\n")[0].rstrip(".")  # for endless redirects, urllib adds more lines
+        if error.code in _AGAIN:
+            raise _Unavailable(reason, error.code) from error
+        remedy = "check the URL"
+        if error.code == 401:
+            remedy = "write machine HOST login USER password PASSWORD into ~/.netrc, or into OUTLAST_NETRC"
+        raise OutlastError(f"cannot download {remote.shown}: {reason}; {remedy}, {_BY_HAND}") from error
+    except (OSError, http.client.HTTPException, UnicodeError) as error:
+        raise _Unavailable(str(getattr(error, "reason", error)) or type(error).__name__) from error

@@ -8,21 +8,10 @@ from __future__ import annotations
 
 import dataclasses
 import re
-from collections.abc import Callable
-from pathlib import Path
 
 from outlast.base import unpack
 from outlast.base.errors import OutlastError
-from outlast.data.download import Remote
-from outlast.data.http import Address
-
-
-@dataclasses.dataclass(frozen=True)
-class Made:
-    """A dataset that is generated rather than downloaded."""
-
-    write: Callable[[Path], object]
-    source: Callable[[], str]
+from outlast.data.download import Remote, check_url
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,7 +21,8 @@ class Dataset:
     name: str
     """Name in the registry, or the URL."""
     about: str = ""
-    made: Made | None = None
+    module: str = ""
+    """The module that generates the dataset instead of a download: `write(directory)` and `SOURCE`."""
     remotes: tuple[Remote, ...] = ()
     """Files to download. Archives are unpacked; other files are kept as they are."""
 
@@ -51,18 +41,6 @@ class Dataset:
         """Number of bytes to download; None if unknown."""
         sizes = [remote.size for remote in self.remotes]
         return sum(sizes) if all(sizes) else None
-
-
-def _stdlib() -> Made:
-    from outlast.data import stdlib_text
-
-    return Made(stdlib_text.write, stdlib_text.source)
-
-
-def _digits() -> Made:
-    from outlast.data import digits
-
-    return Made(digits.write, lambda: "scikit-learn")
 
 
 def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
@@ -85,16 +63,19 @@ _KNOWN = (
             Remote(
                 "https://www.cs.toronto.edu/~kriz/cifar-10-python.tar.gz",
                 size=170_498_071,
-                md5="c58f30108f718f92721af3b95e74349a",  # from https://www.cs.toronto.edu/~kriz/cifar.html
                 sha256="6d958be074577803d12ecdefd02955f39262c83c16fe9348329d7fe0b5c001ce",  # from Keras
             ),
         ),
     ),
-    Dataset("digits", "1,797 handwritten digits of scikit-learn, in CIFAR-10's format; no download"),
+    Dataset("digits", "1,797 handwritten digits of scikit-learn, in CIFAR-10's format; no download", "outlast.data.digits"),
     Dataset("kinetics400", _KINETICS.format("400"), remotes=_kinetics("400", "k400", _CSV)),
     Dataset("kinetics600", _KINETICS.format("600"), remotes=_kinetics("600", "k600", ("train.txt", "val.txt", "test.csv"))),
     Dataset("kinetics700-2020", _KINETICS.format("700-2020"), remotes=_kinetics("700_2020", "k700_2020", _CSV)),
-    Dataset("python-stdlib", "the sources of Python's standard library: text for a first language model; no download"),
+    Dataset(
+        "python-stdlib",
+        "the sources of Python's standard library: text for a first language model; no download",
+        "outlast.data.stdlib_text",
+    ),
     Dataset(
         "tiny-imagenet-200",
         "120,000 images of 200 classes, 64×64 (Stanford, CS231n)",
@@ -107,15 +88,12 @@ _KNOWN = (
         ),
     ),
 )
-_MADE: dict[str, Callable[[], Made]] = {"digits": _digits, "python-stdlib": _stdlib}
-
 NAMES = tuple(each.name for each in _KNOWN)
 
 
 def named(name: str) -> Dataset:
     """Return the dataset with this name, one of `NAMES`."""
-    dataset = next(each for each in _KNOWN if each.name == name)
-    return dataclasses.replace(dataset, made=_MADE[name]()) if name in _MADE else dataset
+    return next(each for each in _KNOWN if each.name == name)
 
 
 def of_url(text: str) -> Dataset:
@@ -128,9 +106,9 @@ def of_url(text: str) -> Dataset:
         if not match:
             raise OutlastError(f"#{pin} is no checksum; append #sha256= and the 64 digits that sha256sum prints, or nothing")
         checksum = match[1]
-    address = Address.parse(url)
-    name = address.shown if checksum else address.identity  # with a checksum, the query is irrelevant
-    return Dataset(name, remotes=(Remote(url, sha256=checksum),))
+    check_url(url)
+    remote = Remote(url, sha256=checksum)
+    return Dataset(remote.shown if checksum else remote.identity, remotes=(remote,))  # with a checksum, the query is irrelevant
 
 
 def is_url(name: str) -> bool:

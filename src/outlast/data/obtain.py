@@ -9,6 +9,7 @@ the directory only after all of them are verified and unpacked; the marker is wr
 from __future__ import annotations
 
 import dataclasses
+import importlib
 import os
 import shutil
 import threading
@@ -18,19 +19,14 @@ from outlast.base import unpack
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import dataset_directory, download
 from outlast.data.dataset_directory import Marker, Place, Say
-from outlast.data.download import Download, Options, Progress, Remote
+from outlast.data.download import Progress, Remote
 from outlast.data.named_datasets import Dataset
 
-LIMITS = unpack.Limits(
-    "data",
-    entries=20_000_000,
-    size=1 << 30,
-    ratio=100,
-    instead="unpack it by hand if it is what you want, and use the directory",
-    again="the URL is not that of an archive, or the file is damaged where it comes from",
-)
-"""Limits against decompression bombs, which expand a thousandfold or more. Images, text and numbers expand less than a
-hundredfold, and ImageNet-21k has 14 million files."""
+MAX_ENTRIES = 20_000_000
+"""ImageNet-21k has 14 million files."""
+MAX_BYTES, MAX_RATIO = 1 << 30, 100
+"""An archive may unpack to the larger of this size and this multiple of its own. Images, text and numbers expand less than a
+hundredfold, decompression bombs a thousandfold or more."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,7 +36,6 @@ class How:
     say: Say
     progress: Progress = lambda done, total: None
     stop: threading.Event = dataclasses.field(default_factory=threading.Event)
-    options: Options = dataclasses.field(default_factory=Options)
     archive: Path | None = None
     """A downloaded file, or a directory of downloaded files."""
 
@@ -52,14 +47,13 @@ def get(dataset: Dataset, directory: Path, how: How) -> tuple[Marker, bool]:
         return marker, False
     given = _given(dataset, how.archive) if how.archive else {}
     with dataset_directory.opened(directory, dataset.name, say=how.say, stop=how.stop) as opened:
-        if marker := checked(
-            dataset, dataset_directory.marker(directory), str(directory)
-        ):  # another process has finished the dataset
+        if marker := checked(dataset, dataset_directory.marker(directory), str(directory)):  # another process has finished it
             return marker, False
         try:
-            if dataset.made:
-                dataset.made.write(opened.tree())
-                return opened.finish(Marker(dataset.name, dataset.made.source())), True
+            if dataset.module:
+                made = importlib.import_module(dataset.module)
+                made.write(opened.tree())
+                return opened.finish(Marker(dataset.name, made.SOURCE)), True
             return _downloaded(dataset, opened, given, how), True
         except (OutlastError, OSError):
             opened.discard_tree()
@@ -83,53 +77,43 @@ def checked(dataset: Dataset, marker: Marker | None, where: str) -> Marker | Non
 def _downloaded(dataset: Dataset, opened: Place, given: dict[Remote, Path], how: How) -> Marker:
     paths: dict[Remote, Path] = {}
     for number, remote in enumerate(dataset.remotes):
-        if remote in given:
-            if problem := download.mismatch(given[remote], remote, str(given[remote]), how.stop):
-                raise OutlastError(problem)
-            paths[remote] = given[remote]
-        else:
+        if remote not in given:
             into = opened.staging / f"{number}"
-            paths[remote] = Download(remote, into, say=how.say, progress=how.progress, stop=how.stop, options=how.options).fetch()
-    tree = opened.tree()
+            paths[remote] = download.fetch(remote, into, say=how.say, progress=how.progress, stop=how.stop)
+        elif problem := download.mismatch(given[remote], remote, str(given[remote])):
+            raise OutlastError(problem)
+    tree, paths = opened.tree(), paths | given
+    sha256 = remote.sha256 or unpack.checksum(paths[remote]) if len(paths) == 1 else ""
     for remote, path in paths.items():
         try:
-            if unpack.kind(remote.file):
-                how.say(f"unpacking {remote.file}")
-            _unpacked(remote, path, tree, how.stop, given=bool(given))
+            _unpacked(remote, path, tree, how, given=bool(given))
         except Stopped:
             raise
         except OutlastError:
             if not given:
                 shutil.rmtree(path.parent)  # the next call must not reuse a file that is damaged at its source
             raise
-    return opened.finish(
-        Marker(
-            dataset.name,
-            dataset.remotes[0].shown,
-            sha256=remote.sha256 or unpack.checksum(path) if len(paths) == 1 else "",
-            checked=all(remote.checked for remote in paths),
-        )
-    )
+    compared = all(remote.checked for remote in paths)
+    return opened.finish(Marker(dataset.name, dataset.remotes[0].shown, sha256=sha256, checked=compared))
 
 
-def _unpacked(remote: Remote, path: Path, tree: Path, stop: threading.Event, *, given: bool) -> None:
-    kind, name = unpack.kind(remote.file), str(path) if given else remote.shown
-    if kind in ("tar", "zip"):
-        unpack.extract(path, tree, name=name, limits=LIMITS, kind=kind, stop=stop)
-    elif kind:
-        unpack.decompress(path, tree / Path(remote.file).stem, name=name, limits=LIMITS, stop=stop)
-    elif given:
-        shutil.copyfile(path, tree / remote.file)
+def _unpacked(remote: Remote, path: Path, tree: Path, how: How, *, given: bool) -> None:
+    kind = unpack.kind(remote.file)
+    if not kind:
+        (shutil.copyfile if given else os.rename)(path, tree / remote.file)
+        return
+    how.say(f"unpacking {remote.file}")
+    size = max(MAX_BYTES, MAX_RATIO * path.stat().st_size)
+    budget = unpack.Budget(str(path) if given else remote.shown, size=size, entries=MAX_ENTRIES, stop=how.stop)
+    if kind == "compressed":
+        unpack.decompress(path, tree / Path(remote.file).stem, budget)
     else:
-        try:
-            os.link(path, tree / remote.file)  # the download stays until the marker is written
-        except OSError:
-            path.rename(tree / remote.file)
+        unpack.extract(path, tree, budget, kind=kind)
 
 
 def _given(dataset: Dataset, archive: Path) -> dict[Remote, Path]:
     """Return the local paths of the dataset's files, to use instead of downloads. Raises OutlastError if a file is missing."""
-    if dataset.made:
+    if dataset.module:
         raise OutlastError(f"{dataset.name} needs no download; leave out --from")
     if len(dataset.remotes) == 1 and not archive.is_dir():
         paths = {dataset.remotes[0]: archive}

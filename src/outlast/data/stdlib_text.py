@@ -17,14 +17,10 @@ from pathlib import Path
 
 from outlast.base.errors import OutlastError
 
+SOURCE = f"Python {platform.python_version()}"
 _LEFT_OUT = ("site-packages", "dist-packages", "lib-dynload", "test", "tests", "idle_test", "__pycache__")
 """Directories that some installations lack, or that contain the user's packages."""
 _SITE = ("sitecustomize.py", "usercustomize.py")
-
-
-def source() -> str:
-    """Return the version of Python that the sources belong to, such as `Python 3.12.4`."""
-    return f"Python {platform.python_version()}"
 
 
 def write(directory: Path) -> None:

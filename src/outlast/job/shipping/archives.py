@@ -18,7 +18,7 @@ MAX_ENTRIES = 100_000
 
 def extract(archive: Path, into: Path, *, name: str) -> None:
     """Unpack a code archive into an empty directory (see `unpack.extract`)."""
-    unpack.extract(archive, into, name=name, limits=unpack.Limits("code", entries=MAX_ENTRIES, size=MAX_BYTES))
+    unpack.extract(archive, into, unpack.Budget(name, size=MAX_BYTES, entries=MAX_ENTRIES))
 
 
 def check(archive: Path, name: str, sha256: str, runs: str) -> None:

@@ -67,9 +67,9 @@ def _check_remote(places: Sequence[tuple[str, str]], script: str | None, pins: P
     def look(field: str, url: str) -> None:
         try:
             if spec.web(url):
-                from outlast.data import http
+                from outlast.data import download
 
-                return http.check(url, timeout_s=REACH_S)
+                return download.check(url, timeout_s=REACH_S)
             place = store.open_(url)
             above, _, key = place.url.rpartition("/")
             if next(iter(place.entries()), None) is None:
