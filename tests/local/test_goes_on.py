@@ -191,7 +191,7 @@ def test_an_older_version_of_a_file_that_the_run_has_taken_comes_back(tmp_path: 
     def copy(text: str, at: float) -> list[str]:
         (source / "train.py").write_text(text)
         os.utime(source / "train.py", (at, at))
-        return code_placement.copy(source, code_files.listed(source), state / "work", begun)
+        return code_placement.copy(source, code_files.listed(source).entries, state / "work", begun)
 
     begun = time.time() - 100
     copy("v1", begun - 50)

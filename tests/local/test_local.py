@@ -255,7 +255,7 @@ def test_a_run_gets_the_files_that_pods_would_get_and_says_which_it_does_not(her
     for name in (".gitignore", ".env", "data/x.bin", "sub/a.py", "sub/b.log"):
         here.write(name, "data/\n*.log\n" if name == ".gitignore" else "x")
     here.submit()
-    entries = code_files.listed(here.source, outside=lambda _: None)
+    entries = code_files.listed(here.source, links_out=True).entries
     assert sorted(here.code()) == [entry.name for entry in entries] == [".gitignore", "datasets", "sub/a.py", "train.py"]
     assert (here.output / "work" / "datasets").resolve() == tmp_path / "elsewhere"
     assert here.backend.notices == [
@@ -299,7 +299,9 @@ def test_a_mistake_in_the_job_file_costs_the_old_run_nothing(here: Here) -> None
     with pytest.raises(OutlastError, match=r"code \(.*nowhere\) does not exist; correct the path"):
         here.submit(code=str(here.source / "nowhere"))
     (here.source / "bad.tgz").write_text("<html>")
-    with pytest.raises(OutlastError, match=r"code \(.*/bad.tgz\) is no tar archive, or is damaged: .*; make it again"):
+    with pytest.raises(
+        OutlastError, match=r"code \(.*/bad.tgz\) is no tar archive, or is damaged: .*; make or download it again"
+    ):
         here.submit(code=str(here.source / "bad.tgz"))
     assert here.backend.status("job").state is State.SUCCEEDED
     assert (here.output / "model.pt").exists()

@@ -23,7 +23,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"code": "{url}/code"}, r"code \(s3://.*/code/exact.py\) does not exist; put it there, or correct the URL"),
     ({"code": "{here}/code.tgz"}, r"script \(exact.py\) is not in code \(/.*/code.tgz\); correct it, or the archive"),
     ({"code": CHECKSUM}, r"has the checksum [0-9a-f]{64}, the job file says 0{64}; correct #sha256"),
-    ({"code": "{here}/bad.tgz"}, r"code \(/.*/bad.tgz\) is no tar archive, or is damaged: .*; make it again"),
+    ({"code": "{here}/bad.tgz"}, r"code \(/.*/bad.tgz\) is no tar archive, or is damaged: .*; make or download it again"),
     ({"code": "{here}/code.rar"}, r"code \(/.*/code.rar\) is neither a directory nor an archive \(.tar.gz, .tgz, .tar, .zip\)"),
     ({"script": "gone.py", "code": "{here}/code"}, r"script \(gone.py\) is not in .*/code; correct it"),
     ({"data": [{"from": "nowhere", "to": "/data"}]}, r"data\[0\].from \(.*/nowhere\) does not exist; get the data, or correct"),

@@ -247,8 +247,9 @@ def _response(remote: Remote, *, first: int = 0, version: str = "", timeout_s: f
     headers = {"User-Agent": f"outlast/{__version__}", "Accept-Encoding": "identity"}
     request = urllib.request.Request(remote.address, headers=headers)
     parts = urllib.parse.urlsplit(remote.url)
-    login = url_logins.of(parts.hostname or "")
-    if parts.username is not None:
+    if parts.username is None:
+        login = url_logins.of(parts.hostname or "")
+    else:
         login = urllib.parse.unquote(parts.username), urllib.parse.unquote(parts.password or "")
     if login:  # not for the targets of redirects
         request.add_unredirected_header("Authorization", f"Basic {base64.b64encode(':'.join(login).encode()).decode()}")

@@ -121,16 +121,13 @@ def _copy_code(job: spec.Job, source: Path, into: Path, state: Path, exclude: tu
 
 def _copy_directory(job: spec.Job, path: Path, into: Path, exclude: tuple[Path, ...], submitted: float) -> _Copy:
     """Copy a code directory, except for files that a pod would not get either."""
-    withheld: list[str] = []
-    ignored: list[str] = []
-    outside: list[str] = []
-    not_code = code_files.not_code(job.spec, path, exclude)
-    entries = code_files.listed(path, not_code, withheld=withheld.append, ignored=ignored.append, outside=outside.append)
+    listing = code_files.listed(path, code_files.not_code(job.spec, path, exclude), links_out=True)
+    entries, ignored, outside = listing.entries, listing.ignored, listing.outside
     code_files.check_script(job.spec, path, {entry.name for entry in entries})
     changed = code_placement.copy(path, entries, into, submitted)
     notices = []
-    if withheld:
-        notices.append(f"code: {code_files.without_credentials(withheld)}; pods do not get it either")
+    if listing.withheld:
+        notices.append(f"code: {code_files.without_credentials(listing.withheld)}; pods do not get it either")
     if ignored:
         notices.append(
             f"code: without {code_files.some(ignored)}, as .gitignore or .outlastignore says ({code_files.bring_back(ignored)})"

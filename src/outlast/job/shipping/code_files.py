@@ -10,12 +10,11 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import io
 import os
 import stat
 import tarfile
-from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Iterator, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Literal
 
@@ -68,7 +67,7 @@ service_account*.json
 """
 """Rules for files that usually hold credentials. Such files are left out unless an `.outlastignore` includes them, because anyone
 who can read ConfigMaps in the namespace can read the code."""
-_TRIES = 3
+REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
 
 
 @dataclass(frozen=True)
@@ -82,52 +81,42 @@ class Entry:
     target: str = ""
 
 
-class TooLarge(Exception):
-    """The archive would exceed its size limit."""
+@dataclass(frozen=True)
+class Listing:
+    """What is in a code directory. Names are paths below it, with slashes."""
+
+    entries: list[Entry] = field(default_factory=list)
+    withheld: list[str] = field(default_factory=list)
+    """Names of probable credentials."""
+    ignored: list[str] = field(default_factory=list)
+    """Names that an ignore file excludes."""
+    outside: list[str] = field(default_factory=list)
+    """Names of links that lead out of the directory."""
 
 
-class _Changed(Exception):
-    """A file changed while it was read."""
+def listed(root: Path, but: Collection[Path] = (), *, links_out: bool = False) -> Listing:
+    """List the files and links in a code directory, sorted by name. The list is the same for a run on this machine and for pods.
 
-
-NameCallback = Callable[[str], object]
-"""Callback that receives the name of a file, directory or link below the code directory."""
-
-
-def _nothing(_: str) -> None:
-    pass
-
-
-def listed(
-    root: Path,
-    but: Collection[Path] = (),
-    *,
-    withheld: NameCallback = _nothing,
-    ignored: NameCallback = _nothing,
-    outside: NameCallback | None = None,
-) -> list[Entry]:
-    """Return the files and links in a code directory, sorted by name. The list is the same for a run on this machine and for
-    pods.
-
-    `but` lists paths below `root` that are not code. `withheld` receives the names of probable credentials, `ignored` the names
-    that an ignore file excludes. A link that leads out of `root` is an error, because pods lack its target. If `outside` is
-    given, it receives the link's name instead, and the link gets an absolute target. Raises OutlastError for such links,
-    unreadable files, and too many files or bytes.
+    `but` lists paths below `root` that are not code. A link that leads out of `root` is an error, because pods lack its target;
+    with `links_out`, it gets an absolute target instead. Raises OutlastError for such links, unreadable files, and too many files
+    or bytes.
     """
     top = root.resolve()
     layers = _above(top)
-    above = [_layer(Path(layer.directory), FILES[1:]) for layer in layers]
-    secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS)), *above]
-    entries: list[Entry] = []
+    secret = [ignore.Layer(str(top).rstrip("/"), ignore.rules(CREDENTIALS))]
+    secret += [_layer(Path(layer.directory), FILES[1:]) for layer in layers]
+    listing = Listing()
     size = 0
-    walk = _Walk(top, {place.resolve() for place in but}, withheld, ignored, outside)
-    for entry in walk.below("", layers, secret):
-        entries.append(entry)
+    for entry in _below(top, {place.resolve() for place in but}, "", layers, secret, listing):
+        target = _target(top, entry.name, links_out, listing) if entry.kind == "link" else ""
+        listing.entries.append(replace(entry, target=target))
         size += entry.size
-        if len(entries) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
-            held = f"more than {len(entries) - 1:,} files, {units.human_bytes(size)}"
-            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({biggest(entries)}); {REMEDY}")
-    return sorted(entries, key=lambda entry: os.fsencode(entry.name))
+        if len(listing.entries) > archives.MAX_ENTRIES or size > archives.MAX_BYTES:
+            held = f"more than {len(listing.entries) - 1:,} files, {units.human_bytes(size)}"
+            most = biggest(listing.entries)
+            raise OutlastError(f"code ({root}) holds {held}, which is too much for code ({most}); {REMEDY}")
+    listing.entries.sort(key=lambda entry: os.fsencode(entry.name))
+    return listing
 
 
 def digest(root: Path, entries: Iterable[Entry]) -> str:
@@ -186,144 +175,94 @@ def bring_back(names: Collection[str]) -> str:
     return f"!{min(names).rpartition('/')[2]} in .outlastignore brings it back"
 
 
-REMEDY = "name what is no code in .outlastignore, or keep it elsewhere"
-
-
 def biggest(entries: Sequence[Entry]) -> str:
     """List the biggest files, for use in a sentence."""
     most = sorted(entries, key=lambda entry: -entry.size)[:3]
     return "the biggest: " + ", ".join(f"{entry.name} {units.human_bytes(entry.size)}" for entry in most)
 
 
-def pack(
-    root: Path,
-    into: Path,
-    *,
-    but: Collection[Path] = (),
-    room: int | None = None,
-    withheld: NameCallback = _nothing,
-    reading: NameCallback = _nothing,
-) -> list[Entry]:
-    """Pack a code directory into a new `.tar.gz`, and return its entries.
+def pack(root: Path, into: Path, *, but: Collection[Path] = (), room: int | None = None) -> Listing:
+    """Pack a code directory into a new `.tar.gz`, and return its listing. Stops once the archive exceeds `room` bytes.
 
-    `reading` receives each file's name before the file is read; `withheld` is as in `listed`. Raises OutlastError in the same
-    cases as `listed`, and for a file that keeps changing, and TooLarge if the archive would exceed `room` bytes.
+    Raises OutlastError in the same cases as `listed`, and for a file that changes meanwhile.
     """
-    for left in reversed(range(_TRIES)):
-        entries = listed(root, but, withheld=withheld)
-        try:
-            _write(root, entries, into, room, reading)
-            return entries
-        except (_Changed, FileNotFoundError) as problem:
-            if not left:
-                name = problem if isinstance(problem, _Changed) else problem.filename
-                remedy = "try again when nothing writes there, or name it in .outlastignore"
-                raise OutlastError(f"code: {name} changes while it is packed; {remedy}") from problem
-        except OSError as problem:
-            raise OutlastError(
-                f"code: {problem.filename or into} cannot be packed: {problem.strerror}; correct that, or {REMEDY}"
-            ) from problem
-    raise AssertionError("there was no try")
-
-
-def _write(root: Path, entries: Sequence[Entry], into: Path, room: int | None, reading: NameCallback) -> None:
+    listing = listed(root, but)
     with (
-        _Bounded(into, room) as out,
+        open(into, "wb") as out,
         gzip.GzipFile("", "wb", compresslevel=6, fileobj=out, mtime=0) as zipped,
         tarfile.open(fileobj=zipped, mode="w", format=tarfile.PAX_FORMAT, encoding="utf-8", errors="surrogateescape") as tar,
     ):
-        for entry in entries:
-            info = tarfile.TarInfo(entry.name)
-            if entry.kind == "link":
-                info.type, info.linkname, info.mode = tarfile.SYMTYPE, entry.target, 0o777
-                tar.addfile(info)
-                continue
-            path = root / entry.name
-            with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
-                before = os.fstat(file.fileno())
-                info.size, info.mode = before.st_size, 0o755 if before.st_mode & stat.S_IXUSR else 0o644
-                reading(entry.name)
-                try:
-                    tar.addfile(info, file)
-                except OSError as problem:
-                    if problem.errno is not None:
-                        raise
-                    raise _Changed(str(path)) from problem  # the file became shorter
-                after = os.fstat(file.fileno())
-            if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
-                raise _Changed(str(path))
+        for entry in listing.entries:
+            try:
+                _add(tar, root, entry)
+            except OSError as problem:
+                reason = problem.strerror or "it has changed meanwhile"
+                remedy = "try again when nothing writes there, or name it in .outlastignore"
+                raise OutlastError(f"code: {root / entry.name} cannot be packed: {reason}; {remedy}") from problem
+            if room is not None and out.tell() > room:
+                break
+    return listing
 
 
-class _Bounded(io.FileIO):
-    """A new file with a size limit."""
-
-    def __init__(self, path: Path, room: int | None) -> None:
-        super().__init__(path, "w")
-        self._room = room
-
-    def write(self, data: bytes | bytearray | memoryview) -> int:  # type: ignore[override]
-        if self._room is not None and self.tell() + len(data) > self._room:
-            raise TooLarge
-        view = memoryview(data)
-        while view:
-            view = view[super().write(view) :]
-        return len(data)
-
-
-# ----------------------------------------------------------------------------------------------------------- listing the files
+def _add(tar: tarfile.TarFile, root: Path, entry: Entry) -> None:
+    info = tarfile.TarInfo(entry.name)
+    if entry.kind == "link":
+        info.type, info.linkname, info.mode = tarfile.SYMTYPE, entry.target, 0o777
+        tar.addfile(info)
+        return
+    with open(os.open(root / entry.name, os.O_RDONLY | os.O_NOFOLLOW), "rb") as file:
+        before = os.fstat(file.fileno())
+        info.size, info.mode = before.st_size, 0o755 if before.st_mode & stat.S_IXUSR else 0o644
+        tar.addfile(info, file)
+        after = os.fstat(file.fileno())
+        if (before.st_size, before.st_mtime_ns) != (after.st_size, after.st_mtime_ns):
+            raise OSError
 
 
-@dataclass(frozen=True)
-class _Walk:
-    """One walk through a code directory."""
+def _below(
+    top: Path, but: set[Path], directory: str, layers: list[ignore.Layer], secret: list[ignore.Layer], listing: Listing
+) -> Iterator[Entry]:
+    """Yield the entries below a directory of the code. `layers` and `secret` are the rules from above, for all files and for
+    probable credentials."""
+    here = top / directory
+    layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
+    try:
+        with os.scandir(here) as scanned:
+            entries = list(scanned)
+    except OSError as problem:
+        raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; correct that, or {REMEDY}") from problem
+    for each in entries:
+        name = f"{directory}/{each.name}".removeprefix("/")
+        is_directory = each.is_dir(follow_symlinks=False)
+        if each.name in NEVER or top / name in but:
+            continue
+        if ignore.left_out(each.path, is_directory, layers):
+            listing.ignored.append(name)
+        elif ignore.left_out(each.path, is_directory, secret):
+            listing.withheld.append(name)
+        elif is_directory:
+            if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
+                yield from _below(top, but, name, layers, secret, listing)
+        elif each.is_symlink():
+            yield Entry(name, "link")
+        elif each.is_file(follow_symlinks=False):  # a socket or a pipe is not code
+            yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
 
-    top: Path
-    but: Collection[Path]
-    withheld: NameCallback
-    ignored: NameCallback
-    outside: NameCallback | None
 
-    def below(self, directory: str, layers: list[ignore.Layer], secret: list[ignore.Layer]) -> Iterator[Entry]:
-        here = self.top / directory
-        layers, secret = [*layers, _layer(here)], [*secret, _layer(here, FILES[1:])]
-        try:
-            with os.scandir(here) as scanned:
-                entries = list(scanned)
-        except OSError as problem:
-            raise OutlastError(f"code: {here} cannot be read: {problem.strerror}; correct that, or {REMEDY}") from problem
-        for each in entries:
-            name = f"{directory}/{each.name}".removeprefix("/")
-            is_directory = each.is_dir(follow_symlinks=False)
-            if each.name in NEVER or self.top / name in self.but:
-                continue
-            if ignore.left_out(each.path, is_directory, layers):
-                self.ignored(name)
-            elif ignore.left_out(each.path, is_directory, secret):
-                self.withheld(name)
-            elif is_directory:
-                if not os.path.lexists(os.path.join(each.path, "pyvenv.cfg")):
-                    yield from self.below(name, layers, secret)
-            elif each.is_symlink():
-                yield Entry(name, "link", target=self._target(name))
-            elif each.is_file(follow_symlinks=False):  # a socket or a pipe is not code
-                yield Entry(name, "file", each.stat(follow_symlinks=False).st_size)
-
-    def _target(self, name: str) -> str:
-        """Return a link's target. Raises OutlastError if the target is outside the directory and `self.outside` is not set."""
-        link = self.top / name
-        target = os.readlink(link)
-        root = os.path.realpath(self.top)
-        lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
-        real = os.path.realpath(link)
-        leads_out = not (real == root or real.startswith(f"{root}/"))
-        if not (os.path.isabs(target) or lexical.split("/")[0] == ".." or leads_out):
-            return target
-        if self.outside is not None:
-            self.outside(name)
-            return os.path.abspath(link.parent / target)
-        what = "outside of the code" if leads_out else "an absolute path"
-        remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
-        raise OutlastError(f"code: {link} is a link to {target}, {what}, which pods do not have; {remedy}")
+def _target(top: Path, name: str, links_out: bool, listing: Listing) -> str:
+    """Return a link's target. Raises OutlastError if pods lack it, unless `links_out` is set."""
+    link = top / name
+    target = os.readlink(link)
+    lexical = os.path.normpath(os.path.join(os.path.dirname(name), target))
+    leads_out = not link.resolve().is_relative_to(top)
+    if not (os.path.isabs(target) or lexical.split("/")[0] == ".." or leads_out):
+        return target
+    if links_out:
+        listing.outside.append(name)
+        return os.path.abspath(link.parent / target)
+    what = "outside of the code" if leads_out else "an absolute path"
+    remedy = "put a copy or a relative link in its place, or name it in .outlastignore"
+    raise OutlastError(f"code: {link} is a link to {target}, {what}, which pods do not have; {remedy}")
 
 
 def _above(top: Path) -> list[ignore.Layer]:

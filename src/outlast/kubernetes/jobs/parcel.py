@@ -92,21 +92,17 @@ def pack(job: spec.Job, *, excluded: Collection[Path] = (), limit: int = CONFIG_
 
 def _pack_directory(job: spec.Job, root: Path, archive: Path, excluded: Collection[Path], limit: int) -> Parcel:
     excluded = code_files.not_code(job.spec, root, excluded)
-    withheld: set[str] = set()
-    try:
-        max_bytes = None if volumes.store_parent(job.spec) else limit
-        entries = code_files.pack(root, archive, but=excluded, room=max_bytes, withheld=withheld.add)
-    except code_files.TooLarge:
-        raise _too_large(root, code_files.listed(root, excluded), limit) from None
+    listing = code_files.pack(root, archive, but=excluded, room=None if volumes.store_parent(job.spec) else limit)
+    entries = listing.entries
     names = {entry.name for entry in entries}
     code_files.check_script(job.spec, root, names)
     parcel = _make_parcel(job, archive, f"{len(entries):,} file{'' if len(entries) == 1 else 's'}", limit)
-    if parcel is None:  # the end of an archive exceeds the limit
+    if parcel is None:
         raise _too_large(root, entries, limit)
     fields = parcel.job.spec
     environment = fields.environment.model_copy(update=dict(_shipped_files(fields.environment, root.resolve(), names)))
     changed = parcel.job.model_copy(update={"spec": fields.model_copy(update={"environment": environment})})
-    omission = f"; {code_files.without_credentials(withheld)}" if withheld else ""
+    omission = f"; {code_files.without_credentials(listing.withheld)}" if listing.withheld else ""
     return dataclasses.replace(parcel, job=changed, sentence=parcel.sentence + omission)
 
 
