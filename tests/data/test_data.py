@@ -15,7 +15,8 @@ from outlast.base.errors import OutlastError
 from outlast.data import cifar, digits
 
 NAMES = [f"class {i}" for i in range(10)]
-PIXELS = "not uint8 of shape (n, 3072)"
+PIXELS = "data in data_batch_3 is not an array of uint8 of shape (n, 3072)"
+LABELS = "labels in data_batch_3 is not a list of 1 whole numbers from 0 to 9"
 
 
 def some_images(n: int, seed: int = 0) -> np.ndarray:
@@ -111,12 +112,12 @@ def test_an_array_that_claims_more_memory_than_it_brings_is_refused(tmp_path: Pa
 @pytest.mark.parametrize(
     ("content", "reason"),
     [
-        ({b"labels": [1]}, f"data in data_batch_3 is NoneType, {PIXELS}"),
-        ({b"labels": [1], b"data": np.zeros((1, 3072))}, f"data in data_batch_3 is float64 of shape (1, 3072), {PIXELS}"),
-        ({b"labels": [1], b"data": np.zeros((1, 784), np.uint8)}, f"data in data_batch_3 is uint8 of shape (1, 784), {PIXELS}"),
-        ({b"fine_labels": [1], b"data": np.zeros((1, 3072), np.uint8)}, "labels in data_batch_3 is not a list of whole numbers"),
-        ({b"labels": [1, 2], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has 1 images and 2 labels"),
-        ({b"labels": [10], b"data": np.zeros((1, 3072), np.uint8)}, "data_batch_3 has a label 10, and labels are 0 to 9"),
+        ({b"labels": [1]}, PIXELS),
+        ({b"labels": [1], b"data": np.zeros((1, 3072))}, PIXELS),
+        ({b"labels": [1], b"data": np.zeros((1, 784), np.uint8)}, PIXELS),
+        ({b"fine_labels": [1], b"data": np.zeros((1, 3072), np.uint8)}, LABELS),
+        ({b"labels": [1, 2], b"data": np.zeros((1, 3072), np.uint8)}, LABELS),
+        ({b"labels": [10], b"data": np.zeros((1, 3072), np.uint8)}, LABELS),
         ([1, 2], "data_batch_3 holds a list, not a dict"),
     ],
 )

@@ -457,7 +457,8 @@ def test_a_first_version_that_was_killed_on_its_way_leaves_nothing(worker: Worke
     (worker.into / "old.py").write_text("half of something")
     (worker.into / ".outlast-files").write_text(json.dumps({"old.py": [1, 1]}))
     (worker.into / "checkpoint.pt").write_text("fetched")  # what the run has written on another machine
-    code_placement._Note(place.url, "", 0.0, False).write(worker.shared / "code.json")  # as the kill left it
+    note = {"code": place.url, "version": "", "time": 0.0, "current": False}
+    (worker.shared / "code.json").write_text(json.dumps(note))  # as the kill left it
     assert worker.place(place.url) == {"train.py": "v1", "checkpoint.pt": "fetched"}
 
 

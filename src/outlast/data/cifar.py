@@ -110,15 +110,10 @@ def _batch(root: Path, file: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
     content = _load(root, file)
     data, labels = content.get(b"data"), content.get(b"labels")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != np.prod(SHAPE):
-        actual = f"{data.dtype} of shape {data.shape}" if isinstance(data, np.ndarray) else type(data).__name__
-        raise NotCifar(root, f"data in {file} is {actual}, not uint8 of shape (n, 3072)")
-    if not isinstance(labels, list) or not all(type(label) is int for label in labels):
-        raise NotCifar(root, f"labels in {file} is not a list of whole numbers")
-    if len(labels) != len(data):
-        raise NotCifar(root, f"{file} has {len(data)} images and {len(labels)} labels")
-    wrong = next((label for label in labels if not 0 <= label < CLASSES), None)
-    if wrong is not None:
-        raise NotCifar(root, f"{file} has a label {wrong}, and labels are 0 to {CLASSES - 1}")
+        raise NotCifar(root, f"data in {file} is not an array of uint8 of shape (n, 3072)")
+    valid = isinstance(labels, list) and all(type(label) is int and 0 <= label < CLASSES for label in labels)
+    if not valid or len(labels or ()) != len(data):
+        raise NotCifar(root, f"labels in {file} is not a list of {len(data)} whole numbers from 0 to {CLASSES - 1}")
     return data.reshape(-1, *SHAPE), np.array(labels, dtype=np.int64)
 
 

@@ -144,10 +144,8 @@ class Place:
             os.rename(tree / name, self.directory / name)
         files.replace(self.directory / MARKER, marker.text(), durable=True)
         self._finished = True
-        for (
-            entry
-        ) in self.staging.iterdir():  # remove the lock last: its next holder must not see files that we are about to remove
-            if entry.name != "lock":
+        for entry in self.staging.iterdir():
+            if entry.name != "lock":  # removed last: its next holder must not see files that we are about to remove
                 with contextlib.suppress(OSError):
                     _removed(entry)
         shutil.rmtree(self.staging, ignore_errors=True)
@@ -173,11 +171,11 @@ def opened(directory: Path, what: str, *, say: Say, stop: threading.Event) -> It
 
 @contextlib.contextmanager
 def _locked(place: Place, waiting: Callable[[], None], stop: threading.Event) -> Iterator[None]:
-    lock, attempts = place.staging / "lock", 0
+    lock = place.staging / "lock"
+    attempts = 0
     while True:
         with contextlib.ExitStack() as held:
             try:
-                place.staging.mkdir(parents=True, exist_ok=True)
                 fd = held.enter_context(file_locks.exclusive(lock, waiting=waiting, stop=stop))
                 current = os.path.samestat(os.fstat(fd), os.stat(lock))
             except (FileNotFoundError, FileExistsError):  # another process has removed the directory

@@ -8,7 +8,6 @@ The job may write to the run's directory. Newer code does not replace files that
 
 from __future__ import annotations
 
-import dataclasses
 import filecmp
 import functools
 import json
@@ -34,6 +33,9 @@ if TYPE_CHECKING:
     from outlast.job.shipping import code_files
 
 _INCOMING = ".outlast-code"
+_NOTE = "code.json"
+"""A file with the `code` in the run's directory, its `version` (empty during the first fetch), the `time` of the fetch, and
+whether it is `current`: fetched for the newest submission. Otherwise its source is checked for changes."""
 
 
 # From a directory
@@ -53,7 +55,7 @@ def copy(code: Path, entries: Sequence[code_files.Entry], into: Path, submitted:
             new, old = code / entry.name, into / entry.name
             differs = not _same(new, old)
             untouched = old.is_file() and copied.get(entry.name) == workdir.fingerprint(old)
-            put = functools.partial(_link, entry.target) if entry.kind == "link" else _copy
+            put = functools.partial(_copy, target=entry.target)
             if _replace(new, old, float("inf") if untouched else submitted, put) and differs:
                 replaced.append(entry.name)
     except OSError as problem:
@@ -67,22 +69,15 @@ def _same(new: Path, old: Path) -> bool:
     return old.is_file() and filecmp.cmp(new, old, shallow=False)
 
 
-def _link(target: str, _: Path, old: Path) -> None:
-    partial = _partial(old)
-    partial.symlink_to(target)
-    partial.replace(old)
-
-
-def _copy(new: Path, old: Path) -> None:
-    partial = _partial(old)
-    shutil.copy2(new, partial, follow_symlinks=False)
-    partial.replace(old)
-
-
-def _partial(old: Path) -> Path:
+def _copy(new: Path, old: Path, target: str = "") -> None:
+    """Replace `old` with a copy of `new`, or with a link to `target`."""
     partial = old.with_name(f".{old.name}.{os.getpid()}")
     partial.unlink(missing_ok=True)
-    return partial
+    if target:
+        partial.symlink_to(target)
+    else:
+        shutil.copy2(new, partial, follow_symlinks=False)
+    partial.replace(old)
 
 
 def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path], object]) -> bool:
@@ -106,33 +101,10 @@ def _replace(new: Path, old: Path, submitted: float, put: Callable[[Path, Path],
 # From an archive or a store
 
 
-@dataclasses.dataclass(frozen=True)
-class _Note:
-    """A record of which version of the code is in the run's directory."""
-
-    code: str
-    version: str
-    """The code's version; empty during the first fetch."""
-    time: float
-    current: bool
-    """Whether the code was fetched for the newest submission; otherwise its source is checked for changes."""
-
-    @classmethod
-    def read(cls, path: Path) -> _Note | None:
-        try:
-            return cls(**json.loads(path.read_text()))
-        except (OSError, ValueError, TypeError):
-            return None
-
-    def write(self, path: Path) -> None:
-        files.replace(path, json.dumps(dataclasses.asdict(self)), durable=True)
-
-
 def submitted_again(shared: Path) -> None:
     """Make the next worker check whether the code has changed. Otherwise a run keeps its first code."""
-    path = shared / "code.json"
-    if note := _Note.read(path):
-        dataclasses.replace(note, current=False).write(path)
+    if note := files.mapping(shared / _NOTE):
+        files.replace(shared / _NOTE, json.dumps({**note, "current": False}), durable=True)
 
 
 def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: threading.Event) -> None:
@@ -141,32 +113,38 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
     `shared` is the run's directory for records. `runs` is a script's path or a module's top-level package: if an archive's single
     directory contains it, that directory is the code. Raises OutlastError and OSError.
     """
-    path, incoming = shared / "code.json", into / _INCOMING
+    incoming = into / _INCOMING
+
+    def write_note(version: str) -> None:
+        note = {"code": code, "version": version, "time": time.time(), "current": bool(version)}
+        files.replace(shared / _NOTE, json.dumps(note), durable=True)
+
     with file_locks.exclusive(
         shared / "code.lock", waiting=lambda: say("waiting for another worker that fetches code"), stop=stop
     ):
-        note = _Note.read(path)
-        if note and note.version and (note.code, note.current) == (code, True):
+        note = files.mapping(shared / _NOTE)
+        complete, same = bool(note.get("version")), note.get("code") == code
+        if complete and same and note["current"]:
             return
         try:
             version, fetch_code = _look(code)
         except StoreError as problem:
-            if note and note.version and note.code == code and problem.retry:
+            if complete and same and problem.retry:
                 say(f"code ({code}) cannot be checked for changes: {problem}; continuing with the code that is here")
                 return
             raise
-        if not (note and (note.code, note.version) == (code, version)):
+        if not (same and note["version"] == version):
             into.mkdir(parents=True, exist_ok=True)
-            if note is None:
-                _Note(code, "", time.time(), current=False).write(path)
-            elif not note.version:  # the first fetch did not finish, so no code has run here yet
+            if not note:
+                write_note("")
+            elif not complete:  # the first fetch did not finish, so no code has run here yet
                 workdir.forget_code(into)
             shutil.rmtree(incoming, ignore_errors=True)
             incoming.mkdir()
             tree, version = fetch_code(incoming, runs, say, stop)
-            _merge(tree, into, note.time if note and note.version else float("inf"))
+            _merge(tree, into, note["time"] if complete else float("inf"))
             shutil.rmtree(incoming)
-        _Note(code, version, time.time(), current=True).write(path)
+        write_note(version)
 
 
 _Fetch = Callable[[Path, str, Say, threading.Event], tuple[Path, str]]
