@@ -94,9 +94,31 @@ def test_git_leaves_out_the_same(files: list[str], top: list[str], deeper: list[
         assert sorted(names(root)) == sorted(name for name in said.stdout.decode().split("\0") if name)
 
 
-def test_what_outlastignore_says_counts_more(tmp_path: Path) -> None:
-    write(tmp_path, {"a.log": "", "b.log": "", "notes.md": "", ".gitignore": "*.log\n", ".outlastignore": "!b.log\nnotes.md\n"})
-    assert names(tmp_path) == [".gitignore", ".outlastignore", "b.log"]
+@pytest.mark.parametrize(
+    ("files", "root", "code"),
+    [
+        (  # .outlastignore counts more
+            {"a.log": "", "b.log": "", "notes.md": "", ".gitignore": "*.log\n", ".outlastignore": "!b.log\nnotes.md\n"},
+            "",
+            [".gitignore", ".outlastignore", "b.log"],
+        ),
+        (  # the rules of the work tree around it hold
+            {".git/HEAD": "", ".gitignore": "*.log\n/part/out/\n", "part/a.py": "", "part/a.log": "", "part/out/x": ""},
+            "part",
+            ["a.py"],
+        ),
+        ({".git/HEAD": "", ".gitignore": "build/\n", "build/a.py": ""}, "build", ["a.py"]),  # ignored, and asked for
+        ({".git/HEAD": "", ".outlastignore": "!*.pem\n", "code/server.pem": "", "code/id_rsa": ""}, "code", ["server.pem"]),
+        ({".env": "", "a/.env": "", "b/server.pem": "", ".gitignore": "!.env\n!server.pem\n"}, "", [".gitignore"]),
+        (
+            {".env": "", "a/.env": "", "b/server.pem": "", ".outlastignore": "!.env\n", "b/.outlastignore": "!*.pem\n"},
+            "",
+            [".env", ".outlastignore", "a/.env", "b/.outlastignore", "b/server.pem"],
+        ),
+    ],
+)
+def test_what_ignore_files_leave_of_the_code(tmp_path: Path, files: dict[str, str], root: str, code: list[str]) -> None:
+    assert names(write(tmp_path, files) / root) == code
 
 
 def test_what_is_never_code_is_left_out(tmp_path: Path) -> None:
@@ -119,18 +141,6 @@ def test_what_usually_holds_credentials_is_left_out_and_told(tmp_path: Path) -> 
     )
 
 
-def test_only_an_outlastignore_brings_credentials_back(tmp_path: Path) -> None:
-    write(tmp_path, {".env": "", "a/.env": "", "b/server.pem": "", ".gitignore": "!.env\n!server.pem\n"})
-    assert names(tmp_path) == [".gitignore"]
-    write(tmp_path, {".outlastignore": "!.env\n", "b/.outlastignore": "!*.pem\n"})
-    assert names(tmp_path) == [".env", ".gitignore", ".outlastignore", "a/.env", "b/.outlastignore", "b/server.pem"]
-
-
-def test_an_outlastignore_of_the_work_tree_around_it_brings_credentials_back(tmp_path: Path) -> None:
-    write(tmp_path, {".git/HEAD": "", ".outlastignore": "!*.pem\n", "code/server.pem": "", "code/id_rsa": ""})
-    assert names(tmp_path / "code") == ["server.pem"]
-
-
 def test_credentials_that_git_ignores_need_no_word(tmp_path: Path) -> None:
     write(tmp_path, {".env": "", "a.py": "", ".gitignore": ".env\n"})
     listing = code_files.listed(tmp_path)
@@ -139,16 +149,6 @@ def test_credentials_that_git_ignores_need_no_word(tmp_path: Path) -> None:
         [],
         [".env"],
     )
-
-
-def test_the_rules_of_the_work_tree_around_it_hold(tmp_path: Path) -> None:
-    write(tmp_path, {".git/HEAD": "", ".gitignore": "*.log\n/part/out/\n", "part/a.py": "", "part/a.log": "", "part/out/x": ""})
-    assert names(tmp_path / "part") == ["a.py"]
-
-
-def test_a_directory_that_is_left_out_itself_is_shipped_when_it_is_asked_for(tmp_path: Path) -> None:
-    write(tmp_path, {".git/HEAD": "", ".gitignore": "build/\n", "build/a.py": ""})
-    assert names(tmp_path / "build") == ["a.py"]
 
 
 def test_more_than_code_can_be_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -52,7 +52,6 @@ class Fault:
     ranges: bool = True
     """False to ignore `Range`."""
     chunked: bool = False
-    content: bytes | None = None
 
 
 @contextlib.contextmanager
@@ -92,16 +91,16 @@ class Web:
         opened = contextlib.ExitStack()
         self.url, self.close = opened.enter_context(serving(self.answer)), opened.close
         self.files: dict[str, bytes] = {}
-        self.headers: dict[str, dict[str, str]] = {}
+        self.etags: dict[str, str] = {}
         self.requests: list[Request] = []
         self.fault: Callable[[Request], Fault | None] = lambda request: None
         self.slowed = threading.Event()
         """Set when a slow response has begun."""
         self._lock = threading.Lock()
 
-    def put(self, name: str, content: bytes, *, etag: str | None = '"1"', modified: str | None = None) -> str:
+    def put(self, name: str, content: bytes, *, etag: str = '"1"') -> str:
         self.files[f"/{name}"] = content
-        self.headers[f"/{name}"] = {k: v for k, v in (("ETag", etag), ("Last-Modified", modified)) if v}
+        self.etags[f"/{name}"] = etag
         return f"{self.url}/{name}"
 
     def answer(self, handler: BaseHTTPRequestHandler) -> None:
@@ -112,11 +111,9 @@ class Web:
         fault = self.fault(request) or Fault()
         if fault.status or path not in self.files:
             return self._send(handler, fault.status or 404, {"Content-Length": "0", **fault.headers}, b"", fault)
-        content, headers = self.files[path] if fault.content is None else fault.content, dict(self.headers[path])
-        headers |= {k: v for k, v in fault.headers.items() if k in ("ETag", "Last-Modified")}
+        content, headers = self.files[path], {"ETag": fault.headers.get("ETag", self.etags[path])}
         status, body = 200, content
-        condition = request.headers.get("if-range")
-        if fault.ranges and request.range and condition in (None, headers.get("ETag"), headers.get("Last-Modified")):
+        if fault.ranges and request.range and request.headers.get("if-range") in (None, headers["ETag"]):
             first, last = request.range
             if first >= len(content):
                 return self._send(handler, 416, {"Content-Range": f"bytes */{len(content)}", "Content-Length": "0"}, b"", fault)

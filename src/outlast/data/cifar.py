@@ -160,12 +160,6 @@ def _array_of_buffer(buffer: bytes, dtype: np.dtype[Any], shape: tuple[int, ...]
     return np.frombuffer(buffer, dtype).reshape(shape, order="F" if order == "F" else "C")
 
 
-def _bytes_of_text(text: str, encoding: str) -> bytes:
-    if encoding not in ("latin1", b"latin1"):
-        raise _Disallowed(f"has text in {encoding!r}")
-    return text.encode("latin1")
-
-
 class _Name:
     """Placeholder for a class that a pickle may name but not call."""
 
@@ -175,5 +169,4 @@ _ALLOWED: dict[tuple[str, str], Callable[..., Any] | _Name] = {
     ("numpy", "ndarray"): _Name(),  # the first argument of _reconstruct
     ("numpy", "dtype"): np.dtype,
     ("numpy._core.numeric", "_frombuffer"): _array_of_buffer,  # protocol 5
-    ("_codecs", "encode"): _bytes_of_text,  # bytes in protocol 2, written by Python 3
 }

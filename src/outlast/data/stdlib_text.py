@@ -7,7 +7,6 @@ installations of one version are omitted: packages, the build configuration, and
 
 from __future__ import annotations
 
-import io
 import os
 import platform
 import sysconfig
@@ -30,7 +29,8 @@ def write(directory: Path) -> None:
     written = 0
     for name in sorted(_modules(library)):
         try:
-            text = _text(library / name)
+            with tokenize.open(library / name) as file:
+                text = file.read()
         except (SyntaxError, UnicodeDecodeError):
             continue  # some modules are deliberately not valid, for tests
         path = directory / name
@@ -50,9 +50,3 @@ def _modules(library: Path) -> Iterator[str]:
         for name in names:
             if name.endswith(".py") and not name.startswith("_sysconfigdata_") and name not in _SITE:
                 yield (here / name).as_posix()
-
-
-def _text(path: Path) -> str:
-    content = path.read_bytes()
-    encoding, _ = tokenize.detect_encoding(io.BytesIO(content).readline)
-    return content.decode(encoding).replace("\r\n", "\n").replace("\r", "\n")
