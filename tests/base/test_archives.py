@@ -84,9 +84,6 @@ def refused(unpack: Callable[..., dict[str, str]], tmp_path: Path) -> Callable[.
     return refused
 
 
-MAY = "; an archive may hold only files, directories and links inside it"
-
-
 @pytest.mark.parametrize(("name", "mode"), [("a.tar.gz", "w:gz"), ("a.tgz", "w:gz"), ("a.tar", "w"), ("zipped.tar", "w:gz")])
 def test_a_tar_archive_arrives_whole(tmp_path: Path, unpack, name: str, mode: str):
     program = an_entry("./run.sh", mode=0o4777)
@@ -141,34 +138,26 @@ def test_of_several_entries_with_one_name_the_last_counts(tmp_path: Path, unpack
 
 
 @pytest.mark.parametrize(
-    ("member", "what"),
+    ("build", "member", "what"),
     [
-        (("/etc/passwd", b""), "'/etc/passwd', a path outside of it"),
-        (("../up.py", b""), "'../up.py', a path outside of it"),
-        (("a/../../up.py", b""), "'a/../../up.py', a path outside of it"),
-        (an_entry("l", tarfile.SYMTYPE, to="/etc"), "'l', a link to /etc, outside of it"),
-        (an_entry("a/l", tarfile.SYMTYPE, to="../../x"), "'a/l', a link to ../../x, outside of it"),
-        (an_entry("a/l", tarfile.SYMTYPE, to="../../into/x"), "'a/l', a link to ../../into/x, outside of it"),
-        (an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', a path outside of it"),
-        (an_entry("null", tarfile.CHRTYPE), "'null', a device or pipe"),
-        (an_entry("pipe", tarfile.FIFOTYPE), "'pipe', a device or pipe"),
+        (a_tar, ("/etc/passwd", b""), "'/etc/passwd', a path outside of it"),
+        (a_tar, ("../up.py", b""), "'../up.py', a path outside of it"),
+        (a_tar, ("a/../../up.py", b""), "'a/../../up.py', a path outside of it"),
+        (a_tar, an_entry("l", tarfile.SYMTYPE, to="/etc"), "'l', a link to /etc, outside of it"),
+        (a_tar, an_entry("a/l", tarfile.SYMTYPE, to="../../x"), "'a/l', a link to ../../x, outside of it"),
+        (a_tar, an_entry("a/l", tarfile.SYMTYPE, to="../../into/x"), "'a/l', a link to ../../into/x, outside of it"),
+        (a_tar, an_entry("l", tarfile.LNKTYPE, to="/etc/passwd"), "'/etc/passwd', a path outside of it"),
+        (a_tar, an_entry("null", tarfile.CHRTYPE), "'null', a device or pipe"),
+        (a_tar, an_entry("pipe", tarfile.FIFOTYPE), "'pipe', a device or pipe"),
+        (a_zip, (a_zip_entry("/etc/passwd", 0o100644), b""), "'/etc/passwd', a path outside of it"),
+        (a_zip, (a_zip_entry("../up.py", 0o100644), b""), "'../up.py', a path outside of it"),
+        (a_zip, (a_zip_entry("l", 0o120777), b"/etc"), "'l', a link to /etc, outside of it"),
+        (a_zip, (a_zip_entry("dev", 0o020666), b""), "'dev', a device or pipe"),
     ],
 )
-def test_a_tar_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, member, what: str):
-    assert refused(a_tar(tmp_path / "a.tar.gz", member)) == f"code (x) holds {what}{MAY}"
-
-
-@pytest.mark.parametrize(
-    ("name", "mode", "content", "what"),
-    [
-        ("/etc/passwd", 0o100644, b"", "'/etc/passwd', a path outside of it"),
-        ("../up.py", 0o100644, b"", "'../up.py', a path outside of it"),
-        ("l", 0o120777, b"/etc", "'l', a link to /etc, outside of it"),
-        ("dev", 0o020666, b"", "'dev', a device or pipe"),
-    ],
-)
-def test_a_zip_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, name: str, mode: int, content: bytes, what: str):
-    assert refused(a_zip(tmp_path / "a.zip", (a_zip_entry(name, mode), content))) == f"code (x) holds {what}{MAY}"
+def test_an_archive_that_reaches_outside_is_refused(tmp_path: Path, refused, build: Callable[..., Path], member, what: str):
+    archive = build(tmp_path / ("a.tar.gz" if build is a_tar else "a.zip"), member)
+    assert refused(archive) == f"code (x) holds {what}; an archive may hold only files, directories and links inside it"
 
 
 def test_a_link_through_another_that_ends_outside_is_refused(tmp_path: Path, refused):
@@ -178,7 +167,7 @@ def test_a_link_through_another_that_ends_outside_is_refused(tmp_path: Path, ref
         an_entry("x/z/w/out", tarfile.SYMTYPE, to="../../y/up/../secret"),  # by name x/y/secret
         mode="w",
     )
-    assert refused(archive) == f"code (x) holds 'x/z/w/out', a link to ../../y/up/../secret, outside of it{MAY}"
+    assert refused(archive).startswith("code (x) holds 'x/z/w/out', a link to ../../y/up/../secret, outside of it; ")
 
 
 def test_nothing_is_written_through_a_link(tmp_path: Path, refused):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import bz2
-import contextlib
 import errno
 import gzip
 import hashlib
@@ -14,13 +13,11 @@ import subprocess
 import sys
 import threading
 import zipfile
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
 
-from outlast.base import file_locks
 from outlast.base.errors import OutlastError, Stopped
 from outlast.data import dataset_directory, named_datasets, obtain, stdlib_text
 from tars import tar
@@ -183,26 +180,6 @@ def test_two_that_get_the_same_wait_for_each_other(web: Web, tmp_path: Path) -> 
     assert sorted(path.name for path in (tmp_path / "to").iterdir()) == [dataset_directory.MARKER, "set"]
 
 
-def test_a_directory_that_another_process_finishes_meanwhile_is_opened_again(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    exclusive, tries = file_locks.exclusive, []
-
-    def removed_first(path: Path, **more: Callable[[], None]) -> contextlib.AbstractContextManager[int]:
-        tries.append(path)
-        if len(tries) < 3:
-            shutil.rmtree(path.parent)
-            raise (FileNotFoundError, FileExistsError)[len(tries) - 1]
-        return exclusive(path, **more)  # type: ignore[arg-type]
-
-    monkeypatch.setattr(file_locks, "exclusive", removed_first)
-    with dataset_directory.opened(tmp_path / "to", "set", say=print, stop=threading.Event()) as opened:
-        opened.tree()
-        opened.finish(dataset_directory.Marker("set", "here"))
-    assert len(tries) == 3
-    assert dataset_directory.marker(tmp_path / "to") is not None
-
-
 def test_an_archive_cannot_bring_a_marker_of_its_own(web: Web, tmp_path: Path) -> None:
     forged = dataset_directory.Marker("cifar10", "https://example.org").text().encode()
     url = web.put(
@@ -222,8 +199,6 @@ def test_another_version_of_a_dataset_is_not_taken_for_it(web: Web, tmp_path: Pa
     assert got(url, tmp_path / "to")
     with pytest.raises(OutlastError, match=rf"holds another version of {url}, with the SHA-256 [0-9a-f]{{64}}; choose another"):
         got(f"{url}#sha256={'0' * 64}", tmp_path / "to")
-    with pytest.raises(OutlastError, match=rf"holds {url}; choose another place for {url}x"):
-        got(f"{url}x", tmp_path / "to")
 
 
 @pytest.mark.parametrize("pin", ["sha256=12", "md5=c58f30108f718f92721af3b95e74349a", "x"])

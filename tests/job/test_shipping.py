@@ -425,15 +425,6 @@ def test_a_changed_tree_is_another_run_and_the_same_tree_is_the_same(tmp_path: P
     assert not set(made()) & set(before)
 
 
-def test_a_worker_unpacks_what_came_in_the_config_map(tmp_path: Path) -> None:
-    """It is at a place that only pods have: that it is looked for there is what can be seen here."""
-    job = a_job(tmp_path, code=volumes.shipped_url("code.tar.gz", "0" * 64))
-    environ = {"OUTLAST_STATE": str(tmp_path), contract.Env.STATE: str(tmp_path), contract.Env.CODE: str(tmp_path / "workspace")}
-    with pytest.raises(FileNotFoundError) as caught:
-        phases.Preparation(job, environ, say=lambda _: None).code()
-    assert caught.value.filename == "/etc/outlast-code/code.tar.gz"
-
-
 # The command
 
 Outlast = Callable[..., tuple[int, str, str]]

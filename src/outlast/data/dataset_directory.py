@@ -107,18 +107,13 @@ class Place:
 
     def discard_tree(self) -> None:
         """Remove the unpacked files."""
-        with contextlib.suppress(FileNotFoundError):
-            shutil.rmtree(self.staging / "tree")
+        _removed(self.staging / "tree")
 
     def leave(self) -> None:
-        """Remove empty directories, unless `finish` was called. A staging directory that contains only the lock and the name
-        counts as empty."""
+        """Remove the staging directory if nothing has been downloaded, and then the directory if it is new."""
         if self._finished or not self.staging.is_dir():  # files here belong to another process
             return
-        for directory in self.staging.glob("[0-9]*"):
-            with contextlib.suppress(OSError):
-                directory.rmdir()
-        if {entry.name for entry in self.staging.iterdir()} <= {"lock", "name"}:
+        if {path.name for path in self.staging.rglob("*") if not path.is_dir()} <= {"lock", "name"}:
             shutil.rmtree(self.staging, ignore_errors=True)
             if self._new:  # only an empty directory is removed
                 with contextlib.suppress(OSError):

@@ -43,18 +43,20 @@ class Dataset:
         return sum(sizes) if all(sizes) else None
 
 
-def _kinetics(place: str, prefix: str, annotations: tuple[str, str, str]) -> tuple[Remote, ...]:
-    """Return the files of one version of Kinetics: the clips' labels, and the URLs of the archives that contain the clips."""
+def _kinetics(version: str, annotations: tuple[str, str, str] = ("train.csv", "val.csv", "test.csv")) -> Dataset:
+    """Return one version of Kinetics: the clips' labels, and the URLs of the archives that contain the clips."""
+    place, parts = version.replace("-", "_"), ("train", "val", "test")
     above = f"https://s3.amazonaws.com/kinetics/{place}"
-    paths = [f"{prefix}_{part}_path.txt" for part in ("train", "val", "test")]
-    return (
-        *(Remote(f"{above}/annotations/{name}") for name in annotations),
-        *(Remote(f"{above}/{part}/{name}") for part, name in zip(("train", "val", "test"), paths, strict=True)),
+    return Dataset(
+        f"kinetics{version}",
+        f"URLs and labels of the video clips of Kinetics-{version}, and where their archives are; no checksums are published",
+        remotes=(
+            *(Remote(f"{above}/annotations/{name}") for name in annotations),
+            *(Remote(f"{above}/{part}/k{place}_{part}_path.txt") for part in parts),
+        ),
     )
 
 
-_CSV = ("train.csv", "val.csv", "test.csv")
-_KINETICS = "URLs and labels of the video clips of Kinetics-{}, and where their archives are; no checksums are published"
 _KNOWN = (
     Dataset(
         "cifar10",
@@ -68,9 +70,9 @@ _KNOWN = (
         ),
     ),
     Dataset("digits", "1,797 handwritten digits of scikit-learn, in CIFAR-10's format; no download", "outlast.data.digits"),
-    Dataset("kinetics400", _KINETICS.format("400"), remotes=_kinetics("400", "k400", _CSV)),
-    Dataset("kinetics600", _KINETICS.format("600"), remotes=_kinetics("600", "k600", ("train.txt", "val.txt", "test.csv"))),
-    Dataset("kinetics700-2020", _KINETICS.format("700-2020"), remotes=_kinetics("700_2020", "k700_2020", _CSV)),
+    _kinetics("400"),
+    _kinetics("600", ("train.txt", "val.txt", "test.csv")),
+    _kinetics("700-2020"),
     Dataset(
         "python-stdlib",
         "the sources of Python's standard library: text for a first language model; no download",

@@ -124,7 +124,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
     ):
         note = files.mapping(shared / _NOTE)
         complete, same = bool(note.get("version")), note.get("code") == code
-        if complete and same and note["current"]:
+        if complete and same and note.get("current"):
             return
         try:
             version, fetch_code = _look(code)
@@ -133,7 +133,7 @@ def place(code: str, into: Path, shared: Path, *, runs: str, say: Say, stop: thr
                 say(f"code ({code}) cannot be checked for changes: {problem}; continuing with the code that is here")
                 return
             raise
-        if not (same and note["version"] == version):
+        if not (same and note.get("version") == version):
             into.mkdir(parents=True, exist_ok=True)
             if not note:
                 write_note("")
