@@ -294,25 +294,19 @@ def fetch(output: Path, place: Store, say: Callable[[str], None], stop: threadin
         if stored <= here and not newer:
             return
         with file_locks.exclusive(output / _LOCK, waiting=lambda: None, stop=stop):
-            index = output / _INDEX
-            reports = [
-                push_and_pull.pull(
-                    place, output, index / "work", push_and_pull.Options(skip=lambda path: not _inside(path), stop=stop)
-                ),
-                push_and_pull.pull(
-                    place,
-                    output,
-                    index / "output",
-                    push_and_pull.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop),
-                    only_missing=True,
-                ),
-            ]
-            for path, reason in (failed for report in reports for failed in report.failed):
-                raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
+            count = 0
+            work = push_and_pull.Options(skip=lambda path: not _inside(path), stop=stop)
+            others = push_and_pull.Options(skip=lambda path: _inside(path) or skipped(path), stop=stop)
+            for name, options in (("work", work), ("output", others)):
+                index = output / _INDEX / name
+                report = push_and_pull.pull(place, output, index, options, only_missing=options is others)
+                for path, reason in report.failed:
+                    raise OutlastError(f"{place.url}/{path} could not be fetched: {reason}")
+                count += report.transferred
             (output / contract.WORK).mkdir(exist_ok=True)
             files.replace(output / contract.WORK / contract.WORKED, str(stored))
-        if count := sum(report.transferred for report in reports):
-            say(f"fetched {count} {'file' if count == 1 else 'files'} that the script has written")
+        if count:
+            say(f"fetched {units.count(count, 'file')} that the script has written")
     except StoreError as problem:
         if not here or not problem.retry:
             raise
