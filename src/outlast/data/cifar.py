@@ -111,9 +111,10 @@ def _batch(root: Path, file: str) -> tuple[NDArray[np.uint8], NDArray[np.int64]]
     data, labels = content.get(b"data"), content.get(b"labels")
     if not isinstance(data, np.ndarray) or data.dtype != np.uint8 or data.ndim != 2 or data.shape[1] != np.prod(SHAPE):
         raise NotCifar(root, f"data in {file} is not an array of uint8 of shape (n, 3072)")
-    valid = isinstance(labels, list) and all(type(label) is int and 0 <= label < CLASSES for label in labels)
-    if not valid or len(labels or ()) != len(data):
-        raise NotCifar(root, f"labels in {file} is not a list of {len(data)} whole numbers from 0 to {CLASSES - 1}")
+    if not isinstance(labels, list) or len(labels) != len(data):
+        raise NotCifar(root, f"labels in {file} is not a list with a label for each of {len(data)} images")
+    if wrong := [label for label in labels if type(label) is not int or not 0 <= label < CLASSES]:
+        raise NotCifar(root, f"{file} has a label {wrong[0]!r}, and labels are 0 to {CLASSES - 1}")
     return data.reshape(-1, *SHAPE), np.array(labels, dtype=np.int64)
 
 
