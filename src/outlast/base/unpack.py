@@ -92,9 +92,9 @@ def extract(archive: Path, into: Path, budget: Budget, *, kind: str = "") -> Non
                 path.mkdir(parents=True, exist_ok=True)
                 continue
             path.parent.mkdir(parents=True, exist_ok=True)
-            links.pop(path, None)
             if member.islnk() and _inside(into, member.linkname, budget.name) == path:
                 continue  # GNU tar stores a file given twice as a link to itself
+            links.pop(path, None)
             path.unlink(missing_ok=True)
             if content:
                 _write(content, path, budget)
