@@ -463,7 +463,7 @@ def test_data_are_tokenized_once_and_again_when_they_change(tmp_path: Path, mode
             lines(data, records)
         llm_data.cached(source, model, skip_bad=False, make=True, say=lambda text: None)
         assert len(made) == wanted
-    assert llm_data.cached(source, model, skip_bad=False, make=False, say=lambda text: None) == made[-1]
+    assert llm_data.cached(source, model, skip_bad=False, make=False, say=lambda text: None) == made[-1].parent.parent
 
 
 def test_prepared_data_are_read_as_they_are_and_cut_samples_are_counted(

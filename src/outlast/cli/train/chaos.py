@@ -12,7 +12,6 @@ import typer
 from outlast.base.backoff import RANDOM
 from outlast.cli import completion, find_job, terminal
 from outlast.cli.find_job import ContextOption, NamespaceOption
-from outlast.job import faults
 
 
 def chaos(
@@ -51,6 +50,8 @@ def chaos(
       outlast chaos cifar10 evict -n team-a
       outlast chaos cifar10 chaos.yaml -n team-a --yes
     """
+    from outlast.job import faults
+
     if worker is not None and random_:
         raise typer.BadParameter("--worker and --random exclude each other")
     if times is not None and every is None:

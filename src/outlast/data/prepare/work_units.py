@@ -313,7 +313,7 @@ def opened(request: Request, settings: Mapping[str, Any], sources: Iterable[plan
                 raise AlreadyRunning(f"another `outlast data prepare` has just written {request.to}; run the same command again")
             for other in directory.iterdir():
                 if other.name not in ("lock", private.name):
-                    shutil.rmtree(other) if other.is_dir() else other.unlink()
+                    shutil.rmtree(other, ignore_errors=True)  # processes of a stopped run may still write there
             private.mkdir(exist_ok=True)
             yield Place(request, private)
     except OSError as problem:
