@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import json
 import logging
 import math
 import threading
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -23,14 +22,13 @@ from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.spec import Checkpoint as Spec
 from outlast.recipes.shared import evaluation
-from outlast.storage import checkpoints, runs, store
+from outlast.storage import checkpoints, runs
 from outlast.storage.checkpoints import fetch_newest, in_store, on_disk, register, register_rules, retention
 from outlast.storage.checkpoints.register_rules import Latest, Place
 from outlast.storage.checkpoints.retention import Metric, Retention
 from outlast.storage.store import Store
 from outlast.training import metrics, session
 from outlast.worker.agent import upload
-from watched import Killed, Last, Watched, hand_over
 
 RUN = "r"
 VALUES = st.sampled_from([0.1, 0.2, 0.2, 0.3, math.inf, math.nan])
@@ -268,43 +266,6 @@ def test_one_that_presses_is_best_and_allowed_and_otherwise_the_newest_goes(
         assert chosen in rule.best_of([*here, *(place for place in there if place.step not in steps(here))])
         assert not register_rules.obsolete(latest, at(chosen.step, generation=2))
     assert best or chosen.step == max(steps(here))
-
-
-@pytest.mark.parametrize("every", [17, pytest.param(1, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("conditional", [True, False], ids=["swapped", "named"])
-def test_a_writer_killed_at_any_request_costs_no_best_one(tmp_path: Path, conditional: bool, every: int) -> None:
-    """The next generation finds the best of what was committed, and what is there is whole."""
-    values = {1: 0.5, 2: 0.1, 3: 0.4, 4: 0.3}
-    local = {step: written(tmp_path / "here", step, value) for step, value in values.items()}
-    again = {step: written(tmp_path / "there", step, 0.9, generation=2) for step in (5, 6)}
-
-    def trains(place: Any, generation: int, saved: dict[int, checkpoints.Checkpoint]) -> Iterator[int]:
-        ours = in_store.Checkpoints(place, RUN)
-        ours.acquire(generation)
-        for step, checkpoint in saved.items():
-            assert ours.push(checkpoint, journals=tmp_path).done
-            yield step
-            ours.prune(Retention(2, 1))
-
-    for n in range(1, 500, every):
-        place = store.open_(f"memory://killed-{tmp_path.name}-{n}/job")
-        claimed(place)
-        last = Last(n, lost=False, carried_out=False)
-        done: list[int] = []
-        with contextlib.suppress(Killed):
-            for step in trains(Watched(place, last, conditional=conditional), 1, local):
-                done.append(step)
-        calm: Any = Watched(place, hand_over, conditional=conditional)
-        assert [*trains(calm, 2, again)] == [5, 6]
-        ours = in_store.Checkpoints(calm, RUN)
-        found = ours.list_()
-        assert [ours.verify(c, deep=True) for c in found] == [None] * len(found)
-        assert steps(found)[-2:] == [5, 6]
-        if 2 in done:
-            assert steps(found) == [2, 5, 6]
-        if not last.reached:
-            break
-    assert n > 20
 
 
 # The one that is evaluated

@@ -20,7 +20,6 @@ from outlast.storage import checkpoints, store
 from outlast.storage.checkpoints import in_store, on_disk, register, register_rules
 from outlast.storage.checkpoints.register_rules import Place
 from outlast.storage.store import Store
-from servers import Place as Bucket
 from watched import Hand, Killed, Turns, Watched, each_register, hand_over
 
 RUN = "run-1"
@@ -198,80 +197,11 @@ def race(seed: int, saved: Saved, tmp_path: Path, raw: Store, *, conditional: bo
     return truth.history
 
 
-def races(seeds: range, conditional: bool, saved: Saved, tmp_path: Path) -> None:
-    raw = store.open_(f"memory://races-{conditional}-{seeds}")
-    winners = set()
-    for seed in seeds:
-        place = raw.child(str(seed))
-        history = race(seed, saved, tmp_path, place, conditional=conditional)
-        winners |= {each.generation for each in history}
-        place.delete([entry.key for entry in place.entries()])
-    assert winners >= {1, 2, 3}  # each has come first some time
-
-
 @each_register
 def test_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(20), conditional, saved, tmp_path)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1200)
-@each_register
-def test_a_thousand_racing_generations_mix_nothing_and_never_go_back(saved: Saved, tmp_path: Path, conditional: bool):
-    races(range(20, 1100), conditional, saved, tmp_path)
-
-
-# The same against real servers, as fast as they answer
-
-
-class Observer(threading.Thread):
-    """Looks at the newest checkpoint again and again."""
-
-    def __init__(self, place: Store) -> None:
-        super().__init__(daemon=True)
-        self.place = place
-        self.ended = threading.Event()
-        self.seen = [0]
-
-    def run(self) -> None:
-        there = in_store.Checkpoints(self.place, RUN)
-        while not self.ended.is_set():
-            newest = there.latest()
-            self.seen.append(newest.step if newest else 0)
-
-
-def real_race(seed: int, saved: Saved, tmp_path: Path, place: Store) -> None:
-    rng = random.Random(seed)
-    zombie = Writer(place, 1, saved, tmp_path, steps=range(1, 5))
-    owner = Writer(place, 2, saved, tmp_path, steps=range(1 + rng.randrange(3), 6), wait=rng.randrange(15))
-    observer = Observer(place)
-    writers = [threading.Thread(target=zombie), threading.Thread(target=owner)]
-    for thread in (observer, *writers):
-        thread.start()
-    for thread in writers:
-        thread.join()
-    observer.ended.set()
-    observer.join()
-    assert observer.seen == sorted(observer.seen), "latest went back"
-    assert owner.committed, "the owner was not hindered"
-    truth = Truth(place)
-    truth()
-    assert truth.latest.places[-1] == max(truth.latest.places)
-    assert (truth.latest.step, truth.latest.places[-1].generation) == (5, 2)
-    restored = in_store.Checkpoints(place, RUN).restore(tmp_path / f"restored-{seed}", say=lambda _: None)
-    assert restored
-    for name in FILES:
-        assert (restored.path / name).read_bytes() == content(5, 2, name)
-
-
-@pytest.mark.slow
-def test_racing_generations_mix_nothing_in_a_real_store(saved: Saved, tmp_path: Path, s3: Bucket):
-    for seed in range(8):
-        real_race(seed, saved, tmp_path, store.open_(f"{s3.url}/{seed}"))
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(3600)
-def test_hundreds_of_racing_generations_mix_nothing_in_a_real_store(saved: Saved, tmp_path: Path, s3: Bucket):
-    for seed in range(8, 258):
-        real_race(seed, saved, tmp_path, store.open_(f"{s3.url}/{seed}"))
+    raw = store.open_(f"memory://races-{conditional}")
+    winners = set()
+    for seed in range(20):
+        history = race(seed, saved, tmp_path, raw.child(str(seed)), conditional=conditional)
+        winners |= {each.generation for each in history}
+    assert winners >= {1, 2, 3}  # each has come first some time

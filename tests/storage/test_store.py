@@ -309,20 +309,6 @@ def test_only_the_version_that_is_known_is_replaced(conditional: store.Store) ->
         conditional.head("x")
 
 
-def test_one_of_many_creates(conditional: store.Store) -> None:
-    def create(n: int) -> int:
-        try:
-            conditional.create("x", f"by {n}".encode())
-            return n
-        except Exists:
-            return -1
-
-    with ThreadPoolExecutor(16) as pool:
-        created = [n for n in pool.map(create, range(32)) if n >= 0]
-    assert len(created) == 1
-    assert conditional.get("x") == f"by {created[0]}".encode()
-
-
 def test_no_replacement_is_lost(conditional: store.Store) -> None:
     conditional.put("count", b"[]")
 

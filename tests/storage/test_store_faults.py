@@ -18,7 +18,7 @@ import pytest
 
 import faults
 from faults import Proxy, Request, always, first
-from outlast.base.errors import Changed, Denied, Exists, Missing, NoBucket, StoreError, Unreachable
+from outlast.base.errors import Changed, Denied, Exists, NoBucket, StoreError, Unreachable
 from outlast.storage import store
 from outlast.storage.store import client, error_mapping, multipart
 from servers import PAGE
@@ -334,31 +334,6 @@ def test_a_slow_answer_goes_on(moto_proxy: Proxy) -> None:
     assert place.get("b/x") == OLD  # 1.25 s
 
 
-@pytest.mark.slow
-def test_a_slow_body_goes_on(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy, timeout_s=2)
-    data = os.urandom(6 * MIB)
-    moto_proxy.intake = 2 * MIB
-    place.put("x", data)  # 3 s
-    moto_proxy.forget()
-    place.put("y", data)
-    moto_proxy.intake = 0
-    assert place.get("x") == place.get("y") == data
-    assert moto_proxy.counts["PUT"] == 1  # having learnt, it does not give up half-way any more
-
-
-@pytest.mark.slow
-def test_slow_parts_go_on(moto_proxy: Proxy, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(multipart, "PART", 5 * MIB)
-    (file := tmp_path / "file").write_bytes(os.urandom(6 * MIB))
-    place = filled(moto_proxy, timeout_s=3)  # 1.5 s without a byte are too long; the last megabytes of a part wait in the kernel
-    moto_proxy.intake = 5 * MIB
-    place.upload(file, "x")  # more than 3 s a part
-    assert bodies(moto_proxy) == 2
-    moto_proxy.intake = 0
-    assert place.get("x") == file.read_bytes()
-
-
 # Uploads that are interrupted
 
 
@@ -414,39 +389,6 @@ def test_an_upload_that_failed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
     assert place.get("x") == path.read_bytes()
     assert uploads(proxy) == []
     assert not journal.exists()
-
-
-UPLOAD = """
-import sys
-from pathlib import Path
-from outlast.storage import store
-store.open_(sys.argv[1]).upload(Path(sys.argv[2]), "x", journal=Path(sys.argv[3]), progress=lambda n: print(n, flush=True))
-"""
-
-
-@pytest.mark.slow
-def test_an_upload_that_is_killed_goes_on(proxy: Proxy, tmp_path: Path) -> None:
-    place, path, journal = filled(proxy), large(tmp_path, 12), tmp_path / "journal"
-    proxy.fault = faults.parts_above(8, faults.hang)
-    program = f"from outlast.storage.store import multipart\nmultipart.PART = {multipart.PART}\n{UPLOAD}"
-    with subprocess.Popen(
-        [sys.executable, "-c", program, place.url, path, journal], stdout=subprocess.PIPE, text=True
-    ) as process:
-        assert process.stdout
-        arrived = 0
-        while arrived < 3 * multipart.PART:
-            arrived += int(process.stdout.readline())
-        process.kill()
-    proxy.fault = lambda _: None
-    assert uploads(proxy) == ["p/x"]
-    with pytest.raises(Missing):
-        place.head("x")
-    proxy.forget()
-    place.upload(path, "x", journal=journal)
-    if proxy.place and proxy.place.server.name == "moto":  # rclone begins anew after a part that did not arrive whole
-        assert bodies(proxy) <= 12 - arrived // multipart.PART
-    assert place.get("x") == path.read_bytes()
-    assert uploads(proxy) == []
 
 
 def test_an_upload_of_what_has_changed_begins_anew(proxy: Proxy, tmp_path: Path) -> None:

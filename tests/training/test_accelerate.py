@@ -5,10 +5,7 @@ All starts are in one process. A kill is an exception in the loop. Nothing of th
 
 from __future__ import annotations
 
-import os
 import random
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -146,72 +143,6 @@ def test_a_run_that_is_killed_in_its_second_epoch_continues_within_it(tmp_path: 
     second_epoch = killed.read[STEPS * BATCH : last.resumed * BATCH] + last.read
     assert second_epoch != killed.read[: STEPS * BATCH]
     assert sorted(second_epoch[:SAMPLES]) == list(range(SAMPLES))
-
-
-STATEFUL = """
-import sys
-import torch, accelerate, outlast.accelerate
-from torch.utils.data import DataLoader
-
-directory, resume = sys.argv[1], sys.argv[2] == "resume"
-
-def note(who, epoch, batch):
-    if epoch == 1:
-        sys.stdout.write(f"{who} {' '.join(map(str, batch.tolist()))}\\n")
-
-def prepared(**options):
-    torch.manual_seed(1234)
-    configuration = accelerate.DataLoaderConfiguration(**options)
-    accelerator = accelerate.Accelerator(cpu=True, dataloader_config=configuration)
-    net = torch.nn.Linear(1, 1)
-    optimizer = torch.optim.SGD(net.parameters(), lr=0.1)
-    return accelerator, *accelerator.prepare(net, optimizer, DataLoader(range(64), batch_size=4, shuffle=True))
-
-def theirs():
-    accelerator, _, _, loader = prepared(use_stateful_dataloader=True)
-    if resume:
-        accelerator.load_state(directory + "/theirs")
-    for epoch in range(resume, 2):
-        for number, batch in enumerate(loader):
-            note("theirs", epoch, batch)
-            if not resume and (epoch, number) == (1, 2):
-                return accelerator.save_state(directory + "/theirs")
-
-def ours():
-    accelerator, net, optimizer, loader = prepared()
-    run = outlast.accelerate.attach(accelerator, batch=8, epochs=2, output=directory + "/ours")
-    for epoch in run.epochs():
-        for batch in loader:
-            with accelerator.accumulate(net):
-                note("ours", epoch, batch)
-                accelerator.backward(net(batch[:, None] / 64).square().mean())
-                optimizer.step()
-                run.step()
-            if not resume and run.steps == 8 + 3:
-                return run.session.save(run.steps)
-
-theirs()
-ours()
-"""
-
-
-@pytest.mark.slow
-def test_two_ranks_with_a_shuffled_loader_train_each_sample_once_over_a_restart(tmp_path: Path) -> None:
-    """accelerate #4195: with `use_stateful_dataloader` it restores the position within an epoch, but not the epoch's order."""
-    (tmp_path / "train.py").write_text(STATEFUL)
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", Env.CHECKPOINT_EVERY: "1000 steps"}
-    read: dict[str, list[int]] = {"theirs": [], "ours": []}
-    for start in ("stop", "resume"):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2", "train.py"]
-        done = subprocess.run(
-            [*command, str(tmp_path), start], cwd=tmp_path, env=environ, capture_output=True, text=True, check=False
-        )
-        assert done.returncode == 0, done.stderr
-        for who, *samples in (line.split() for line in done.stdout.splitlines()):
-            read[who] += map(int, samples)
-    assert len(read["theirs"]) >= 64
-    assert sorted(read["theirs"]) != list(range(64)), "upstream has mended #4195: this half of the test can go"
-    assert sorted(read["ours"]) == list(range(64))
 
 
 def test_the_order_is_that_of_the_loader_and_the_last_batch_is_left_out_if_it_says_so(tmp_path: Path) -> None:

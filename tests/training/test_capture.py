@@ -152,18 +152,6 @@ def maps() -> int:
     return Path("/proc/self/maps").read_text().count("outlast-snapshot")
 
 
-def test_rooms_that_are_used_no_more_are_not_kept_mapped(rank: Rank) -> None:
-    """A part that grows needs larger rooms."""
-    gc.collect()  # what other tests in this process have left
-    before = maps()
-    thing = Grown()
-    rank.begin({"thing": thing, "model": a_model()})
-    for _ in range(12):
-        rank.take()
-        thing.size *= 2
-    assert maps() - before <= 2 * len(rank.server.rooms.ids()) + 2, "the agent, in this process, maps them, too"
-
-
 def test_objects_that_grow_steadily_seldom_need_another_room() -> None:
     sizes = range(1 << 20, 2 << 20, 1 << 10)
     rooms = [snapshot_capture.size(snapshot_capture.Content("unique", []), {"lines": bytes(size)}) for size in sizes]

@@ -118,29 +118,6 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     return lambda output, names: shutil.copytree(run(names), output, dirs_exist_ok=True)
 
 
-@pytest.mark.slow  # one is lost in the test after the next, too
-@pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
-def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, killed: Killed, names: str, lost: str):
-    killed(tmp_path, names)
-    for name in lost:
-        shutil.rmtree(tmp_path / name)
-    again = world(Training(), tmp_path, len(names), generation=2, disks=names)
-    assert {result["resumed"] for result in again.results} == {10}
-    assert hashes(again) == hashes(calm(Training(), len(names)))
-    brought = again.kinds("copied")
-    (left,) = set(names) - set(lost)
-    assert [(c["step"], c["holder"], c["ranks"]) for c in brought] == [
-        (10, names.index(left), [names.index(name) for name in lost])
-    ]
-    assert again.kinds("damaged") == []
-    same = {
-        name: {path: data for path, data in files.items() if "10/" not in path} for name, files in held(tmp_path, *names).items()
-    }
-    assert len({frozenset(files.items()) for files in same.values()}) == 1
-    assert logged(tmp_path, names[0]) == list(range(1, LAST + 1))
-    assert {c["generation"] for c in map(json.loads, (tmp_path / names[0] / contract.METRICS).read_text().splitlines())} == {1, 2}
-
-
 def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm, killed: Killed):
     killed(tmp_path, "ab")
     assert firsts(tmp_path, "a", "b") == [True, False]

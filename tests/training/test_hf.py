@@ -22,7 +22,6 @@ from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
 from outlast.storage import checkpoints
 from outlast.training import session
-from outlast.training.state import checkpoint
 
 pytest.importorskip("transformers")
 pytest.importorskip("accelerate")
@@ -224,25 +223,6 @@ def test_a_run_that_has_ended_may_get_more_steps_and_evaluations_may_follow_it(t
     assert more.evaluate()["eval_loss"] > 0, "the session has ended, and is not asked"
 
 
-@pytest.mark.slow
-def test_each_sample_is_read_once_in_each_epoch_and_skipped_batches_are_not_read(tmp_path: Path) -> None:
-    make = lambda: {"max_steps": 15, "eval_strategy": "no"}  # noqa: E731
-    whole = trained(tmp_path / "whole", [], make, batch=2)
-    assert sorted(whole.train_dataset.read) == list(range(SAMPLES))
-    struck = killed(trainer(tmp_path / "killed", **make()), "on_step_begin", 6, batch=2)
-    last = trained(tmp_path / "killed", [], make, batch=2)
-    resumed = last._outlast.position.step
-    assert 0 < resumed <= 6
-    assert struck.train_dataset.read[: 2 * resumed] + last.train_dataset.read == whole.train_dataset.read
-
-
-@pytest.mark.slow
-def test_the_generators_of_the_script_are_those_of_training_alone(tmp_path: Path) -> None:
-    """Neither samples, nor the collator, nor evaluations draw from the default generators."""
-    runs = [trained(tmp_path / f"{every}", [], lambda every=every: {"eval_steps": every}) for every in (1, 5)]
-    assert outcome(runs[0])[0] == outcome(runs[1])[0]
-
-
 def test_a_checkpoint_of_the_trainer_itself_is_imported_at_the_first_start(tmp_path: Path) -> None:
     old = trainer(tmp_path, save_strategy="steps", save_steps=4, max_steps=4)
     old.train()
@@ -250,23 +230,6 @@ def test_a_checkpoint_of_the_trainer_itself_is_imported_at_the_first_start(tmp_p
     outlast.hf.attach(new, batch=4)
     new.train(resume_from_checkpoint=str(tmp_path / "checkpoint-4"))
     assert [entry["step"] for entry in new.state.log_history if "loss" in entry] == [3, 6]
-
-
-@pytest.mark.slow
-def test_only_what_trains_is_saved_and_the_optimizer_has_its_parameters(tmp_path: Path) -> None:
-    def frozen(directory: Path) -> Trainer:
-        made = trainer(directory)
-        made.model.transformer.wte.requires_grad_(False)
-        return made
-
-    whole, last = frozen(tmp_path / "whole"), frozen(tmp_path / "killed")
-    killed(frozen(tmp_path / "killed"), "on_step_begin", 6)
-    for made in (whole, last):
-        outlast.hf.attach(made, batch=4)
-        made.train()
-    assert outcome(last) == outcome(whole)
-    [newest] = (tmp_path / "killed" / "outlast" / "checkpoints").glob(f"step-{STEPS:08d}*") or [None]
-    assert not any("wte" in key for key in checkpoint.read(newest, "model"))
 
 
 class Shuffles(Trainer):

@@ -200,32 +200,6 @@ def names(made: Trainer) -> list[str]:
 
 
 @pytest.mark.slow
-def test_each_sample_is_read_once_in_each_epoch_and_no_batch_before_the_position(
-    tmp_path: Path, undisturbed: tuple[Any, list[int]]
-) -> None:
-    read = undisturbed[1]
-    per_epoch = 4 * BATCH
-    assert [sorted(set(read[at : at + per_epoch])) for at in (0, per_epoch)] == [list(range(SAMPLES))] * 2
-    assert read[per_epoch - 2 : per_epoch] == read[:2], "the last batch is filled up with the first samples"
-    killed = trainer(tmp_path / "killed", Kill("on_train_batch_start", 6))
-    with pytest.raises(Killed):
-        fit(killed)
-    last = trainer(tmp_path / "killed")
-    _, rest = fit(last)
-    assert rest == read[len(read) - len(rest) :]
-    assert 6 * BATCH <= len(rest) < len(read), "the checkpoint of the last step may not have been complete"
-
-
-@pytest.mark.slow
-def test_validation_leaves_no_trace_in_the_generators_and_worker_processes_change_nothing(
-    tmp_path: Path, undisturbed: tuple[Any, Any]
-) -> None:
-    for changes in ({"val_check_interval": 1}, {"limit_val_batches": 0}):
-        made = trainer(tmp_path / str(*changes), **changes)
-        assert outcome(made, fit(made, workers=int("limit_val_batches" in changes))[0]) == undisturbed[0]
-
-
-@pytest.mark.slow
 def test_a_checkpoint_of_lightning_is_imported_at_the_first_start_and_not_read_later(tmp_path: Path) -> None:
     own = trainer(tmp_path, attached=False, max_epochs=1)
     fit(own)

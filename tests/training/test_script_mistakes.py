@@ -122,11 +122,6 @@ def test_a_frame_between_two_lines_is_at_its_function() -> None:
     assert deadlocks.where(cast(FrameType, frame))[1].endswith(f"(test_script_mistakes.py:{code.co_firstlineno})")
 
 
-@pytest.mark.slow
-def test_a_rank_that_takes_long_is_waited_for(tmp_path: Path):
-    assert done("", tmp_path, 2).codes == [0, 0]
-
-
 def plain(mistake: str) -> None:
     """A training loop without a session. Mistakes are on rank 0."""
     looks_often()
@@ -145,27 +140,6 @@ def plain(mistake: str) -> None:
         if mistake == "leave" and not first and step == 2:
             return
     dist.destroy_process_group()
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("ranks", [2, 3])
-@pytest.mark.parametrize(
-    ("mistake", "one", "others"),
-    [
-        ("barrier", r"dist.barrier\(\)", r"net\(X\).sum\(\).backward\(\)"),
-        ("other", r"barrier\(\) of dist.*", r"broadcast\(\) of dist.*"),
-        ("objects", r"dist.all_gather_object\(.*", r"net\(X\).sum\(\).backward\(\)"),
-    ],
-)
-def test_ranks_of_a_plain_script_that_wait_for_each_other_are_named(
-    tmp_path: Path, ranks: int, mistake: str, one: str, others: str
-):
-    end = worlds.ended(worlds.started(functools.partial(plain, mistake), tmp_path, ranks), tmp_path)
-    rest = "rank 1 is" if ranks == 2 else "ranks 1 and 2 are"
-    assert any(
-        re.search(rf"^rank 0 is in {one} {HERE}, {rest} in {others} {HERE}, and wait", error, re.M) for error in end.errors
-    )
-    assert contract.Exit.MISCONFIGURED in end.codes
 
 
 def test_rank_0_of_a_plain_script_whose_others_have_left_fails(tmp_path: Path):

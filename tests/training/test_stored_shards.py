@@ -18,7 +18,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import small_disks
-from faults import Proxy, always, hang, slow
+from faults import Proxy, always, slow
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
@@ -131,18 +131,6 @@ def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_h
     assert whole(home)
     assert data_cache_eviction._coming(home) == 0
     assert list(home.glob("coming/*")) == []
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("fault", [slow(20), hang], ids=["slow", "hung"])
-def test_a_process_ends_in_the_middle_of_a_fetch(home: Path, tmp_path: Path, moto_proxy: Proxy, fault: object):
-    data = a_text(tmp_path / "data", 4000, shard=100)
-    url = uploaded(data, moto_proxy.place.url)
-    numbers = Shards(data, block=10).windows(4, seed=0).ahead(0, 0, 1)  # type: ignore[union-attr]
-    needed = tuple(f"train-{number:05d}" for number in numbers)
-    moto_proxy.fault = lambda request: fault if "train-" in request.path and not any(n in request.path for n in needed) else None  # type: ignore[assignment,return-value]
-    one = reader(url, 1)
-    assert (one.communicate(timeout=60)[1], one.returncode, len(list(home.glob("shards/*")))) == ("", 0, 4)
 
 
 @pytest.mark.slow

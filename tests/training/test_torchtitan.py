@@ -315,13 +315,6 @@ def test_a_trainer_that_is_killed_or_told_to_leave_ends_as_one_that_is_not(
 
 
 @pytest.mark.usefixtures("one_rank")
-def test_validation_leaves_no_trace_in_the_generators(tmp_path: Path) -> None:
-    with_it, without = (configured(tmp_path / str(n), training={"steps": 4}) for n in range(2))
-    without.validator.enable = False
-    assert hashed(trained(with_it)) == hashed(trained(without))
-
-
-@pytest.mark.usefixtures("one_rank")
 def test_a_checkpoint_of_torchtitan_is_imported_at_the_first_start_and_not_read_later(tmp_path: Path) -> None:
     from torchtitan.components.checkpointer import CheckpointManager
 
