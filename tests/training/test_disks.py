@@ -9,14 +9,11 @@ import resource
 import shutil
 import tempfile
 import threading
-from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
-import torch.distributed as dist
 
 import local_checkpoints
 import worlds
@@ -358,48 +355,3 @@ def test_a_machine_whose_run_went_on_elsewhere_is_told_so_also_when_it_was_first
     old.trains(1, first=True, upto=2)
     with pytest.raises(Superseded, match="taken up elsewhere"):
         old.push()
-
-
-# One disk
-
-
-def counted() -> None:
-    """Count the collectives of resuming and of two saves, where they are called."""
-    calls: Counter[str] = Counter()
-
-    def counting(name: str, call: Any) -> Any:
-        def counted(*args: Any, **options: Any) -> Any:
-            calls[name] += 1
-            return call(*args, **options)
-
-        return counted
-
-    with session.open() as run:
-        names = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list", "new_group")
-        for name in names:
-            setattr(dist, name, counting(name, getattr(dist, name)))
-        begin = run.resume({"model": torch.nn.Linear(2, 2)})
-        told = [dict(calls)]
-        for step in (begin + 1, begin + 2):
-            calls.clear()
-            run.save(step)
-            run._saves.settle(run._saver.wait())
-            told.append(dict(calls))
-        (run.output / f"calls-{run.rank}.json").write_text(json.dumps(told))
-
-
-@pytest.mark.parametrize("names", ["", pytest.param("aa", marks=pytest.mark.slow)])
-def test_one_disk_costs_no_collective(tmp_path: Path, names: str):
-    """Each call begins with one all-reduce, by which the ranks agree that they are in it.
-
-    Of the others in a save, one is torch's own; the first makes the group of the thread that saves; in a later one another
-    all-reduce agrees how the one before has ended.
-    """
-    save = {"all_reduce": 1, "all_gather_object": 1, "broadcast_object_list": 2}
-    for generation, found in [(1, 1), (2, 2)]:
-        resume = {"all_reduce": 1, "all_gather_object": found}
-        end = worlds.ended(worlds.started(counted, tmp_path, 2, generation=generation, disks=names), tmp_path)
-        assert end.codes == [0, 0], end.errors
-        for rank in range(2):
-            told = json.loads(next(tmp_path.glob(f"**/calls-{rank}.json")).read_text())
-            assert told == [resume, save | {"new_group": 1}, save | {"all_reduce": 2}]

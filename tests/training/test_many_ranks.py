@@ -9,7 +9,6 @@ import json
 import resource
 import socket
 import threading
-import time
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -272,28 +271,6 @@ def test_a_snapshot_that_one_rank_cannot_read_is_applied_by_none_and_all_go_on_f
     for restored, state in workers.restored(lambda: {**workers.state(), "counter": Together(meet)}):
         assert restored.at == (1, 8)
         assert state["counter"].loaded == [1], "once, that of step 8"
-
-
-def test_what_two_thousand_ranks_say_is_heard_and_decided_in_a_second() -> None:
-    """Of a processor, on each of them; many times as much where it grows with the square."""
-    ranks, local = 2000, 8
-    said = []
-    for worker in range(ranks // local):
-        there = []
-        for rank in range(worker * local, (worker + 1) * local):
-            part = Part("r", 3, 100, ranks, rank, worker, rank % local, local, "unique", 1 << 14, 2, f"{rank:08x}", session="s")
-            far = (rank + ranks // 2) % ranks
-            replica = dataclasses.replace(part, rank=far, worker=far // local, digest=f"{far:08x}", replica=True)
-            there += [part, replica, dataclasses.replace(part, kind="shared", digest=f"{rank % local:08x}")]
-        said += [resuming.packed(f"10.0.{worker >> 8}.{worker & 255}:40000", there), *[resuming.packed("", [])] * (local - 1)]
-    assert max(map(len, said)) < 1000, "each rank gets as many bytes of all as the longest has"
-    begun = time.process_time()
-    held, stored, problem, _ = resuming.merged(said)
-    [candidate] = newest_snapshot.newest(held, "r", 4).candidates
-    assert time.process_time() - begun < 3
-    assert (stored, problem) == (None, "")
-    assert [len(holders) for holders in candidate.unique] == [2] * ranks
-    assert [len(holders) for holders in candidate.shared[0]] == [ranks // local] * local
 
 
 def test_what_a_newer_version_says_is_understood_as_far_as_it_can_be() -> None:
