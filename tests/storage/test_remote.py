@@ -504,15 +504,6 @@ def test_whichever_request_is_the_last_the_next_process_goes_on(tmp_path: Path, 
     assert n > 20
 
 
-def test_a_checkpoint_whose_writer_died_before_the_register_counts_for_the_next(memory: Store, tmp_path: Path):
-    ours = watched(memory, refusing(Killed(), "replace"))
-    ours.acquire(1)
-    with pytest.raises(Killed):
-        ours.push(written(tmp_path, 10), journals=tmp_path)
-    assert in_store.Checkpoints(memory, RUN).latest() is None
-    assert in_store.Checkpoints(memory, RUN).acquire(2).step == 10
-
-
 # What goes
 
 

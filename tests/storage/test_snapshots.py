@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import errno
 import os
 import random
 import socket
@@ -155,17 +156,6 @@ def _refused(call: Callable[[], object]) -> str:
     return ""
 
 
-def test_a_room_is_touched_once_and_used_again_for_the_snapshot_after_the_next(workers: Workers) -> None:
-    agent = workers.agent(0)
-    rank = workers.rank(0)
-    for step in range(1, 6):
-        assert published(rank, a_part(step), complete=(1, step - 1)) == "held"
-    assert sorted(part.step for part in rank.catalog()) == [4, 5]
-    assert len(agent.rooms.parts()) == 2
-    room = rank.room(TOTAL, (1, 6), (1, 5))
-    assert room.id == 2, "a third one was made"
-
-
 def test_a_changed_byte_in_memory_is_found_when_it_is_read(workers: Workers) -> None:
     """Whoever still maps a room writes to it: here, at home and from another worker."""
     agent = workers.agent(0)
@@ -225,11 +215,20 @@ def test_a_replica_that_finds_no_memory_is_given_up_with_a_sentence(workers: Wor
     assert f"at {gone.address}: [Errno 111] Connection refused" in state
 
 
-def test_no_memory_is_taken_of_the_last_tenth(workers: Workers) -> None:
-    agent = workers.agent(0)
+def test_no_memory_is_taken_of_the_last_tenth_nor_where_the_kernel_has_none(
+    workers: Workers, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    agent, rank = workers.agent(0), workers.rank(0)
+    with monkeypatch.context() as kernel:
+        kernel.setattr(os, "posix_fallocate", full)
+        with pytest.raises(client.NoMemory, match=r"MB for snapshots cannot be allocated: No space left on device"):
+            rank.room(TOTAL, (1, 1))
     agent.rooms.headroom = lambda: TOTAL - 1
     with pytest.raises(client.NoMemory, match=r"if a tenth of the memory is to stay free; lower checkpoint\.memory"):
-        workers.rank(0).room(TOTAL, (1, 1))
+        rank.room(TOTAL, (1, 1))
 
 
 def test_memory_is_allocated_for_all_at_once_and_nobody_else_waits_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -429,12 +428,6 @@ def test_an_agent_killed_in_the_middle_of_a_replica_leaves_none_and_ranks_that_m
     assert "the agent is gone" in rank.poll()["unique", 1]
     assert "the agent gives no memory" in _refused(lambda: rank.room(10, (1, 2), (1, 1)))
     assert "the agent does not answer" in _refused(rank.catalog)
-
-
-def test_ranks_ask_the_agent_for_the_checkpoint_in_the_store(workers: Workers) -> None:
-    _, rank, _ = kept(workers)
-    rank.restore()
-    assert workers.restored == [0]
 
 
 @pytest.mark.parametrize(

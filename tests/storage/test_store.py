@@ -177,13 +177,6 @@ def test_children_are_places(url: str) -> None:
     assert place.child("") is place
 
 
-def test_a_memory_is_one_within_a_process() -> None:
-    name = uuid.uuid4().hex
-    store.open_(f"memory://{name}/a").put("x", b"1")
-    assert store.open_(f"memory://{name}").get("a/x") == b"1"
-    assert keys(store.open_(f"memory://{name}-other")) == []
-
-
 # Contents
 
 
@@ -430,14 +423,6 @@ def test_a_profile_that_is_not_there_is_said(nobody: Place, monkeypatch: pytest.
     monkeypatch.setenv("AWS_PROFILE", "lab")
     said = refusal(lambda: store.open_(nobody.url), Denied)
     assert "cannot be used: The config profile (lab) could not be found" in said
-
-
-def test_wrong_keys_are_said(rclone: Place, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("AWS_SECRET_ACCESS_KEY", "wrong")
-    place = store.open_(rclone.url)
-    for attempt, done in ((place.get, "read"), (place.head, "read"), (partial(place.put, data=b""), "written")):
-        said = refusal(partial(attempt, "x"), Denied)
-        assert said.startswith(f"{rclone.url}/x cannot be {done}: access is denied (HTTP 403: SignatureDoesNotMatch")
 
 
 def test_a_bucket_that_does_not_exist_is_said(s3: Place, file: Path) -> None:

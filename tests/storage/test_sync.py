@@ -707,18 +707,6 @@ def test_one_object_that_is_refused_fails_and_the_rest_goes_on(moto_proxy: Proxy
     assert counts(pull(place, target, tmp_path / "pull")) == (2, 18, 0)
 
 
-@pytest.mark.parametrize("fault", [faults.lost, faults.truncated])
-def test_a_bad_connection_loses_nothing(rclone_proxy: Proxy, tmp_path: Path, fault: faults.Fault) -> None:
-    files = {f"{n}": b"%d" % n * 1000 for n in range(25)} | {"large": random.Random(0).randbytes(3 * MIB)}
-    source, target = a_tree(tmp_path / "source", files), tmp_path / "target"
-    place = store.open_(rclone_proxy.url)
-    rng = random.Random(1)
-    rclone_proxy.fault = lambda _: fault if rng.random() < 0.1 else None
-    assert counts(push(source, place, tmp_path / "push"))[0] == 26
-    assert counts(pull(place, target, tmp_path / "pull"))[0] == 26
-    assert contents(target) == files
-
-
 def test_whatever_happens_a_push_and_a_pull_make_all_three_alike(memory: Store, tmp_path: Path) -> None:
     """A random world: people edit, others write into the store, pushes and pulls are stopped, states are lost."""
     for seed in range(15):

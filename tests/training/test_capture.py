@@ -4,11 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
-import os
 import random
-import signal
-import subprocess
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -18,7 +14,6 @@ from typing import Any
 import pytest
 import torch
 
-from outlast.job.contract import Env
 from outlast.job.ledger import Ledger
 from outlast.storage.snapshots import client
 from outlast.training.state import snapshot_capture
@@ -267,38 +262,6 @@ def test_after_a_refusal_memory_is_given_back_and_it_is_tried_again_at_growing_i
     assert caplog.messages == []
     assert ours._pause_s == 600.0
     loop.until(lambda: len(rooms.ids()) == 4)
-
-
-AGENT = """
-import os, sys
-from outlast.storage.snapshots import server
-server.Server(os.environ, 1 << 28, lambda: None).start()
-print("up", flush=True)
-sys.stdin.read()
-"""
-
-
-def test_training_goes_on_while_its_agent_stands_still(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    environ = {**os.environ, Env.RUN: "r", Env.STATE: str(tmp_path), Env.RENDEZVOUS_KEY: "secret"}
-    with subprocess.Popen([sys.executable, "-c", AGENT], env=environ, stdin=subprocess.PIPE, stdout=subprocess.PIPE) as agent:
-        assert agent.stdout
-        agent.stdout.readline()
-        try:
-            connected = client.connect(environ)
-            assert connected is not None
-            loop = Loop(the_snapshots(connected, tmp_path), connected, monkeypatch)
-            loop.ours.begin({"model": a_model()}, (0, 0), dict)
-            for first in (True, False):  # when memory is asked for, and later
-                agent.send_signal(signal.SIGSTOP)
-                for _ in range(100):
-                    loop.boundary()
-                assert first is (loop.ours._complete == (0, 0))
-                agent.send_signal(signal.SIGCONT)
-                loop.complete()
-                loop.complete()
-            connected.close()
-        finally:
-            agent.kill()
 
 
 def test_a_state_that_grows_misses_a_snapshot_and_not_more(loop: Loop, rank: Rank) -> None:

@@ -4,10 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import errno
-import functools
 import logging
-import os
 import shutil
 import socket
 import threading
@@ -23,8 +20,8 @@ from outlast.base.errors import NotRestored, StoreError
 from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.storage import checkpoints
-from outlast.storage.snapshots import agent_messages, client, memory_files, server
-from outlast.storage.snapshots.client import Client, NoMemory
+from outlast.storage.snapshots import agent_messages, client, server
+from outlast.storage.snapshots.client import Client
 from outlast.storage.snapshots.part_format import Part
 from outlast.training.state import background_save, checkpoint, newest_on_disks, resuming, snapshot_capture, snapshot_reader
 from outlast.training.state.resuming import Restored
@@ -272,30 +269,6 @@ def test_what_is_wrong_is_found_and_said_and_the_next_best_is_read(
     assert (found.at, value, found.source, world.store_reads) == ((1, step), step, source, 0)
     for each in said:
         assert each in caplog.text
-
-
-def test_a_snapshot_that_finds_no_memory_is_refused_and_the_one_before_is_read(
-    made: Made, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The memory is that of the budget, or of the kernel; `/dev/shm` has nothing to do with it."""
-    world = made(MEMORY)
-    world.take(1)
-    [part, *_] = world.agents[0].rooms.parts()
-    with world.agents[0].rooms.opened(part) as held:
-        assert os.readlink(f"/proc/self/fd/{held.file.fd}").startswith("/memfd:"), "no file of a file system"
-
-    def full(*_: object) -> None:
-        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-
-    monkeypatch.setattr(memory_files.os, "posix_fallocate", full)
-    room = functools.partial(world.clients[0].room, 1000, (1, 2), (1, 1))
-    with pytest.raises(NoMemory, match=r"MB for snapshots cannot be allocated: No space left on device"):
-        room()
-    world.agents[0].rooms.budget = 0
-    with pytest.raises(NoMemory, match=r"raise checkpoint\.memory"):
-        room()
-    found, value = world.restored()
-    assert (found.at, value) == ((1, 1), 1)
 
 
 def test_whoever_has_the_newest_state_may_be_away_for_a_moment(made: Made, caplog: pytest.LogCaptureFixture) -> None:

@@ -3,20 +3,19 @@
 from __future__ import annotations
 
 import logging
-import os
-import subprocess
-import sys
+import shutil
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch.utils.data import Dataset, IterableDataset
 from torchdata.stateful_dataloader import StatefulDataLoader
 
 from outlast.base.errors import OutlastError
-from outlast.training import Stateful, Stream
+from outlast.training import Stateful, Stream, session
 from outlast.training.state import checkpoint
 
 pytestmark = pytest.mark.filterwarnings("ignore:.*Vital:UserWarning")
@@ -109,65 +108,25 @@ def test_what_has_no_state_is_refused_with_what_to_do():
     assert not hasattr(a_loader(Flow()), "total_steps")
 
 
-PROGRAM = """
-import os, sys
-import torch
-from torch import nn
-from torchdata.stateful_dataloader import StatefulDataLoader
-from torchdata.stateful_dataloader.sampler import StatefulDistributedSampler
-from outlast.training import Stateful, session
+def test_a_session_goes_on_with_the_next_batch_of_a_loader(plain: Path):
+    def trained(stop: int = 0) -> tuple[list[list[float]], list[float]]:
+        """The batches of a start, which ends after the step `stop`, and its last weights."""
+        with session.open(seed=1, quiet=True) as run:
+            loader, net, seen = a_loader(), nn.Linear(1, 1), []
+            optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
+            step = run.resume({"net": net, "optimizer": optimizer, "loader": loader})
+            for x in loader:
+                optimizer.zero_grad()
+                nn.functional.dropout(net(x[:, None].float()) ** 2, 0.2).mean().backward()
+                optimizer.step()
+                seen.append(x.tolist())
+                step += 1
+                run.log(step)
+                if step == stop:
+                    break
+        return seen, [parameter.item() for parameter in net.parameters()]
 
-def say(*words):
-    os.write(1, (" ".join(map(str, words)) + chr(10)).encode())  # one write, since two ranks share the pipe
-
-stop = int(sys.argv[1])
-with session.open(seed=1, quiet=True) as run:
-    data = torch.arange(40.0)
-    sampler = StatefulDistributedSampler(data, run.world_size, run.rank, seed=2)
-    loader = Stateful(StatefulDataLoader(data, batch_size=4, sampler=sampler, num_workers=1), epochs=3)
-    net = run.ddp(nn.Linear(1, 1))
-    optimizer = torch.optim.SGD(net.parameters(), lr=1e-4, momentum=0.9)
-    step = run.resume({"net": net, "optimizer": optimizer, "loader": loader})
-    for x in loader:
-        optimizer.zero_grad()
-        nn.functional.dropout((net(x[:, None]) - x[:, None]) ** 2, 0.2).mean().backward()
-        optimizer.step()
-        step += 1
-        say("seen", loader.epoch, *x.long().tolist())
-        run.log(step)
-        if step % 4 == 0:
-            run.save(step)
-        if step == stop:
-            raise SystemExit(3)
-    if run.rank == 0:
-        say("weights", *(p.item() for p in net.parameters()))
-"""
-
-
-def trained(directory: Path, ranks: int, stop: int = -1) -> tuple[str, list[int], str]:
-    """Final weights, samples of the second epoch, and what was logged."""
-    directory.mkdir(exist_ok=True)
-    (directory / "train.py").write_text(PROGRAM)
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", "train.py", str(stop)]
-    environ = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, cwd=directory, env=environ, capture_output=True, text=True, check=False)
-    assert (done.returncode == 0) == (stop < 0), done.stderr
-    lines = [line.split() for line in done.stdout.splitlines()]
-    weights = " ".join(next((words for words in lines if words[0] == "weights"), []))
-    return weights, sorted(int(n) for words in lines if words[:2] == ["seen", "1"] for n in words[2:]), done.stderr
-
-
-@pytest.mark.slow
-@pytest.mark.jobs
-def test_ranks_with_loaders_of_their_own_are_stopped_and_go_on(tmp_path: Path):
-    undisturbed, seen, _ = trained(tmp_path / "a", 2)
-    assert seen == list(range(40))
-    trained(tmp_path / "b", 2, stop=9)  # in the second epoch, which begins after step 5; saved at 8
-    weights, rest, said = trained(tmp_path / "b", 2)
-    assert weights == undisturbed
-    assert "begins anew" not in said
-    assert len(rest) == 16, "steps 9 and 10"
-    trained(tmp_path / "c", 2, stop=9)
-    _, again, said = trained(tmp_path / "c", 1)
-    assert "saved by 2 ranks, and its states do not fit 1: epoch 2 begins anew, and the samples of 3 batches come again" in said
-    assert again == list(range(40))
+    first, _ = trained(stop=6)
+    rest, weights = trained()
+    shutil.rmtree("out")
+    assert (first + rest, weights) == trained()

@@ -4,13 +4,10 @@ from __future__ import annotations
 
 import hashlib
 import os
-import random
 import shutil
 import subprocess
 import sys
 import threading
-import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -18,7 +15,7 @@ import pytest
 from torch.utils.data import DataLoader
 
 import small_disks
-from faults import Proxy, always, slow
+from faults import Proxy
 from outlast.base import file_locks, files
 from outlast.base.errors import OutlastError
 from outlast.data import shard_format
@@ -43,20 +40,6 @@ def home(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("OUTLAST_STORE_TIMEOUT", "1")
     monkeypatch.setattr(shard_fetching, "_LONGEST_POLL_S", 0.03)
     return directory
-
-
-READER = """
-import sys
-from outlast.training import Shards, Stream
-for batch in Stream(Shards(sys.argv[1], block=10, window=4), 16, steps=int(sys.argv[2])):
-    print(*batch.indices, flush=True)
-"""
-
-
-def reader(place: str, steps: int) -> subprocess.Popen[str]:
-    """Another process that reads so many batches, and prints the indices of each."""
-    command = [sys.executable, "-c", READER, place, str(steps)]
-    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
 
 
 def read(place: str, window: int = 4, epochs: int = 1) -> Iterator[tuple[list[int], list[list[int]]]]:
@@ -108,32 +91,6 @@ def test_shards_are_fetched_ahead_and_no_further(home: Path, tmp_path: Path):
 
 
 @pytest.mark.slow
-def test_processes_fetch_each_shard_once_and_one_that_is_killed_leaves_nothing_half(
-    home: Path, tmp_path: Path, moto_proxy: Proxy
-):
-    data, chance = a_text(tmp_path / "data", 4000, shard=100), random.Random(0)
-    url = uploaded(data, moto_proxy.place.url)
-    moto_proxy.fault = always(slow(20_000), path="train-")
-    victims = [reader(url, 23) for _ in range(3)]
-    for number, victim in enumerate(victims, start=1):
-        until(lambda number=number: len(list(home.glob("shards/*"))) >= 4 * number)  # type: ignore[misc]
-        time.sleep(chance.random() * 0.1)  # any moment will do
-        victim.kill()
-        victim.communicate()
-    moto_proxy.requests.clear()
-    here = len(list(home.glob("shards/*")))
-    assert here < 40
-    others = [reader(url, 23) for _ in range(3)]
-    expected = "".join(" ".join(map(str, indices)) + "\n" for indices, _ in read(str(data)))
-    assert [other.communicate() for other in others] == [(expected, "")] * 3
-    asked = Counter(request.path.partition("?")[0] for request in moto_proxy.requests if "train-" in request.path)
-    assert asked.total() == len(asked) == 40 - here
-    assert whole(home)
-    assert data_cache_eviction._coming(home) == 0
-    assert list(home.glob("coming/*")) == []
-
-
-@pytest.mark.slow
 def test_processes_that_were_forked_read_shards_that_are_not_here(home: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
     data = a_text(tmp_path / "data", 600, shard=100)
     shards = Shards(f"file://{data}", block=10)
@@ -152,17 +109,11 @@ def test_processes_that_were_forked_read_shards_that_are_not_here(home: Path, tm
     [
         (
             lambda file: file.write_bytes(file.read_bytes()[::-1]),
-            r"train-00003.bin of \S+ is damaged: its sha256 is \w{12}\.\.\.",
+            r"train-00003.bin of \S+ is damaged: its sha256 is \w{12}",
         ),
-        pytest.param(
+        (
             lambda file: file.write_bytes(b"short"),
-            r"train-00003.bin of \S+ is not what manifest.json says: .* 5 bytes instead of",
-            marks=pytest.mark.slow,
-        ),
-        pytest.param(
-            lambda file: file.unlink(),
-            r"file://\S+ has no train-00003.bin; see that nothing writes there, or prepare the",
-            marks=pytest.mark.slow,
+            r"train-00003.bin of \S+ is not what manifest.json says: .* 5 bytes",
         ),
     ],
 )
@@ -304,8 +255,9 @@ def test_a_shard_that_was_cut_off_is_replaced_and_never_removed(home: Path, tmp_
 # Room
 
 
-def test_names_in_the_cache_that_are_not_ours_are_left_alone(tmp_path: Path):
-    (tmp_path / "coming" / "notes.d").mkdir(parents=True)
+def test_what_a_killed_process_was_fetching_goes_and_names_that_are_not_ours_stay(tmp_path: Path):
+    for name in ("notes.d", f"{'ab' * 32}.100"):
+        (tmp_path / "coming" / name).mkdir(parents=True)
     with file_locks.attempted(tmp_path / "coming" / ".nfs"):
         assert data_cache_eviction._coming(tmp_path) == 0
     assert {path.name for path in tmp_path.glob("coming/*")} == {"notes.d", ".nfs"}
