@@ -27,18 +27,6 @@ def place(memory: store.Store) -> store.Store:
     return memory
 
 
-def last(place: store.Store) -> heartbeat.Beat:
-    found = heartbeat.last(place)
-    assert found is not None
-    return found
-
-
-def owner(place: store.Store) -> runs.Run:
-    record = runs.read(place)
-    assert record is not None
-    return record
-
-
 def a_heart(place: store.Store, run: str, home: str, *, index: int = 0, owner: str = "a") -> heartbeat.Heartbeats:
     """A heart that beats only when it is told to."""
     heart = heartbeat.Heartbeats.__new__(heartbeat.Heartbeats)
@@ -55,7 +43,7 @@ def test_a_run_that_lives_elsewhere_is_not_taken_and_we_are_told_whose_it_is(pla
         heartbeat.wait(place, "a", B, advice="go", say=said.append, pause=lambda _: heart.once(place, first=False))
     assert str(refused.value).startswith(f"run a in {place.url} is trained by {A} (last heartbeat ")
     assert said[0].startswith(f"{A} trained run a until ")
-    assert owner(place).owner == "a"
+    assert runs.read(place).owner == "a"
 
 
 def test_pods_of_another_namespace_wait_and_then_end_with_the_sentence(
@@ -100,7 +88,7 @@ def test_who_says_that_it_leaves_is_not_waited_for_after_the_others_could_have_s
         each._thread.start()
         each.once(place, first=True)
     other.leave()  # it was not the one who spoke
-    assert not last(place).leaving
+    assert not heartbeat.last(place).leaving
     heart.leave()
     assert heartbeat.held(place, "a", B) is not None  # another may still train there, and says so
     monkeypatch.setattr(heartbeat, "LEFT_S", 0.0)
@@ -122,14 +110,14 @@ def test_only_worker_0_speaks_while_it_does(place: store.Store) -> None:
     first, second = a_heart(place, "a", A), a_heart(place, "a", A, index=1)
     first.once(place, first=True)
     for _ in range(3):
-        before = last(place).etag
+        before = heartbeat.last(place).etag
         second.once(place, first=False)
-        assert last(place).etag == before
+        assert heartbeat.last(place).etag == before
         first.once(place, first=False)
     second.once(place, first=False)
-    before = last(place).etag
+    before = heartbeat.last(place).etag
     second.once(place, first=False)  # nobody has spoken since it looked last
-    assert last(place).etag != before
+    assert heartbeat.last(place).etag != before
 
 
 def test_who_may_not_delete_asks_all_the_same(place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -161,10 +149,9 @@ def test_a_heart_goes_on_whatever_fails(place: store.Store, monkeypatch: pytest.
 
 def test_two_clusters_with_the_same_file_notice_each_other(place: store.Store) -> None:
     here, there = a_heart(place, "a", f"{A} of cluster 1"), a_heart(place, "a", f"{A} of cluster 2")
-    here.once(place, first=True)
-    there.once(place, first=True)
-    here.once(place, first=False)
-    there.once(place, first=False)
+    for first in (True, False):
+        for heart in (here, there):
+            heart.once(place, first=first)
     with pytest.raises(Superseded, match=r"is trained by team-a/cifar10 of cluster 2 now"):
         here.once(place, first=False)
     for _ in range(3):
@@ -184,30 +171,24 @@ def test_the_last_word_of_an_owner_that_stood_still_ends_nobody(place: store.Sto
     for _ in range(3):
         for heart in hearts:
             heart.once(place, first=False)
-    assert last(place).where == B
+    assert heartbeat.last(place).where == B
 
 
-def test_pods_know_their_cluster_by_its_authorities(tmp_path: Path) -> None:
-    environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10"}
-    assert join_run.home(environ, tmp_path / "ca.crt") == A
-    (tmp_path / "ca.crt").write_text("of one cluster")
-    assert join_run.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
-
-
-def test_pods_of_an_operator_are_one_owner_when_the_authorities_of_the_cluster_change(
+def test_pods_know_their_cluster_by_its_authorities_and_those_of_an_operator_are_one_owner_when_these_change(
     memory: store.Store, tmp_path: Path
 ) -> None:
-    environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10", "OUTLAST_RUN": "a", "OUTLAST_MEMBER": "uid"}
+    environ = {"OUTLAST_NAMESPACE": "team-a", "OUTLAST_JOB": "cifar10"}
+    assert join_run.home(environ, tmp_path / "ca.crt") == A
     homes = []
     for authorities in ("before", "after"):
         (tmp_path / "ca.crt").write_text(authorities)
-        homes.append(join_run.home(environ, tmp_path / "ca.crt"))
+        homes.append(join_run.home({**environ, "OUTLAST_RUN": "a", "OUTLAST_MEMBER": "uid"}, tmp_path / "ca.crt"))
+    assert join_run.home(environ, tmp_path / "ca.crt").startswith(f"{A} of cluster ")
     taken(memory, "a", homes[0])
-    heart, later = a_heart(memory, "a", homes[0]), a_heart(memory, "a", homes[1], index=1)
-    heart.once(memory, first=True)
-    later.once(memory, first=True)
-    heart.once(memory, first=False)
-    later.once(memory, first=False)
+    hearts = a_heart(memory, "a", homes[0]), a_heart(memory, "a", homes[1], index=1)
+    for first in (True, False):
+        for heart in hearts:
+            heart.once(memory, first=first)
     assert taken(memory, "a", homes[1]) == "a"
 
 
@@ -242,4 +223,4 @@ def test_a_run_that_was_begun_anew_while_we_waited_is_not_replaced_by_the_old_on
     runs.archive(memory, "new")
     with pytest.raises(AlreadyRunning, match=r"run new of job job in .* has not ended"):
         store_takeover.take_over(memory, tmp_path, runs.Run("old", "job", 1.0, owner="us"), last=None)
-    assert owner(memory).run == "new"
+    assert runs.read(memory).run == "new"

@@ -207,7 +207,6 @@ def test_the_best_stay_in_a_store_once_and_are_found_by_whoever_comes_later(plac
     # Another machine goes on from the newest, knows only the store's word for the best, and keeps it.
     away = tmp_path / "away" / contract.CHECKPOINTS
     restored = in_store.Checkpoints(place, RUN).restore(away, say=lambda _: None)
-    assert restored
     assert (restored.step, restored.metric) == (5, loss(0.6))
     for step in (6, 7, 8):
         written(away, step, 0.2, generation=2)

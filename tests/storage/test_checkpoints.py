@@ -306,7 +306,6 @@ def test_a_reader_that_dies_holds_nothing(tmp_path: Path):
         "with checkpoints.reading(pathlib.Path(sys.argv[1])): print('reads', flush=True); time.sleep(600)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(old.path)], stdout=subprocess.PIPE) as reader:
-        assert reader.stdout
         assert reader.stdout.readline() == b"reads\n"
         assert not checkpoints.remove(old)
         reader.kill()
@@ -460,7 +459,6 @@ def test_a_fence_that_is_made_up_for_takes_the_directory_from_the_run_before_and
         checkpoints.acquire(tmp_path, *later)
     writer.begin(1, checkpoint.capture({"model": nn.Linear(2, 2)}, 0, 1))
     outcome = writer.wait()
-    assert outcome is not None
     assert (outcome.committed, outcome.superseded) == (not later, bool(later))
     assert re.match(reason, outcome.reason), outcome.reason
     run, generation = later or ("r", 2)

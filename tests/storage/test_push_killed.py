@@ -55,7 +55,6 @@ class Worker:
             child.send_signal(signal.SIGKILL)
         for child in (self.writer, self.pusher):
             child.wait()
-        assert self.pusher.stdin
         self.pusher.stdin.close()
         self.said.close()
 

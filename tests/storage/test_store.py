@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import sys
 import threading
@@ -300,23 +299,6 @@ def test_only_the_version_that_is_known_is_replaced(conditional: store.Store) ->
         conditional.replace("x", b"3", second)
     with pytest.raises(Missing):
         conditional.head("x")
-
-
-def test_no_replacement_is_lost(conditional: store.Store) -> None:
-    conditional.put("count", b"[]")
-
-    def add(n: int) -> None:
-        while True:
-            data, entry = conditional.read("count")
-            try:
-                conditional.replace("count", json.dumps([*json.loads(data), n]).encode(), entry.etag)
-                return
-            except Changed:
-                continue
-
-    with ThreadPoolExecutor(8) as pool:
-        list(pool.map(add, range(40)))
-    assert sorted(json.loads(conditional.get("count"))) == list(range(40))
 
 
 # Large files

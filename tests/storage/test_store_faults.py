@@ -332,7 +332,6 @@ def large(tmp_path: Path, parts: int = 6) -> Path:
 
 def uploads(proxy: Proxy) -> list[str]:
     """Keys of what the server holds unfinished."""
-    assert proxy.place
     found = proxy.place.server.client.list_multipart_uploads(Bucket=proxy.place.bucket)
     return [each["Key"] for each in found.get("Uploads", ())]
 
@@ -360,8 +359,6 @@ def begun(proxy: Proxy, path: Path, journal: Path | None) -> store.Store:
 def unfinished(proxy: Proxy, journal: Path) -> dict[str, Any]:
     """How the server's client names the upload in a journal."""
     note = multipart.read_journal(journal)
-    assert proxy.place
-    assert note
     return {"Bucket": proxy.place.bucket, "Key": "p/x", "UploadId": note["upload"]}
 
 

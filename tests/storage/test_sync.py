@@ -451,14 +451,6 @@ def test_what_is_no_file_is_named_and_left_out(memory: Store, tmp_path: Path) ->
     assert counts(push(source, memory, tmp_path / "push"))[0] == 0
 
 
-def test_links_that_lead_to_each_other_end(memory: Store, tmp_path: Path) -> None:
-    source = a_tree(tmp_path / "source", {"a/1": b"1", "b/2": b"2"})
-    (source / "a" / "to b").symlink_to("../b")
-    (source / "b" / "to a").symlink_to("../a")
-    push(source, memory, tmp_path / "push")
-    assert objects(memory) == {"a/1": b"1", "b/2": b"2", "a/to b/2": b"2", "b/to a/1": b"1"}
-
-
 def test_names_that_a_store_cannot_have_fail_and_the_rest_goes_on(memory: Store, tmp_path: Path) -> None:
     source = a_tree(tmp_path / "source", {"good": b"1", "new\nline": b"2"})
     with open(os.fsencode(source) + b"/bad-\xff", "wb"):

@@ -31,7 +31,6 @@ PAGE = ROOT / "docs" / "guide" / "hugging-face.md"
 
 def of_the_guide() -> str:
     script = re.search(r"^```python\n(.*?)^```$", PAGE.read_text(), flags=re.M | re.S)
-    assert script is not None
     return script[1]
 
 

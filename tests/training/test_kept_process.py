@@ -18,7 +18,7 @@ from outlast.job.workerfiles import next_world, progress_file
 from outlast.training import Stream, kept_process, session
 from outlast.training.kept_process import Facts
 from outlast.worker.hangs import deadlocks
-from outlast.worker.launch import os_calls, training_process
+from outlast.worker.launch import training_process
 from outlast.worker.launch.rank_failures import Ended, Start
 
 RESUME = "run.resume(net, stream)"
@@ -194,16 +194,3 @@ def test_a_place_that_cannot_be_taken_is_the_error_of_a_kept_process(leaving: St
     monkeypatch.setattr(kept_process.Keeper, "wait", wait)
     with pytest.raises(RuntimeError, match="the store refuses connections"):
         trains(leaving, lambda: leaving, [])
-
-
-def test_a_process_that_has_another_rank_has_another_title(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    titles: list[str] = []
-    for name, value in {Env.STATE: str(tmp_path), Env.OUTPUT: str(tmp_path), "RANK": "2", Env.GENERATION: "1"}.items():
-        monkeypatch.setenv(name, value)
-    monkeypatch.setattr(os_calls, "entitle", titles.append)
-    monkeypatch.setattr(training_process, "command", ["-m", "trains"])
-    monkeypatch.setattr(training_process, "kept", False)
-    monkeypatch.setattr(kept_process.script_files, "stays", lambda *_: None)
-    next_world.write(tmp_path, 0, {"RANK": "1", Env.GENERATION: "2"})
-    kept_process.Keeper().wait(0)
-    assert titles == ["rank 1 trains"]

@@ -145,7 +145,6 @@ class Workers:
             disks.meeting = meeting
             try:
                 connected = client.connect({Env.STATE: str(self.directory / str(worker)), "RANK": str(rank)})
-                assert connected is not None
                 with contextlib.ExitStack() as held, contextlib.closing(connected):
                     share = rank % self.local, self.local
                     search = newest_on_disks.Search(self.directory, "r", disks, share, held, lambda *_, **__: None)

@@ -118,7 +118,6 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
     assert end.results[0]["step"] == 11
     assert "outlast: batch is 64 from step 9 on, it was 20; the run has 11 steps instead of 14" in end.errors[0]
     shown = progress_file.read(tmp_path / "workers" / "0", 0)
-    assert shown is not None
     assert (shown.step, shown.steps) == (11, 11)
 
 
@@ -189,7 +188,6 @@ def test_a_save_that_fails_while_leaving_says_what_is_lost(tmp_path: Path):
     assert end.kinds("interrupted") == [{"kind": "interrupted", "generation": 1, "step": 8, "reason": sentence}]
     assert f"outlast: leaving: {sentence}" in end.errors[0]
     warned = progress_file.read(tmp_path / "workers" / "1", 0)
-    assert warned is not None
     assert (warned.phase, warned.step, warned.committed) == ("save", 8, 5)
     assert warned.warning == "step 8 could not be saved: rank 0: File too large"
 
@@ -265,7 +263,6 @@ def test_progress_tells_phase_steps_and_the_committed_step(calm: Calm):
     output = calm(Training(), 2).output
     for rank in range(2):
         record = progress_file.read(output / "workers" / str(rank), 0)
-        assert record is not None
         assert (record.generation, record.rank, record.phase, record.step, record.steps) == (1, rank, "done", LAST, LAST)
         assert (record.committed, record.warning) == (LAST, "")
         assert (record.stepped, record.stalls, record.saves) == (LAST - 1, 4, 4 if rank == 0 else 0)
@@ -386,7 +383,6 @@ def test_a_save_rests_only_until_the_next_one_is_due(plain: Path, monkeypatch: p
         assert not run.due(1)
         assert run._saver.busy
         assert not run.due(2)
-        assert run._saver._thread is not None
         run._saver._thread.join(60)
         assert not run._saver.busy
         assert run.due(3)

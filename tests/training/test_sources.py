@@ -67,9 +67,7 @@ class World:
         self.other: Callable[[], list[tuple[str, Part]]] = lambda: self.listed(1)
 
     def connected(self, worker: int) -> Client:
-        found = client.connect({Env.STATE: str(self.directory / str(worker))})
-        assert found is not None
-        return found
+        return client.connect({Env.STATE: str(self.directory / str(worker))})
 
     def _asked(self) -> None:
         self.store_reads += 1
