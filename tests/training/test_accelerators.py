@@ -244,16 +244,3 @@ def test_torch_xla_without_an_accelerator_is_not_used_unless_it_is_asked_for(
     device._has_xla.cache_clear()
     monkeypatch.setenv("PJRT_DEVICE", "CPU")
     assert device.find().type == "xla"
-
-
-def test_devices_of_packages_are_found_once_the_package_adds_them(monkeypatch: pytest.MonkeyPatch) -> None:
-    calls: list[object] = []
-    module = SimpleNamespace(is_available=lambda: True, set_device=calls.append)
-    monkeypatch.setitem(sys.modules, "habana_frameworks", SimpleNamespace(__path__=[]))
-    monkeypatch.setitem(sys.modules, "habana_frameworks.torch", SimpleNamespace())
-    monkeypatch.setattr(torch, "hpu", module, raising=False)
-    device._imported.cache_clear()
-    found = device.find()
-    assert (found.type, found.backend) == ("hpu", "cpu:gloo,hpu:hccl")
-    assert found.bind(1) == torch.device("hpu", 1)
-    device._imported.cache_clear()

@@ -140,19 +140,18 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm,
     same_everywhere(tmp_path, "a", "b", "c")
 
 
-@pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.slow)])
-def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, killed: Killed, name: str):
+def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, killed: Killed):
     killed(tmp_path, "ab")
-    good = held(tmp_path, "a", "b")["b" if name == "a" else "a"]
-    damage(tmp_path / name / "checkpoints" / "step-00000010")
+    good = held(tmp_path, "b")["b"]
+    damage(tmp_path / "a" / "checkpoints" / "step-00000010")
     again = world(Training(epochs=3), tmp_path, 2, generation=2, disks="ab", **{EVERY: "100 steps"})
     assert {result["resumed"] for result in again.results} == {10}
-    assert of_step(10, held(tmp_path, name)[name]) == of_step(10, good)
+    assert of_step(10, held(tmp_path, "a")["a"]) == of_step(10, good)
     assert len(list(tmp_path.glob("*/checkpoints/*.replaced-0"))) == 1
     (event,) = again.kinds("damaged")
     assert Path(event["path"]).name == "step-00000010"
     assert "has crc32" in event["reason"]
-    assert event["reason"].endswith(f"(on the disk of rank {'ab'.index(name)}, which gets a whole one)")
+    assert event["reason"].endswith("(on the disk of rank 0, which gets a whole one)")
     assert again.errors[0].count("is damaged and skipped") == 1
 
 
