@@ -93,6 +93,11 @@ def filled(proxy: Proxy, timeout_s: float = 20) -> store.Store:
     return store.open_(place.url, timeout_s=timeout_s)
 
 
+@pytest.fixture
+def place(moto_proxy: Proxy) -> store.Store:
+    return filled(moto_proxy)
+
+
 def bodies(proxy: Proxy, path: str = "partNumber") -> int:
     """How many parts were sent."""
     return sum(request.method == "PUT" and path in request.path for request in proxy.requests)
@@ -109,8 +114,9 @@ def bodies(proxy: Proxy, path: str = "partNumber") -> int:
         ("upload", faults.unavailable),
     ],
 )
-def test_what_passes_is_not_even_noticed(moto_proxy: Proxy, file: Path, name: str, fault: faults.Fault) -> None:
-    place = filled(moto_proxy)
+def test_what_passes_is_not_even_noticed(
+    moto_proxy: Proxy, place: store.Store, file: Path, name: str, fault: faults.Fault
+) -> None:
     operation, expected, _ = OPERATIONS[name]
     moto_proxy.fault = first(2, fault)
     assert operation(place, file) == expected
@@ -135,16 +141,14 @@ def test_who_does_not_answer_is_asked_again(moto_proxy: Proxy) -> None:
     assert moto_proxy.counts == {"GET": 2}
 
 
-def test_a_conflict_of_writers_is_tried_again(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+def test_a_conflict_of_writers_is_tried_again(moto_proxy: Proxy, place: store.Store) -> None:
     for write in (replaced, created):
         moto_proxy.fault = first(2, faults.refused("ConditionalRequestConflict", 409), method="PUT")
         assert write(place, Path()) == NEW
 
 
-def test_a_listing_goes_on_where_it_was(moto_proxy: Proxy, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_listing_goes_on_where_it_was(moto_proxy: Proxy, place: store.Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(client, "PAGE", PAGE)
-    place = filled(moto_proxy)
     names = [f"many/{n:05}" for n in range(2 * PAGE + 20)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda name: place.put(name, b""), names))
@@ -164,8 +168,7 @@ def test_a_listing_goes_on_where_it_was(moto_proxy: Proxy, monkeypatch: pytest.M
 # Writes whose answers are lost
 
 
-def test_a_creation_that_another_makes_meanwhile_is_not(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+def test_a_creation_that_another_makes_meanwhile_is_not(moto_proxy: Proxy, place: store.Store) -> None:
     other = store.open_(place.url)
 
     def overtaken(exchange: faults.Exchange) -> None:
@@ -179,8 +182,7 @@ def test_a_creation_that_another_makes_meanwhile_is_not(moto_proxy: Proxy) -> No
     assert place.get("new") == b"the other's"
 
 
-def test_a_replacement_whose_answer_is_lost_is_ours(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+def test_a_replacement_whose_answer_is_lost_is_ours(moto_proxy: Proxy, place: store.Store) -> None:
     etag = place.head("b/x").etag
     moto_proxy.fault = first(1, faults.lost, method="PUT")
     assert place.replace("b/x", NEW, etag) == place.head("b/x").etag
@@ -225,8 +227,7 @@ REFUSED = [("AccessDenied", 403), ("InvalidAccessKeyId", 403), ("ExpiredToken", 
 @pytest.mark.parametrize(
     ("name", "code", "status"), [*((name, *REFUSED[0]) for name in OPERATIONS), *(("upload", *each) for each in REFUSED[1:])]
 )
-def test_a_refusal_quotes_the_store(moto_proxy: Proxy, file: Path, name: str, code: str, status: int) -> None:
-    place = filled(moto_proxy)
+def test_a_refusal_quotes_the_store(moto_proxy: Proxy, place: store.Store, file: Path, name: str, code: str, status: int) -> None:
     moto_proxy.fault = always(faults.refused(code, status))
     with pytest.raises(Denied) as caught:
         OPERATIONS[name][0](place, file)
@@ -235,8 +236,7 @@ def test_a_refusal_quotes_the_store(moto_proxy: Proxy, file: Path, name: str, co
     assert len(moto_proxy.requests) <= 2
 
 
-def test_a_bucket_in_another_region_is_said(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+def test_a_bucket_in_another_region_is_said(moto_proxy: Proxy, place: store.Store) -> None:
     region = lambda exchange: exchange.refuse(400, "AuthorizationHeaderMalformed", "it is wrong", "<Region>eu-west-1</Region>")  # noqa: E731
     moto_proxy.fault = always(region)
     with pytest.raises(Denied, match=f"{moto_proxy.url} is in the region eu-west-1; set AWS_REGION to it"):
@@ -301,8 +301,7 @@ def test_a_store_that_knows_no_conditions_may_say_so(moto_proxy: Proxy) -> None:
     assert [entry.key for entry in place.entries()] == ["a", "b/x"]
 
 
-def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy) -> None:
-    place = filled(moto_proxy)
+def test_a_place_where_nobody_may_write_is_found_out_in_time(moto_proxy: Proxy, place: store.Store) -> None:
     moto_proxy.fault = always(faults.denied, method="PUT")
     with pytest.raises(Denied, match="access is denied"):
         place.conditional()
@@ -401,8 +400,9 @@ def test_a_journal_that_makes_no_sense_is_none(moto_proxy: Proxy, file: Path, tm
     assert place.get("x") == file.read_bytes()
 
 
-def test_a_completion_whose_answer_is_lost_is_recognised(moto_proxy: Proxy, file: Path, tmp_path: Path) -> None:
-    place = filled(moto_proxy)
+def test_a_completion_whose_answer_is_lost_is_recognised(
+    moto_proxy: Proxy, place: store.Store, file: Path, tmp_path: Path
+) -> None:
     moto_proxy.fault = first(1, faults.lost, method="POST", path="uploadId")
     place.upload(file, "x", journal=tmp_path / "journal")
     assert bodies(moto_proxy) == 2

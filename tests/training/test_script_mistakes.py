@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import itertools
 import json
 import os
 import re
@@ -302,39 +301,6 @@ def test_a_stream_that_is_read_for_evaluation_or_saved_by_another_need_not_be_na
         run.save(step)
 
 
-# Another batch
-
-
-def schedule(optimizer: torch.optim.Optimizer, stream: Stream, last: int = -1) -> Any:
-    return torch.optim.lr_scheduler.OneCycleLR(optimizer, 0.1, total_steps=stream.total_steps, last_epoch=last)
-
-
-def parts(batch: int) -> tuple[nn.Module, torch.optim.Optimizer, Stream]:
-    net = nn.Linear(4, 2)
-    return net, torch.optim.SGD(net.parameters(), lr=0.1), Stream((X, Y), batch, epochs=4)
-
-
-def test_a_schedule_for_another_batch_is_made_anew_as_the_sentence_says(run: Any, caplog: pytest.LogCaptureFixture):
-    net, optimizer, stream = parts(8)
-    saved = schedule(optimizer, stream)
-    run.resume({"net": net, "optimizer": optimizer, "stream": stream, "schedule": saved})
-    for _ in itertools.islice(stream, 12):
-        optimizer.step()
-        saved.step()
-    run.save(12)
-    run._saver.wait()
-
-    net, optimizer, stream = parts(16)
-    step = run.resume({"net": net, "optimizer": optimizer, "stream": stream})
-    assert (step, stream.total_steps, len(stream)) == (12, 22, 10)
-    assert "the run has 22 steps instead of 32" in caplog.text
-    made = schedule(optimizer, stream, step - 1)
-    for _ in stream:
-        optimizer.step()
-        made.step()
-    assert made.last_epoch == stream.total_steps == 22
-
-
 # A mesh
 
 
@@ -433,7 +399,7 @@ def resumed(run: Any, other: Stream, **more: Any) -> int:
 
 
 def one_cycle(stream: Stream) -> Any:
-    return schedule(torch.optim.SGD(NET.parameters(), lr=0.1), stream)
+    return torch.optim.lr_scheduler.OneCycleLR(torch.optim.SGD(NET.parameters(), lr=0.1), 0.1, total_steps=stream.total_steps)
 
 
 def unpacked(run: Any) -> None:

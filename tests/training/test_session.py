@@ -120,11 +120,6 @@ def test_another_batch_in_every_world_consumes_every_sample_once_an_epoch(tmp_pa
     assert (shown.step, shown.steps) == (11, 11)
 
 
-def test_the_loss_of_a_step_does_not_depend_on_the_number_of_ranks(calm: Calm):
-    losses = [calm(Training("plain", "adamw", microbatch=4), ranks).results[0]["losses"] for ranks in (1, 3)]
-    assert losses[1] == pytest.approx(losses[0], rel=1e-4)
-
-
 def test_sharded_models_resume_in_worlds_of_other_sizes(tmp_path: Path):
     """FSDP2: a checkpoint of two ranks is put back into two and into one."""
     whole = worlds.ended(worlds.started(sharded, tmp_path / "whole", 2), tmp_path / "whole")
@@ -536,14 +531,6 @@ def test_a_session_that_an_exception_leaves_saves_nothing_and_one_without_new_st
     assert capsys.readouterr().err.endswith(
         "outlast: goes on from step 6 of 6 (out/checkpoints/step-00000006); without out/checkpoints it begins anew\n"
     )
-
-
-def test_another_runs_checkpoints_are_left_alone(plain: Path, monkeypatch: pytest.MonkeyPatch):
-    for run, way in (("first", "due"), ("second", "break")):
-        monkeypatch.setenv(contract.Env.RUN, run)
-        trained(way)
-    found = checkpoints.list_(plain / "out" / contract.CHECKPOINTS)
-    assert [(c.step, c.run) for c in found] == [(4, "second"), (6, "first")], "the second begins at step 0"
 
 
 @pytest.mark.parametrize(("way", "saved"), [("first logs", [6]), ("one raises", [])])

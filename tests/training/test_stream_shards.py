@@ -178,17 +178,6 @@ def test_one_order_for_a_run_wherever_its_shards_are(tmp_path: Path):
         assert [b.indices.tolist() for b in again] == ordinary
 
 
-def test_the_order_of_more_shards_than_samples_goes_on(tmp_path: Path):
-    shards = Shards(a_text(tmp_path, tokens=50, shard=7), block=6)  # seven of one sample, and one of none
-    assert len(shards) == 7
-    first = Stream(shards, 7, epochs=2)
-    batches = first.batches(0, 1)
-    next(batches)
-    second = Stream(shards, 7, epochs=2)
-    second.load_state_dict(first.state_dict())
-    assert next(second.batches(0, 1)).indices.tolist() == next(batches).indices.tolist()
-
-
 def test_other_data_do_not_go_on(tmp_path: Path):
     state = Stream(Shards(a_text(tmp_path / "a", shard=100), block=10), 8).state_dict()
     other = Stream(Shards(a_text(tmp_path / "b", shard=100, dtype="uint32"), block=10), 8)
