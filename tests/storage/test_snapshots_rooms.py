@@ -39,9 +39,6 @@ class Worker:
         return sorted(room.size for room in self.rooms if room.at == at)
 
 
-Snapshot = tuple[bool, bool, list[int]]
-
-
 @given(
     own=st.lists(st.integers(1, 1000), min_size=1, max_size=3),
     others=st.lists(st.integers(1, 1000), max_size=3),
