@@ -58,11 +58,24 @@ class Agents:
         return worlds.world(plan, self.output, ranks, generation=generation, **{**SELDOM, **env})
 
     def newest(self, generation: int) -> newest_snapshot.Candidate:
+        return self._elected(generation).candidates[0]
+
+    def has(self, generation: int) -> bool:
+        return bool(self._elected(generation).candidates)
+
+    def _elected(self, generation: int) -> newest_snapshot.Election:
         held = [Held(part, agent.address) for agent in self.servers.values() for part in agent.rooms.parts()]
-        return newest_snapshot.newest(held, "r", generation).candidates[0]
+        return newest_snapshot.newest(held, "r", generation)
 
     def settle(self) -> None:
         until(lambda: not any(agent.rooms.busy() for agent in self.servers.values()))
+
+    def damage(self, worker: int, kind: str, step: int, *, replica: bool = False) -> None:
+        """Flip a bit of the data of parts."""
+        for part in self.servers[worker].rooms.parts():
+            if (part.kind, part.step, part.replica) == (kind, step, replica):
+                with self.servers[worker].rooms.opened(part) as room:
+                    room.file.data[0] ^= 1
 
 
 @pytest.fixture

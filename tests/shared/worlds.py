@@ -11,6 +11,7 @@ import multiprocessing
 import os
 import resource
 import runpy
+import shutil
 import signal
 import sys
 import time
@@ -61,6 +62,10 @@ class Training:
     """True to use FSDP2 instead of DDP."""
     eager: bool = False
     """True to take a snapshot at each step, and to be killed in any generation without waiting for a checkpoint."""
+    patient: bool = False
+    """True to wait in each step for the previous snapshot, so that no due snapshot is skipped."""
+    reference: bool = False
+    """True to record the hash of the weights after every step and after resuming."""
 
 
 LAST = 20
@@ -131,6 +136,8 @@ def train(plan: Training) -> None:
         def record(**what: Any) -> None:
             consumed.write(json.dumps({"step": step, "generation": run.generation, **what}) + "\n")
 
+        if plan.reference and step:
+            record(weights=hashed(module, optimizer), resumed=True)
         losses = []
         for batch in stream:
             optimizer.zero_grad()
@@ -143,7 +150,11 @@ def train(plan: Training) -> None:
             if plan.schedule:
                 schedule.step()
             step += 1
-            record(epoch=batch.epoch, indices=batch.indices.tolist())
+            record(
+                epoch=batch.epoch,
+                indices=batch.indices.tolist(),
+                **({"weights": hashed(module, optimizer)} if plan.reference else {}),
+            )
             losses.append(run.log(step, loss=loss, reduce=True)["loss"])
             time.sleep(plan.pause_s)
             if step == plan.raise_at and run.rank == 1:
@@ -154,6 +165,8 @@ def train(plan: Training) -> None:
                 resource.setrlimit(resource.RLIMIT_FSIZE, (resource.RLIM_INFINITY, resource.RLIM_INFINITY))
             if run.rank == 0 and step == plan.leave_at:
                 Path(os.environ[contract.Env.NOTICE]).write_text("{}")
+            while plan.patient and run._snapshots._working and not run._snapshots._replicated():
+                time.sleep(0.001)
             leaving = run.interrupted()
             if leaving or run.due(step):
                 run.save(step)
@@ -324,6 +337,11 @@ def again(end: Ended) -> None:
     """Remove the notices, as a new agent does."""
     for notice in end.output.glob(f"workers/*/{contract.NOTICE}"):
         notice.unlink()
+
+
+def fresh(output: Path) -> Path:
+    shutil.rmtree(output, ignore_errors=True)
+    return output
 
 
 def _rank(program: Callable[[], None], env: Mapping[str, str], stderr: str) -> None:

@@ -14,9 +14,12 @@ import pytest
 import torch
 from torch import nn
 
+import local_checkpoints
 import worlds
+from outlast.job import contract
 from outlast.job.contract import Env
 from outlast.job.workerfiles import progress_file
+from outlast.storage import checkpoints
 from outlast.training import Stream, session
 from outlast.training.state import snapshot_taking
 from ranks import SELDOM, Agents
@@ -77,3 +80,50 @@ def test_a_flipped_bit_is_named_with_tensor_step_and_rank_and_is_gone_after_a_re
     assert [event["step"] for event in again.kinds("restored")][-1] >= FLIP_AT, "from memory, with the flipped bit in it"
     assert len({(agents.output / f"hash-{rank}.json").read_text() for rank in range(ranks)}) == 1
     assert not [event for event in again.kinds("differs") if event["generation"] == 2]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("local", [1, 2], ids=["one rank a worker", "two ranks a worker"])
+def test_by_choice_a_run_goes_back_without_the_worker_and_ends_as_the_undisturbed_one(agents: Agents, local: int) -> None:
+    """With one rank a worker from memory, with two from a checkpoint. Later checkpoints are kept and do not count."""
+    ranks, flipped, calm = 3 * local, 2 * local - 1, agents.output / "calm"
+    how = {Env.CHECKPOINT_EVERY: "4 steps", Env.NODE: "n", Env.GO_BACK: "1"}
+    undisturbed = world(-1, calm, ranks, generation=2, local=local, **how)
+    assert undisturbed.codes == [0] * ranks, undisturbed.errors
+    for worker in range(3):
+        agents.start(worker)
+    end = world(flipped, agents.output, ranks, local=local, **how)
+    assert end.codes == [1] * ranks, end.errors
+    [differs] = end.kinds("differs")
+    step = differs["agreed"]
+    assert FLIP_AT - 2 * local <= step < FLIP_AT
+    told = f"WrongBits: {differs['reason']}; the run goes back to step {step}, and another worker takes the place of this one"
+    assert [told in error for error in end.errors] == [rank == flipped for rank in range(ranks)]
+    directory = agents.output / contract.CHECKPOINTS
+    # what the first generation commits as a zombie, after it has ended
+    late = local_checkpoints.written(directory, 16, acquire=False).path
+
+    agents.settle()
+    agents.lose(1)
+    agents.start(1)
+    again = world(flipped, agents.output, ranks, generation=2, local=local, **how, **{Env.HELD: "14"})
+    assert again.codes == [0] * ranks, again.errors
+    restored = again.kinds("restored")[-1]
+    assert (restored["step"], bool(restored["path"])) == ((step, False) if local == 1 else (8, True))
+    assert ("warning" in restored) == (local == 2), "all that counted is there, with one rank a worker"
+    for rank in range(ranks):
+        assert (agents.output / f"hash-{rank}.json").read_text() == (calm / f"hash-{rank}.json").read_text()
+    withdrawn = {path.name: checkpoints.read(path).generation for path in directory.glob("*.withdrawn-*")}
+    assert withdrawn == {"step-00000012.withdrawn-0": 1, f"{late.name}.withdrawn-0": 1}
+    assert {each.generation for each in checkpoints.list_(directory) if each.step > step} == {2}
+
+
+@pytest.mark.slow
+def test_a_third_way_back_that_leads_no_further_ends_the_run(agents: Agents) -> None:
+    checkpoints.acquire(agents.output / contract.CHECKPOINTS, "r", 1)
+    checkpoints.withdraw(agents.output / contract.CHECKPOINTS, "r", [(0, FLIP_AT), (0, FLIP_AT + 1)])
+    for worker in range(3):
+        agents.start(worker)
+    end = world(1, agents.output, 3, **SELDOM, **{Env.GO_BACK: "1"})
+    assert end.codes == [1] * 3, end.errors
+    assert all(f"going back to step {FLIP_AT - 1} has not helped 2 times, so the run ends" in error for error in end.errors)

@@ -9,11 +9,14 @@ import resource
 import shutil
 import tempfile
 import threading
+from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
+import torch.distributed as dist
 
 import local_checkpoints
 import worlds
@@ -115,6 +118,29 @@ def killed(tmp_path_factory: pytest.TempPathFactory) -> Killed:
     return lambda output, names: shutil.copytree(run(names), output, dirs_exist_ok=True)
 
 
+@pytest.mark.slow  # one is lost in the test after the next, too
+@pytest.mark.parametrize(("names", "lost"), [("ab", "a"), ("ab", "b"), ("abc", "ab"), ("abb", "a"), ("abb", "b")])
+def test_nothing_is_lost_with_the_disks_of_lost_workers(tmp_path: Path, calm: Calm, killed: Killed, names: str, lost: str):
+    killed(tmp_path, names)
+    for name in lost:
+        shutil.rmtree(tmp_path / name)
+    again = world(Training(), tmp_path, len(names), generation=2, disks=names)
+    assert {result["resumed"] for result in again.results} == {10}
+    assert hashes(again) == hashes(calm(Training(), len(names)))
+    brought = again.kinds("copied")
+    (left,) = set(names) - set(lost)
+    assert [(c["step"], c["holder"], c["ranks"]) for c in brought] == [
+        (10, names.index(left), [names.index(name) for name in lost])
+    ]
+    assert again.kinds("damaged") == []
+    same = {
+        name: {path: data for path, data in files.items() if "10/" not in path} for name, files in held(tmp_path, *names).items()
+    }
+    assert len({frozenset(files.items()) for files in same.values()}) == 1
+    assert logged(tmp_path, names[0]) == list(range(1, LAST + 1))
+    assert {c["generation"] for c in map(json.loads, (tmp_path / names[0] / contract.METRICS).read_text().splitlines())} == {1, 2}
+
+
 def test_rank_0_may_move_to_another_disk_and_goes_on_there(tmp_path: Path, calm: Calm, killed: Killed):
     killed(tmp_path, "ab")
     assert firsts(tmp_path, "a", "b") == [True, False]
@@ -140,18 +166,19 @@ def test_the_newest_checkpoint_counts_wherever_it_is(tmp_path: Path, calm: Calm,
     same_everywhere(tmp_path, "a", "b", "c")
 
 
-def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, killed: Killed):
+@pytest.mark.parametrize("name", ["a", pytest.param("b", marks=pytest.mark.slow)])
+def test_a_damaged_copy_is_replaced_by_a_whole_one(tmp_path: Path, killed: Killed, name: str):
     killed(tmp_path, "ab")
-    good = held(tmp_path, "b")["b"]
-    damage(tmp_path / "a" / "checkpoints" / "step-00000010")
+    good = held(tmp_path, "a", "b")["b" if name == "a" else "a"]
+    damage(tmp_path / name / "checkpoints" / "step-00000010")
     again = world(Training(epochs=3), tmp_path, 2, generation=2, disks="ab", **{EVERY: "100 steps"})
     assert {result["resumed"] for result in again.results} == {10}
-    assert of_step(10, held(tmp_path, "a")["a"]) == of_step(10, good)
+    assert of_step(10, held(tmp_path, name)[name]) == of_step(10, good)
     assert len(list(tmp_path.glob("*/checkpoints/*.replaced-0"))) == 1
     (event,) = again.kinds("damaged")
     assert Path(event["path"]).name == "step-00000010"
     assert "has crc32" in event["reason"]
-    assert event["reason"].endswith("(on the disk of rank 0, which gets a whole one)")
+    assert event["reason"].endswith(f"(on the disk of rank {'ab'.index(name)}, which gets a whole one)")
     assert again.errors[0].count("is damaged and skipped") == 1
 
 
@@ -354,3 +381,48 @@ def test_a_machine_whose_run_went_on_elsewhere_is_told_so_also_when_it_was_first
     old.trains(1, first=True, upto=2)
     with pytest.raises(Superseded, match="taken up elsewhere"):
         old.push()
+
+
+# One disk
+
+
+def counted() -> None:
+    """Count the collectives of resuming and of two saves, where they are called."""
+    calls: Counter[str] = Counter()
+
+    def counting(name: str, call: Any) -> Any:
+        def counted(*args: Any, **options: Any) -> Any:
+            calls[name] += 1
+            return call(*args, **options)
+
+        return counted
+
+    with session.open() as run:
+        names = ("all_gather", "all_gather_object", "all_reduce", "barrier", "broadcast", "broadcast_object_list", "new_group")
+        for name in names:
+            setattr(dist, name, counting(name, getattr(dist, name)))
+        begin = run.resume({"model": torch.nn.Linear(2, 2)})
+        told = [dict(calls)]
+        for step in (begin + 1, begin + 2):
+            calls.clear()
+            run.save(step)
+            run._saves.settle(run._saver.wait())
+            told.append(dict(calls))
+        (run.output / f"calls-{run.rank}.json").write_text(json.dumps(told))
+
+
+@pytest.mark.parametrize("names", ["", pytest.param("aa", marks=pytest.mark.slow)])
+def test_one_disk_costs_no_collective(tmp_path: Path, names: str):
+    """Each call begins with one all-reduce, by which the ranks agree that they are in it.
+
+    Of the others in a save, one is torch's own; the first makes the group of the thread that saves; in a later one another
+    all-reduce agrees how the one before has ended.
+    """
+    save = {"all_reduce": 1, "all_gather_object": 1, "broadcast_object_list": 2}
+    for generation, found in [(1, 1), (2, 2)]:
+        resume = {"all_reduce": 1, "all_gather_object": found}
+        end = worlds.ended(worlds.started(counted, tmp_path, 2, generation=generation, disks=names), tmp_path)
+        assert end.codes == [0, 0], end.errors
+        for rank in range(2):
+            told = json.loads(next(tmp_path.glob(f"**/calls-{rank}.json")).read_text())
+            assert told == [resume, save | {"new_group": 1}, save | {"all_reduce": 2}]

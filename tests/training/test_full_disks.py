@@ -12,6 +12,7 @@ import socket
 import tempfile
 import threading
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -36,6 +37,7 @@ from worlds import Ended
 
 EVERY = 5
 """Steps between two saves."""
+STEPS = 20
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,8 +46,8 @@ class Plan:
 
     kill_at: int = 0
     repair_at: int = 0
-    disk: str = ""
-    """The one that rank 0 repairs then."""
+    disks: tuple[str, ...] = ()
+    """Those that rank 0 repairs then."""
 
 
 def train(plan: Plan) -> None:
@@ -67,7 +69,8 @@ def train(plan: Plan) -> None:
             step += 1
             run.log(step, step_again=step)
             if step == plan.repair_at and run.rank == 0:
-                small_disks.repair(Path(plan.disk))
+                for disk in plan.disks:
+                    small_disks.repair(Path(disk))
             run.gather(None)
             while run._snapshots._working and not run._snapshots._replicated():
                 time.sleep(0.001)
@@ -106,10 +109,12 @@ class World:
         return [json.loads((self.agents.output / f"workers/{rank}/result.json").read_text()) for rank in range(2)]
 
 
-def test_the_first_start_of_a_run_needs_the_disk_of_rank_0_only(tmp_path: Path, small_disk: Path):
+@pytest.mark.parametrize("generation", [1, pytest.param(None, marks=pytest.mark.slow)])
+def test_the_first_start_of_a_run_needs_the_disk_of_rank_0_only(tmp_path: Path, small_disk: Path, generation: int | None):
+    """In a job, and in a torchrun, which numbers no generations."""
     small_disks.protect(small_disk)
     disks = ["a", "disk"]
-    processes = worlds.started(functools.partial(train, Plan()), tmp_path, 2, disks=disks)
+    processes = worlds.started(functools.partial(train, Plan()), tmp_path, 2, generation=generation, disks=disks)
     end = worlds.ended(processes, tmp_path, disks=disks)
     assert end.codes == [0, 0], end.errors
     assert f"outlast: output {small_disk} cannot be written: Read-only file system; training goes on" in end.errors[1]
@@ -175,6 +180,16 @@ def test_small_files_that_cannot_be_written_keep_no_process_from_training(
 
 def committed(output: Path) -> list[int]:
     return [c.step for c in checkpoints.list_(output / "checkpoints") if checkpoints.verify(c.path) is None]
+
+
+@pytest.fixture(scope="session")
+def undisturbed(tmp_path_factory: pytest.TempPathFactory) -> object:
+    """The hash that the weights end with."""
+    output = tmp_path_factory.mktemp("undisturbed")
+    end = worlds.ended(worlds.started(functools.partial(train, Plan()), output, 2), output)
+    assert end.codes == [0, 0], end.errors
+    [weights] = {json.loads((output / f"workers/{rank}/result.json").read_text())["hash"] for rank in range(2)}
+    return weights
 
 
 def test_a_last_step_that_only_memory_has_ends_no_job_with_success(agents: Agents, small_disk: Path):
@@ -250,29 +265,31 @@ def test_saves_go_on_after_a_reset_of_their_connections(tmp_path: Path):
     assert [c.step for c in end.checkpoints] == [5, 10, 20]
 
 
-def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(agents: Agents, small_disk: Path):
+@pytest.mark.parametrize(
+    ("harm", "said"),
+    [
+        (small_disks.fill, "No space left on device"),
+        pytest.param(small_disks.protect, "Read-only file system", marks=pytest.mark.slow),
+    ],
+)
+def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(
+    agents: Agents, small_disk: Path, undisturbed: object, harm: Callable[[Path], None], said: str
+):
     """The disk that both workers share fails. Another attempt and another generation begin, then it is repaired."""
-    calm = agents.output / "calm"
-    end = worlds.ended(worlds.started(functools.partial(train, Plan()), calm, 2), calm)
-    assert end.codes == [0, 0], end.errors
-    [undisturbed] = {json.loads((calm / f"workers/{rank}/result.json").read_text())["hash"] for rank in range(2)}
     world = World(agents, (small_disk,))
     first = world.train(Plan(kill_at=8), 1)
     assert first.codes == [-9, -9], first.errors
-    small_disks.fill(small_disk)
+    harm(small_disk)
     attempt = world.train(Plan(kill_at=12), 1, 1)
     assert attempt.codes == [-9, -9], attempt.errors
     assert committed(small_disk) == [5]
     assert not list(small_disk.glob("checkpoints/*.saving-*"))
     kept = agents.newest(2).at[1]
-    last = world.train(Plan(repair_at=16, disk=str(small_disk)), 2)
+    last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
     assert last.codes == [0, 0], last.errors
     assert world.results() == [{"resumed": kept, "hash": undisturbed, "named": []}] * 2
-    assert f"outlast: output {small_disk} cannot be written: No space left on device; training goes on" in last.errors[0]
-    assert (
-        "outlast: step 15 could not be saved: rank 0: No space left on device; the newest checkpoint is that of step 5"
-        in last.errors[0]
-    )
+    assert f"outlast: output {small_disk} cannot be written: {said}; training goes on" in last.errors[0]
+    assert f"outlast: step 15 could not be saved: rank 0: {said}; the newest checkpoint is that of step 5" in last.errors[0]
     assert committed(small_disk) == [5, 20]
     assert checkpoints.generation(small_disk / "checkpoints", "r") == 2
     logged = [json.loads(line)["step"] for line in (small_disk / "metrics.jsonl").read_text().splitlines()]
@@ -280,3 +297,26 @@ def test_training_goes_on_from_memory_and_saves_again_once_the_disk_is_well(agen
     assert logged[-4:] == [17, 18, 19, 20]
     left = {path.name for path in (small_disk / "checkpoints").iterdir() if not path.name.startswith("step-000000")}
     assert left <= {".lock", "FENCE"}
+
+
+@pytest.mark.slow  # quickly: test_the_others_go_on_from_memory_without_a_disk_that_cannot_even_be_read
+@pytest.mark.parametrize(("names", "saved"), [("a/disk", [5, 10, 15, 20]), ("disk/a", [5, 20])])
+def test_the_others_save_without_a_disk_that_fails_unless_it_is_rank_0s(
+    agents: Agents, tmp_path: Path, small_disk: Path, undisturbed: object, names: str, saved: list[int]
+):
+    """One of two workers has a disk of its own that turns read-only. Nothing ends; from step 16 on it is well again."""
+    outputs = [tmp_path / name for name in names.split("/")]
+    world = World(agents, tuple(outputs))
+    assert world.train(Plan(kill_at=8), 1).codes == [-9, -9]
+    small_disks.protect(small_disk)
+    last = world.train(Plan(repair_at=16, disks=(str(small_disk),)), 2)
+    assert last.codes == [0, 0], last.errors
+    assert {result["hash"] for result in world.results()} == {undisturbed}
+    assert not any(result["named"] for result in world.results()), "a process that is killed could not remove it"
+    assert committed(tmp_path / "a") == saved
+    assert committed(small_disk) == [5, 20]
+    number = outputs.index(small_disk)
+    assert f"outlast: output {small_disk} cannot be written: Read-only file system; training goes on" in last.errors[number]
+    failed = "outlast: step 15 could not be saved: rank 0: Read-only file system; the newest checkpoint is that of step 5"
+    lacks = "outlast: step 15 is saved, but not on every disk: rank 1: Read-only file system"
+    assert (lacks if number else failed) in last.errors[0]
