@@ -31,10 +31,7 @@ def named(documents: list[Document]) -> dict[tuple[str, str], Document]:
     ("values", "options"),
     [
         ({}, {}),
-        (
-            {"onDemand": True, "image": "registry:5000/operator@sha256:1"},
-            {"on_demand": True, "image": "registry:5000/operator@sha256:1"},
-        ),
+        ({"onDemand": True, "image": IMAGE}, {"on_demand": True, "image": IMAGE}),
         ({"namespace": {"name": "123"}, "nodeWatch": {"enabled": True}}, {"namespace": "123", "watch": True}),
     ],
 )

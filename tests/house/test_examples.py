@@ -1,37 +1,43 @@
-"""Every example is right, and what stands beside it runs."""
+"""Every example is right, what stands beside it runs, and the commands in those for pods render what Kubernetes takes."""
 
 from __future__ import annotations
 
 import functools
 import importlib
-import os
 import re
 import runpy
-import subprocess
+import shlex
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import yaml
+from kubernetes_validate import utils as schemas
 
 import worlds
+from minors import NEWEST
 from outlast.job import spec
 from outlast.recipes.shared import settings
+from pages import ROOT
 
-ROOT = Path(__file__).parents[2]
 FILES = sorted((ROOT / "examples").glob("*.yaml"))
+IN_PODS = sorted(file for file in (ROOT / "examples" / "kubernetes").glob("*.yaml") if file.stem != "etcd-server")
+WORKSHOP = ROOT / "examples" / "workshop" / "cifar10.yaml"
+COMMANDS = {
+    line.partition("|")[0]: file.stem
+    for file in IN_PODS
+    for line in re.findall(r"^#   outlast (render \S+.*)$", file.read_text(), flags=re.M)
+} | {f"render {WORKSHOP.relative_to(ROOT)} --as {topology}": "cifar10" for topology in ("elasticjob", "indexed-job")}
 
 
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
+@pytest.mark.parametrize("file", [*FILES, *IN_PODS, WORKSHOP], ids=lambda file: f"{file.parent.stem}/{file.stem}")
 def test_an_example_is_right_and_named_like_its_file(file: Path) -> None:
     job = spec.load(file, code=True)
     assert job.metadata.name == file.stem
     assert spec.parse(spec.dump(job)) == job
-
-
-@pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
-def test_the_commands_in_an_example_name_the_example(file: Path) -> None:
-    runs = re.findall(r"^#   outlast run (\S+)", file.read_text(), flags=re.M)
-    assert runs == [f"examples/{file.name}"]
+    assert re.search(rf"^#   outlast \w+ {file.relative_to(ROOT)}\b", file.read_text(), flags=re.M), "its commands name it"
+    assert file in FILES or job.spec.image
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
@@ -42,19 +48,26 @@ def test_the_recipe_of_an_example_knows_its_arguments(file: Path) -> None:
         settings.parse(recipe.Settings, job.args, None, getattr(recipe, "ALIASES", {}))
 
 
-def python(script: str, *args: str, cwd: Path) -> str:
-    """Run an example's script as the only process of a world; its output."""
-    world = {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
-    command = [sys.executable, str(ROOT / "examples" / script), *args]
-    return subprocess.run(command, cwd=cwd, env={**os.environ, **world}, check=True, capture_output=True, text=True).stdout
+@pytest.mark.parametrize(("command", "name"), COMMANDS.items(), ids=COMMANDS)
+def test_a_command_of_an_example_renders(
+    command: str, name: str, monkeypatch: pytest.MonkeyPatch, outlast: Callable[..., tuple[int, str, str]]
+) -> None:
+    monkeypatch.chdir(ROOT)
+    code, out, err = outlast(*shlex.split(command))
+    assert code == 0, err
+    documents = list(yaml.safe_load_all(out))
+    assert {each["metadata"]["labels"]["outlast.dev/job"] for each in documents} == {name}
+    for document in documents:
+        if "." not in document["apiVersion"] or "k8s.io" in document["apiVersion"]:
+            schemas.validate(document, NEWEST, strict=True)
 
 
-@pytest.mark.slow
-def test_the_own_script_goes_on_from_its_checkpoint(tmp_path: Path) -> None:
-    first = python("train.py", "--steps=20", "--save-every=10", "--out=kept", cwd=tmp_path)
-    assert [line.split(" loss ")[0] for line in first.splitlines()] == ["step 10", "step 20"]
-    second = python("train.py", "--steps=25", "--save-every=10", "--out=kept", cwd=tmp_path)
-    assert [line.split(" loss ")[0] for line in second.splitlines()] == ["rank 0 of 1 goes on from step 20", "step 25"]
+def test_pods_made_by_hand_differ_in_their_names_alone() -> None:
+    files = [(ROOT / "examples" / "pods" / f"{name}.yaml").read_text() for name in ("two", "third")]
+    made = [document for text in files for document in yaml.safe_load_all(text)]
+    assert [each["metadata"].pop("name") for each in made] == ["hand-made-1", "hand-made-2", "hand-made-3"]
+    assert made[1:] == made[:1] * 2
+    schemas.validate({**made[0], "metadata": {**made[0]["metadata"], "name": "x"}}, NEWEST, strict=True)
 
 
 def exact(to: Path) -> None:
@@ -68,23 +81,6 @@ def test_the_exact_script_prints_a_checksum_of_its_weights(tmp_path: Path) -> No
     end = worlds.ended(worlds.started(functools.partial(exact, tmp_path / "said"), tmp_path, 1), tmp_path)
     assert end.codes == [0], end.errors
     assert re.fullmatch(r"step 32, weights [0-9a-f]{16}\n", (tmp_path / "said").read_text())
-
-
-def test_everything_in_the_reference_of_training_is_described() -> None:
-    page = (ROOT / "docs" / "reference" / "training.md").read_text()
-    assert not re.findall(r"^\|.*\| *\|$(?<!\| type \| \|)", page, flags=re.M), "an attribute without a docstring"
-    assert not re.findall(r"```\n\n*#", page), "a call without a docstring"
-    calls = (
-        "session.open",
-        "run.resume",
-        "run.export",
-        "run.alive",
-        "stream.batches",
-        "batch.split",
-        "checkpoint.restore",
-        "progress",
-    )
-    assert all(f"# {call}\n" in page for call in calls)
 
 
 def test_the_guide_shows_the_torchrun_script_as_it_is() -> None:

@@ -10,11 +10,6 @@ VARIANTS = ("cpu", "cuda", "neuron", "spark", "notebook", "operator")
 """The stages that docs/guide/images.md lists."""
 
 
-def test_the_guide_lists_every_variant_once() -> None:
-    table = re.findall(r"^\| `(\w+)` \|", (ROOT / "docs" / "guide" / "images.md").read_text().split("| variant |")[1], flags=re.M)
-    assert sorted(table[: len(VARIANTS)]) == sorted(VARIANTS)
-
-
 def stages() -> dict[str, list[str]]:
     """The instructions of images/Dockerfile by its stages, continued lines joined."""
     text = re.sub(r"\\\n", " ", re.sub(r"^#.*\n", "", (ROOT / "images" / "Dockerfile").read_text(), flags=re.M))
@@ -66,12 +61,6 @@ def test_the_operators_image_has_no_torch() -> None:
     lines = stages()["build-operator"]
     assert not any("torch" in line or "[train" in line for line in lines)
     assert any('".[kubernetes,store]"' in line for line in lines)
-
-
-def test_versions_are_those_of_the_constraints() -> None:
-    installs = [line for name, lines in stages().items() for line in lines if "pip install" in line and name.startswith("build")]
-    assert installs
-    assert all("--constraint constraints.txt" in line for line in installs)
 
 
 def test_what_the_dockerfile_copies_is_what_it_is_given() -> None:

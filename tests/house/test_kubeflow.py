@@ -55,11 +55,3 @@ def test_owners_of_profiles_may_what_viewers_and_editors_of_namespaces_may() -> 
     assert [each["rules"] for each in roles] == [installed[name]["rules"] for name in operator_deployment.USER_ROLES]
     labels = [label for each in roles for label in each["metadata"]["labels"]]
     assert labels == [f"rbac.authorization.kubeflow.org/aggregate-to-kubeflow-{role}" for role in ("view", "edit")]
-
-
-def test_the_page_names_every_file_and_no_other() -> None:
-    there = {path.name + ("/" if path.is_dir() else "") for path in KUBEFLOW.iterdir()}
-    assert set(re.findall(r"^\| `([^`]+)` \|", PAGE.split("## The dashboard")[0], re.M)) == there
-    assert set(re.findall(r"examples/kubeflow/([\w-]+)\.yaml", PAGE)) == set(APPLIED) - {"notebook"}, (
-        "the page on notebooks applies it"
-    )
