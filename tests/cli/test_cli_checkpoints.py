@@ -28,12 +28,17 @@ RUN = "run-1"
 
 
 @pytest.fixture
-def outlast(outlast: Outlast, tmp_path: Path) -> Outlast:
-    """The command line, on a machine that knows the job `one`; its exit code, output and errors."""
+def backend(tmp_path: Path) -> fake.FakeBackend:
+    """A machine that knows the job `one`."""
     backend = fake.FakeBackend(tmp_path / "output")
     there = StoreStatus(url=f"file://{tmp_path}/store/one")
     status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))
     backend.runs["one"] = fake.Run(status)
+    return backend
+
+
+@pytest.fixture
+def outlast(outlast: Outlast, backend: fake.FakeBackend) -> Outlast:
     return functools.partial(outlast, "checkpoints", backend=backend)
 
 
@@ -113,17 +118,10 @@ def test_checkpoints_are_listed_with_where_they_are(outlast: Outlast, here: Path
     assert (code, err) == (0, "")
     rows = [line.split() for line in out.splitlines()]
     assert rows[0] == ["STEP", "AGE", "SIZE", "GENERATION", "RANKS", "RUN", "WHERE"]
-    assert [(row[0], *row[2:]) for row in rows[1:]] == [
-        ("10", "2.9", "KiB", "1", "2", RUN, "store"),
-        ("20", "2.9", "KiB", "1", "2", RUN, "both"),
-        ("30", "2.9", "KiB", "1", "2", RUN, "here"),
-    ]
+    where = ((10, "store"), (20, "both"), (30, "here"))
+    assert [(row[0], *row[2:]) for row in rows[1:]] == [(f"{step}", "2.9", "KiB", "1", "2", RUN, at) for step, at in where]
     said = json.loads(outlast("list", "one", "-o", "json")[1])
-    assert [(each["step"], each["where"], each["bytes"], each["problem"]) for each in said] == [
-        (10, "store", 3000, ""),
-        (20, "both", 3000, ""),
-        (30, "here", 3000, ""),
-    ]
+    assert [(each["step"], each["where"], each["bytes"], each["problem"]) for each in said] == [(*at, 3000, "") for at in where]
     assert said[0]["path"] is None
     assert said[1]["path"] == str(here / "step-00000020")
     assert said[1]["url"].startswith(f"{place.url}/checkpoints/step-00000020/{RUN}-g1-")
@@ -134,10 +132,8 @@ def test_checkpoints_are_listed_with_where_they_are(outlast: Outlast, here: Path
 def test_a_jobs_place_in_a_store_is_enough(outlast: Outlast, place: Store, tmp_path: Path):
     assert [line.split()[0] for line in outlast("list", place.url)[1].splitlines()] == ["STEP", "10", "20"]
     assert outlast("show", place.url, "--step", 10)[1].count("weights  2.9 KiB") == 1
-    assert outlast("verify", place.url)[:2] == (
-        0,
-        "step-00000010 in the store: whole, 2.9 KiB\nstep-00000020 in the store: whole, 2.9 KiB\n",
-    )
+    said = [f"step-000000{step} in the store: whole, 2.9 KiB" for step in (10, 20)]
+    assert outlast("verify", place.url)[1].splitlines() == said
     code, out, err = outlast("restore", place.url, "--to", tmp_path / "there")
     assert (code, out) == (0, f"step 20, 2.9 KiB: {tmp_path}/there/step-00000020\n")
     assert err == f"fetching the checkpoint of step 20 (2.9 KiB) from {place.url}\n"
@@ -193,14 +189,10 @@ def test_what_is_removed_while_it_is_verified_is_not_damaged(outlast: Outlast, h
 
 
 @pytest.mark.usefixtures("three")
-def test_a_run_has_the_checkpoints_of_its_store_where_the_disk_is_elsewhere(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
-    there = StoreStatus(url=f"file://{tmp_path}/store/one")
-    backend = fake.FakeBackend(tmp_path / "output")
-    status = JobStatus(name="one", run=RUN, state=State.SUCCEEDED, store=there, output=str(tmp_path / "output/one"))
-    backend.runs["one"] = fake.Run(status)
+def test_a_run_has_the_checkpoints_of_its_store_where_the_disk_is_elsewhere(backend: fake.FakeBackend, place: Store, monkeypatch):
     run = client.Run("one", backend)
     assert [(saved.step, saved.where) for saved in run.checkpoints] == [(10, "store"), (20, "both"), (30, "here")]
-    monkeypatch.setattr(backend, "output", lambda _: there.url)
+    monkeypatch.setattr(backend, "output", lambda _: place.url)
     assert [(saved.step, saved.where) for saved in run.checkpoints] == [(10, "store"), (20, "store")]
     with pytest.raises(NotFound, match="no checkpoint of step 30; there are: 10, 20"):
         run.weights(30)
@@ -227,47 +219,30 @@ def test_pruning_removes_the_oldest_here_and_in_the_store(outlast: Outlast, here
     assert outlast("prune", "--keep", 2, "--dry-run")[:2] == (0, would)
     assert len(checkpoints.list_(here)) == 4
     with checkpoints.reading(here / "step-00000030"):
-        code, out, _ = outlast("prune", "--keep", 2)
-    assert (code, out) == (
-        0,
-        would.replace("would remove", "removed").replace("removed step-00000030", "kept, for it is being read: step-00000030"),
-    )
+        out = outlast("prune", "--keep", 2)[1]
+    removed = would.replace("would remove", "removed")
+    assert out == removed.replace("removed step-00000030", "kept, for it is being read: step-00000030")
     assert [c.step for c in checkpoints.list_(here)] == [30, 40, 50]
     assert [c.step for c in in_store.Checkpoints(place, RUN).list_()] == [40, 50]
     assert outlast("prune", place.url)[1] == "nothing to remove: there are no more than 2\n"
     assert outlast("prune", "--keep", 1)[0] == 2
 
 
-class Terminal(io.StringIO):
-    """Standard input at which somebody sits."""
-
-    def isatty(self) -> bool:
-        return True
-
-
 @pytest.mark.usefixtures("three")
 def test_pruning_asks_somebody_who_is_there(outlast: Outlast, here: Path, monkeypatch: pytest.MonkeyPatch):
     saved(here, 40)
-    monkeypatch.setattr(sys, "stdin", Terminal("n\n"))
-    code, out, _ = outlast("prune", "--keep", 2)
-    assert (code, out.splitlines()[0]) == (2, "would remove step-00000020 here, 2.9 KiB")
-    assert len(checkpoints.list_(here)) == 3
-    assert outlast("prune", "--keep", 2, "--yes")[:2] == (0, "removed step-00000020 here, 2.9 KiB\n")
-    saved(here, 50)
-    monkeypatch.setattr(sys, "stdin", Terminal("yes\n"))
-    assert outlast("prune", "--keep", 2)[0] == 0
-    assert [c.step for c in checkpoints.list_(here)] == [40, 50]
+    for answer, code, kept in (("n", 2, [20, 30, 40]), ("yes", 0, [30, 40])):
+        monkeypatch.setattr(sys, "stdin", tty := io.StringIO(f"{answer}\n"))
+        monkeypatch.setattr(tty, "isatty", lambda: True)
+        found = outlast("prune", "--keep", 2)
+        assert (found[0], found[1].splitlines()[0]) == (code, "would remove step-00000020 here, 2.9 KiB")
+        assert [c.step for c in checkpoints.list_(here)] == kept
 
 
 def test_a_store_that_is_away_hides_nothing_that_is_here(outlast: Outlast, here: Path, monkeypatch: pytest.MonkeyPatch):
     saved(here, 10)
-    for name, value in {
-        "AWS_ENDPOINT_URL": "http://127.0.0.1:9",
-        "AWS_ACCESS_KEY_ID": "a",
-        "AWS_SECRET_ACCESS_KEY": "b",
-        "AWS_REGION": "us-east-1",
-        "OUTLAST_STORE_TIMEOUT": "0.2",
-    }.items():
+    login = {"AWS_ACCESS_KEY_ID": "a", "AWS_SECRET_ACCESS_KEY": "b", "AWS_REGION": "us-east-1"}
+    for name, value in {**login, "AWS_ENDPOINT_URL": "http://127.0.0.1:9", "OUTLAST_STORE_TIMEOUT": "0.2"}.items():
         monkeypatch.setenv(name, value)
     code, out, err = outlast("list", "--store", "s3://bucket/runs/one")
     assert code == 0

@@ -54,6 +54,11 @@ def a_job(output: str, **status: Any) -> Document:
     return {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": meta, "spec": spec, "status": written}
 
 
+def a_pod(namespace: str, containers: list[Document], status: Document) -> Document:
+    spec = {"nodeName": f"node-{namespace}", "containers": containers}
+    return api.kinds.POD.document({"name": "train-worker-0", "namespace": namespace, "labels": LABELS}, spec=spec, status=status)
+
+
 @pytest.fixture
 def url(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
     """The output of a job in a store, with its ledger."""
@@ -134,16 +139,10 @@ def test_the_checkpoints_of_a_job_in_a_cluster_are_those_in_its_store(team: apis
     team.put(a_job(url))
     assert outlast("checkpoints", "list", "train", "-n", "n", "-o", "json")[:2] == (0, "[]\n")
     assert outlast("checkpoints", "show", "train", "-n", "n") == (2, "", "Error: nothing has been saved yet\n")
-    assert outlast("checkpoints", "prune", "train", "-n", "n", "--yes")[:2] == (
-        0,
-        "nothing to remove: there are no more than 2\n",
-    )
+    assert outlast("checkpoints", "prune", "train", "-n", "n", "--yes")[1] == "nothing to remove: there are no more than 2\n"
     team.put(a_job("file:///out"))
-    code, _, err = outlast("checkpoints", "verify", "train", "-n", "n")
-    assert (code, err) == (
-        2,
-        "Error: the checkpoints of train are in its pods only (/out/train in its pods); give the job an output in a store\n",
-    )
+    said = "Error: the checkpoints of train are in its pods only (/out/train in its pods); give the job an output in a store\n"
+    assert outlast("checkpoints", "verify", "train", "-n", "n")[::2] == (2, said)
 
 
 def test_jobs_of_all_namespaces_and_those_with_a_label(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
@@ -151,9 +150,7 @@ def test_jobs_of_all_namespaces_and_those_with_a_label(team: apiserver.ApiServer
         job = a_job(url, state="Running")
         job["metadata"] |= {"namespace": namespace, "labels": labels}
         team.put(job)
-        pod = {"name": "train-worker-0", "namespace": namespace, "labels": LABELS}
-        pod_spec = {"nodeName": f"node-{namespace}", "containers": [{"name": "trainer"}]}
-        team.put({"apiVersion": "v1", "kind": "Pod", "metadata": pod, "spec": pod_spec, "status": {"phase": "Running"}})
+        team.put(a_pod(namespace, [{"name": "trainer"}], {"phase": "Running"}))
     heading, *rows = [line.split() for line in outlast("list", "-A", "-o", "wide")[1].splitlines()]
     assert heading[:2] == ["NAMESPACE", "NAME"]
     assert [row[:3] for row in sorted(rows)] == [["m", "train", "Running"], ["n", "train", "Running"]]
@@ -179,30 +176,18 @@ def test_auto_is_one_process_for_each_gpu(team: apiserver.ApiServer, url: str, o
     assert "8 per worker" in outlast("status", "train", "-n", "n")[1]
 
 
-@pytest.mark.parametrize("device", ["nvidia.com/gpu", "google.com/tpu", "gpu.intel.com/i915", "aws.amazon.com/neuroncore"])
-def test_top_shows_any_accelerator(team: apiserver.ApiServer, url: str, outlast: Outlast, device: str) -> None:
+def test_top_shows_any_accelerator(team: apiserver.ApiServer, url: str, outlast: Outlast) -> None:
+    ours = ("nvidia.com/gpu", "google.com/tpu", "gpu.intel.com/xe", "aws.amazon.com/neuron", "nvidia.com/mig-1g.5gb")
+    others = ("cpu", "memory", "hugepages-2Mi", "vpc.amazonaws.com/efa", "nvidia.com/gpu.count")
+    assert [each for each in (*ours, *others) if accelerators.is_accelerator(each)] == [*ours]
+    device = "aws.amazon.com/neuroncore"
     team.put(a_job(url, state="Running"))
     limits = {device: 4, "rdma/hca": 8, "gpu.intel.com/memory.max": 100}
-    pod = {
-        "apiVersion": "v1",
-        "kind": "Pod",
-        "metadata": {"name": "train-worker-0", "namespace": "n", "labels": LABELS},
-        "spec": {"nodeName": "node-a", "containers": [{"name": "worker", "resources": {"limits": limits}}]},
-        "status": {"phase": "Running", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]},
-    }
-    team.put(pod)
-    team.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-a"}, "status": {"allocatable": {device: "8"}}})
+    runs = {"phase": "Running", "containerStatuses": [{"name": "worker", "state": {"running": {}}}]}
+    team.put(a_pod("n", [{"name": "worker", "resources": {"limits": limits}}], runs))
+    team.put({"apiVersion": "v1", "kind": "Node", "metadata": {"name": "node-n"}, "status": {"allocatable": {device: "8"}}})
     found = json.loads(outlast("top", "train", "-n", "n", "-o", "json")[1])
     assert [found[title][0]["accelerators"] for title in ("workers", "nodes")] == [{device: 4}, {device: 8}]
     out = outlast("top", "train", "-n", "n")[1]
     assert f"4 {device}" in out
     assert f"8 {device}" in out
-
-
-def test_parts_of_accelerators_are_accelerators() -> None:
-    assert all(
-        map(accelerators.is_accelerator, ["amd.com/gpu", "aws.amazon.com/neuron", "nvidia.com/mig-1g.5gb", "gpu.intel.com/xe"])
-    )
-    assert not any(
-        map(accelerators.is_accelerator, ["cpu", "memory", "hugepages-2Mi", "vpc.amazonaws.com/efa", "nvidia.com/gpu.count"])
-    )
