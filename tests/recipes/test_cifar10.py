@@ -9,7 +9,6 @@ import pickle
 import re
 import shutil
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -381,7 +380,7 @@ def test_what_is_missing_is_said_in_one_sentence(alone: Callable[..., list[str]]
 
 
 def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
-    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+    two: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from PIL import Image
 
@@ -390,17 +389,8 @@ def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
     for name, size in (("small.png", (8, 8)), ("large.JPEG", (90, 60))):
         Image.new("RGB", size, (200, 10, 10)).save(folder / name)
     Image.new("LA", (40, 40), 128).save(tmp_path / "grey.png")
-    (folder / "bad.png").write_bytes(b"no image")
-    (folder / "secret.png").write_bytes(b"")
-    opened = Image.open
-
-    def refused(path: Path) -> Any:
-        if path.name == "secret.png":
-            raise PermissionError(13, "Permission denied")
-        return opened(path)
-
-    monkeypatch.setattr(Image, "open", refused)
-    (folder / "text.txt").write_text("not looked at")
+    for name in ("bad.png", "text.txt"):  # the latter is not looked at
+        (folder / name).write_bytes(b"no image")
     with pytest.raises(SystemExit, match="1"):
         classify.main([str(two / "out"), str(tmp_path / "grey.png"), str(tmp_path / "folder"), "-o", "json"])
     out, err = capsys.readouterr()
@@ -410,9 +400,7 @@ def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
         likely = [each["probability"] for each in line["classes"]]
         assert (len(likely), likely) == (3, sorted(likely, reverse=True))
         assert {each["name"] for each in line["classes"]} <= set(classify.CLASSES)
-    bad, secret = err.splitlines()
-    assert bad.startswith(f"outlast: {folder}/bad.png: bad.png is damaged or no image (")
-    assert secret == f"outlast: {folder}/secret.png: cannot read {folder}/secret.png: Permission denied"
+    assert err.startswith(f"outlast: {folder}/bad.png: bad.png is damaged or no image (")
 
     classify.main([str(two / "out" / "model.pt"), str(tmp_path / "grey.png"), "--top=1", "--classes", *"abcdefghij"])
     assert re.fullmatch(rf"{tmp_path}/grey\.png  [a-j] \d+\.\d %\n", capsys.readouterr().out)
@@ -431,19 +419,9 @@ def test_new_images_are_classified_and_those_that_cannot_be_read_are_named(
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)
-def test_modern_learns_the_digits_and_more_than_the_workshop_s_setting_in_less_time(
-    alone: Callable[..., list[str]], tmp_path: Path
-) -> None:
+def test_modern_learns_the_digits(alone: Callable[..., list[str]], tmp_path: Path) -> None:
     (tmp_path / "digits").mkdir()
     digits.write(tmp_path / "digits")
-    found = {}
-    for setting in ("modern", "workshop"):
-        shutil.rmtree(tmp_path / "out", ignore_errors=True)
-        begun = time.process_time()
-        alone(tmp_path / "digits", f"--setting={setting}", "--batch=128", "--epochs=6", *(["--no-flip"] * (setting == "modern")))
-        took = time.process_time() - begun
-        alone(tmp_path / "digits", "--evaluate")
-        found[setting] = said(tmp_path, "evaluation.json")["accuracy"], took
-    assert found["modern"][0] >= 98
-    assert found["modern"][0] > found["workshop"][0]
-    assert found["modern"][1] < 1.1 * found["workshop"][1]
+    alone(tmp_path / "digits", "--batch=128", "--epochs=6", "--no-flip")
+    alone(tmp_path / "digits", "--evaluate")
+    assert said(tmp_path, "evaluation.json")["accuracy"] >= 98

@@ -6,6 +6,7 @@ import functools
 import json
 import math
 import pickle
+import random
 import re
 import shutil
 from pathlib import Path
@@ -18,23 +19,18 @@ import torch.nn.functional as F
 import yaml
 from torch import Tensor
 
+import disturbances
 import texts
 import worlds
 from outlast.base.errors import OutlastError
+from outlast.data import stdlib_text
 from outlast.recipes import gpt, gpt_data, gpt_model
 from outlast.recipes.gpt_model import GPT, Config, MoE
 from outlast.recipes.shared import loop, settings
 
 TEXT = "def f(x):\n    return x + 1\n\n\nclass A:\n    pass\n"
-SMALL = (
-    "--n-layer=1",
-    "--n-head=2",
-    "--n-embd=16",
-    "--block-size=8",
-    "--batch-size=2",
-    "--warmup-iters=2",
-    "--learning-rate=1e-2",
-)
+SMALL = ("--n-layer=1", "--n-head=2", "--n-embd=16", "--block-size=8", "--batch-size=2")
+SMALL += ("--warmup-iters=2", "--learning-rate=1e-2")
 MOE = ("--use-moe", "--num-experts=4", "--static-experts=1", "--num-experts-per-tok=2", "--expert-hidden=16")
 
 
@@ -116,15 +112,6 @@ def test_the_losses_of_balance_are_those_by_hand():
         assert gpt_model.balance(torch.ones(4, 1), torch.tensor([4]), kind).item() == 0, "one expert is always balanced"
 
 
-@pytest.mark.parametrize("kind", gpt_model.BALANCES)
-def test_a_loss_of_balance_draws_tokens_to_the_expert_that_gets_none(kind: str):
-    scores = torch.zeros(8, 3, requires_grad=True)
-    gpt_model.balance(scores.softmax(-1), torch.tensor([8, 8, 0]), kind).backward()
-    assert scores.grad is not None
-    assert (scores.grad[:, 2] < 0).all()
-    assert (scores.grad[:, :2] > 0).all()
-
-
 @pytest.mark.parametrize(
     ("shape", "sentence"),
     [
@@ -137,12 +124,6 @@ def test_a_loss_of_balance_draws_tokens_to_the_expert_that_gets_none(kind: str):
 def test_shapes_that_cannot_be_are_refused(shape: dict[str, Any], sentence: str):
     with pytest.raises(OutlastError, match=sentence):
         Config(**shape)
-
-
-def test_flops_count_the_experts_that_a_token_meets():
-    dense, mixed = (GPT(Config(2, 2, 16, 8, 10, **more)) for more in ({}, {"num_experts": 8, "expert_hidden": 32}))
-    router = 2 * 16 * 8
-    assert mixed.flops_per_token(8) - dense.flops_per_token(8) == 6 * router
 
 
 # The model and nanoGPT's files
@@ -257,6 +238,24 @@ def test_files_of_other_models_are_refused(model: GPT, tmp_path: Path):
         gpt_model.pretrained(str(path))
     with pytest.raises(OutlastError, match=r"^init_from gpt2-xl: there is no such file or directory; .*nothing is downloaded"):
         gpt_model.pretrained("gpt2-xl")
+
+
+@pytest.mark.parametrize("rows", [3, 64, 10_000])
+@pytest.mark.parametrize("scale", [1.0, 200.0])
+def test_the_loss_and_its_gradients_are_those_of_all_logits_at_once(
+    monkeypatch: pytest.MonkeyPatch, rows: int, scale: float
+) -> None:
+    monkeypatch.setattr(gpt_model, "_LOGITS_OF_A_CACHE", rows * 50)
+    draw = torch.Generator().manual_seed(0)
+    found = []
+    for loss_of in (gpt_model.cross_entropy, lambda x, weight, y: F.cross_entropy(F.linear(x, weight), y)):
+        x, weight = (torch.randn(n, 8, generator=draw.manual_seed(n), dtype=torch.float64) for n in (100, 50))
+        x, weight = (x * scale).requires_grad_(), weight.requires_grad_()
+        loss = loss_of(x, weight, torch.arange(100) % 50)
+        (loss * 3).backward()
+        found.append((loss.detach(), x.grad, weight.grad))
+    torch.testing.assert_close(*found)
+    assert found[0][0].isfinite()
 
 
 def test_sampling_is_a_function_of_the_seed(model: GPT):
@@ -452,3 +451,100 @@ def test_experts_without_tokens_keep_no_rank_waiting(data: Path, tmp_path: Path)
     assert final(end)["step"] == 3
     usage = [line for line in (tmp_path / "log.txt").read_text().splitlines() if line.startswith("Block 0")]
     assert sum(line.count(" 0.0%") >= 4 for line in usage) == 3, "4 tokens of a step meet at most 4 of 8 experts"
+
+
+# Killed, resized, measured, and what it learns
+
+
+BLOCK = 16
+LAYERS = {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": BLOCK}
+EXPERTS = ("--use-moe", "--num-experts=4", "--num-experts-per-tok=2", "--static-experts=1")
+SCHEDULE = ("--warmup-iters=3", "--min-lr=1e-4", "--learning-rate=1e-3")
+
+
+@pytest.fixture(scope="module")
+def blocks(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """84 blocks of text, and 6 to measure on."""
+    draw = random.Random(0)
+    words = " ".join(draw.choice(["def", "return", "yield", "import", "self", "x", "(y)", ":\n"]) for _ in range(600))
+    return texts.characters(tmp_path_factory.mktemp("blocks"), words[: 84 * BLOCK + 1], words[-6 * BLOCK - 1 :])
+
+
+def arguments(data: Path, steps: int, *more: str, accumulate: int = 1, batch: int = 4) -> list[str]:
+    shape = [f"--{name}={value}" for name, value in LAYERS.items()]
+    step = [f"--batch-size={batch}", f"--gradient-accumulation-steps={accumulate}", f"--max-iters={steps}"]
+    return [f"--data={data}", *shape, *step, "--eval-interval=10", "--eval-iters=2", *SCHEDULE, *more]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize(
+    ("experts", "accumulate", "parallel"),
+    [((), 1, "ddp"), (EXPERTS, 3, "ddp"), (EXPERTS, 1, "fsdp")],
+    ids=["dense", "moe", "sharded"],
+)
+def test_killed_20_times_it_ends_with_the_same_bits(
+    tmp_path: Path, blocks: Path, experts: tuple[str, ...], accumulate: int, parallel: str
+) -> None:
+    argv = arguments(blocks, 100, f"--parallel={parallel}", "--dropout=0.1", *experts, accumulate=2 * accumulate)
+    disturbances.killed_20_times(gpt.main, argv, tmp_path, seed=accumulate, logs=("loss", "val_loss"))
+
+
+@pytest.mark.slow  # as those of the other recipes; tests/training/test_session.py resizes quickly
+@pytest.mark.parametrize("experts", [(), EXPERTS], ids=["dense", "moe"])
+def test_resized_1_to_3_to_2_each_sample_is_seen_once_and_the_loss_is_the_same(
+    tmp_path: Path, blocks: Path, experts: tuple[str, ...]
+) -> None:
+    argv = arguments(blocks, 7, *experts, accumulate=3)  # 7 steps of 12 samples: one epoch of 84
+    disturbances.resized(gpt.main, argv, tmp_path, logs=("loss", "val_loss"))
+
+
+def test_every_block_is_measured_once_by_one_rank_and_the_best_stays_the_best(tmp_path: Path, blocks: Path) -> None:
+    """The learning rate grows until the loss rises. 3 micro-batches for 2 ranks: one of them makes a call that does not count."""
+    argv = arguments(blocks, 20, "--learning-rate=1", "--warmup-iters=20", "--weight-decay=0", "--grad-clip=0")
+    argv += ["--eval-interval=5", "--eval-iters=3", "--batch-size=2", "--export-nanogpt", "--dataset=words"]
+    end = worlds.ended(worlds.started(functools.partial(measuring, argv), tmp_path, 2), tmp_path)
+    assert end.codes == [0, 0], end.errors
+    calls = [len((tmp_path / f"measured-{rank}").read_text().splitlines()) for rank in range(2)]
+    assert calls[0] == calls[1] == 2 * 2 * len(disturbances.logged(tmp_path, "val_loss")), (
+        "half of 4 calls, for both parts, at every evaluation"
+    )
+    losses = disturbances.logged(tmp_path, "val_loss")
+    assert losses[20] > min(losses.values())
+    assert disturbances.final(tmp_path)["best_val_loss"] == min(losses.values())
+    best, newest = (torch.load(tmp_path / name, weights_only=True) for name in ("ckpt.pt", "current_ckpt.pt"))
+    assert (best["best_val_loss"], losses[best["iter_num"]]) == (min(losses.values()), min(losses.values()))
+    assert newest["iter_num"] == 20
+    for found in (best, newest):  # the entries of nanoGPT's
+        assert found.keys() >= {"model", "optimizer", "model_args", "iter_num", "best_val_loss", "config"}
+        assert found["config"]["dataset"] == "words"
+    assert len(newest["optimizer"]["state"]) == len(newest["model"]) - 1, "two of them are one"
+
+
+def measuring(argv: list[str]) -> None:
+    """A rank that counts its forward passes without gradient."""
+    forward = gpt.Training.forward
+
+    def counted(self: gpt.Training, net: Any, tokens: torch.Tensor) -> Any:
+        if not torch.is_grad_enabled():
+            with (self.run.output / f"measured-{self.run.rank}").open("a") as file:
+                file.write(f"{len(tokens)}\n")
+        return forward(self, net, tokens)
+
+    gpt.Training.forward = counted  # type: ignore[method-assign] # in a process of its own
+    gpt.main(argv)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1200)
+def test_the_loss_on_the_standard_library_is_in_its_band(tmp_path: Path) -> None:
+    """Of characters; every tenth module is measured on."""
+    stdlib_text.write(tmp_path / "text")
+    parts: dict[bool, list[str]] = {False: [], True: []}
+    for number, file in enumerate(sorted((tmp_path / "text").rglob("*.py"))):
+        parts[number % 10 == 9].append("".join(c for c in file.read_text() if c.isascii() and (c.isprintable() or c == "\n")))
+    data = texts.characters(tmp_path / "tokens", "".join(parts[False]), "".join(parts[True]))
+    size = "--size=tiny --block-size=64 --batch-size=12 --gradient-accumulation-steps=1 --max-iters=400 --eval-interval=400"
+    rates = "--learning-rate=2e-3 --min-lr=2e-4 --warmup-iters=40 --eval-iters=50 --dtype=float32"
+    disturbances.trained(gpt.main, [f"--data={data}", *size.split(), *rates.split()], tmp_path / "out", timeout_s=900)
+    assert 2.05 < disturbances.final(tmp_path / "out")["val_loss"] < 2.35

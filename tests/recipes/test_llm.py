@@ -126,37 +126,12 @@ def final(output: Path) -> dict[str, Any]:
 # What is learned of a record
 
 
-def learned(record: dict[str, Any], known: Any) -> tuple[str, str]:
-    """All of a record's text, and what is learned of it."""
-    segments = jsonl.segments(record, None, 0)  # type: ignore[arg-type] # for messages only
-    ids, labels = chat.sample(record, segments, known)
-    return known.decode(ids), known.decode(labels[labels != chat.NOT_LEARNED])
-
-
-def test_prompts_are_not_learned_and_the_token_that_ends_an_answer_is(known: Any) -> None:
-    end = known.eos_token
-    assert learned({"prompt": "1 + 1 =", "completion": " 2"}, known) == (f"1 + 1 = 2{end}", f" 2{end}")
-    assert learned({"text": "all of it"}, known) == (f"all of it{end}", f"all of it{end}")
-    turns = [("user", "a"), ("assistant", "b c"), ("user", "d"), ("assistant", "e")]
-    record = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    said = f"<|user|>\na\n<|assistant|>\nb c{end}\n<|user|>\nd\n<|assistant|>\ne{end}\n"
-    assert learned(record, known) == (said, f"b c{end}e{end}")
-
-
 @pytest.mark.parametrize(
     ("template", "said", "answers"),
     [
-        (
-            MARKED,
-            "<s>system\nHelp.</s>\n<s>user\na</s>\n<s>assistant\n<think>x</think>b</s>\n"
-            "<s>user\nc</s>\n<s>assistant\n<think>y</think>d</s>\n",
-            "<think>x</think>b</s><think>y</think>d</s>",
-        ),
-        (
-            FORGETFUL,
-            "<s>user\na</s>\n<s>assistant\nb</s>\n<s>user\nc</s>\n<s>assistant\n<think>y</think>d</s>\n",
-            "<think>y</think>d</s>",
-        ),
+        (MARKED, "system\nHelp.|user\na|assistant\n<think>x</think>b|user\nc|assistant\n<think>y</think>d",
+         "<think>x</think>b</s><think>y</think>d</s>"),
+        (FORGETFUL, "user\na|assistant\nb|user\nc|assistant\n<think>y</think>d", "<think>y</think>d</s>"),
     ],
     ids=["marked", "forgetful"],
 )  # fmt: skip
@@ -164,9 +139,9 @@ def test_what_the_assistant_says_is_found_in_any_chat_template(known: Any, templ
     """By common beginnings of renderings. A turn that is rendered otherwise later on (without its thoughts) is not guessed at."""
     turns = [("user", "a"), ("assistant", "<think>x</think>b"), ("user", "c"), ("assistant", "<think>y</think>d")]
     record = {"messages": [{"role": role, "content": content} for role, content in turns]}
-    other = _with(known, template)
-    whole, found = learned(record, other)
-    assert whole == said
+    ids, labels = chat.sample(record, jsonl.segments(record, None, 0), other := _with(known, template))  # type: ignore[arg-type]
+    found = other.decode(labels[labels != chat.NOT_LEARNED])
+    assert other.decode(ids) == "".join(f"<s>{turn}</s>\n" for turn in said.split("|"))
     assert found.endswith(answers) if template is FORGETFUL else found == answers
 
 
@@ -246,19 +221,17 @@ def test_a_model_whose_head_is_more_than_a_product_computes_its_own_logits(model
 @pytest.mark.parametrize(
     ("kind", "more"),
     [
-        ("mamba", {"state_size": 4, "hidden_size": 32}),
-        (
-            "gpt_oss",
-            {"num_local_experts": 2, "num_experts_per_tok": 1, "hidden_size": 32, "intermediate_size": 32, "head_dim": 8},
-        ),
-        ("bloom", {"hidden_size": 32, "n_head": 4}),
+        ("mamba", {"state_size": 4}),
+        ("gpt_oss", {"num_local_experts": 2, "num_experts_per_tok": 1, "intermediate_size": 32, "head_dim": 8}),
+        ("bloom", {"n_head": 4}),
     ],
     ids=["state", "sinks", "alibi"],
 )
 def test_a_model_with_attention_of_its_own_keeps_it_and_pads(tmp_path: Path, kind: str, more: dict[str, Any]) -> None:
     """Which it is, its logits tell: weights this small have about the same loss whatever is attended to."""
     transformers = llm_model.transformers
-    config = transformers.AutoConfig.for_model(kind, vocab_size=300, num_hidden_layers=1, pad_token_id=None, **more)
+    shape = {"vocab_size": 300, "num_hidden_layers": 1, "hidden_size": 32, "pad_token_id": None}
+    config = transformers.AutoConfig.for_model(kind, **shape, **more)
     made = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.float32)
     with torch.no_grad():
         for name, p in made.named_parameters():
@@ -429,27 +402,13 @@ def test_under_lora_frozen_weights_are_bfloat16_and_what_trains_is_float32(tmp_p
 # Wrong input
 
 
-@pytest.mark.parametrize(
-    ("line", "said"),
-    [
-        ("{", "train.jsonl, line 8 is not JSON: "),
-        ('{"question": "?"}', "train.jsonl, line 8 has none of prompt and completion, messages, text; it has question"),
-        ('{"messages": [{"role": "user"}]}', "train.jsonl, line 8 has no content in a message"),
-    ],
-)
-def test_a_bad_line_is_found_before_training_and_may_be_left_out(
-    tmp_path: Path, model: Path, capsys: pytest.CaptureFixture[str], line: str, said: str
-) -> None:
-    data = lines(tmp_path / "train.jsonl", [*RECORDS[:7], line, *RECORDS[7:]])
-    refused(arguments(model, data), said)
+def test_a_bad_line_is_found_before_training_and_may_be_left_out(tmp_path: Path, model: Path, capsys: Any) -> None:
+    data = lines(tmp_path / "train.jsonl", [*RECORDS[:7], "{", *RECORDS[7:]])
+    refused(arguments(model, data), "train.jsonl, line 8 is not JSON: ")
     assert not (tmp_path / "out" / contract.METRICS).exists()
-    if line != "{":
-        return
     llm.main(arguments(model, data, "--skip-bad", "--max-steps=1", "--no-epoch-results"))
     told = capsys.readouterr().out
-    assert "1 of the lines of" in told
-    assert said in told
-    assert "10 samples" in told
+    assert [said for said in ("1 of the lines of", "train.jsonl, line 8 is not JSON: ", "10 samples") if said not in told] == []
 
 
 def test_data_are_tokenized_once_and_again_when_they_change(tmp_path: Path, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
