@@ -25,6 +25,7 @@ from outlast.base.typed_json import decode
 from outlast.job import contract, spec
 from outlast.job.ledger import Ledger
 from outlast.kubernetes import board
+from outlast.kubernetes.api import kinds
 from outlast.local.backend import LocalBackend
 from outlast.local.launcher import Launcher
 from outlast.local.state_dir import StateDir
@@ -50,7 +51,7 @@ KILLED = {"rank": 0, "code": 137, "reason": "a rank was killed by SIGKILL", "tim
 
 def a_job(workers: int, least: int, limit: int) -> dict[str, Any]:
     fields = {"script": "train.py", "workers": {"replicas": workers, "min": least}, "restarts": {"limit": limit}}
-    return {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "job"}, "spec": fields}
+    return kinds.ELASTIC_JOB.document({"name": "job"}, spec=fields)
 
 
 def a_launcher(directory: Path, machine: Machine, **fields: object) -> Launcher:
@@ -223,16 +224,14 @@ class Run:
             self.exchange(process)
         except Superseded:
             return self.exit(id, process)
-        told, me = process.side.published(), process.report
+        told, me, id_ = process.side.published(), process.report, process.side.id
         called = told.called.generation if told.called else 0
         if told.closed:
             return self.exit(id, process, returns=told.closed.code == contract.Exit.INTERRUPTED)
         match me.standing:
-            case MemberState.WAITING if (
-                told.world and told.world.generation > me.generation and process.side.id in told.world.members
-            ):
+            case MemberState.WAITING if (world := told.world) and world.generation > me.generation and id_ in world.members:
                 process.past = []
-                joined = {"generation": told.world.generation, "failed": False, "failure": None, "held": 0, "owes": True}
+                joined = {"generation": world.generation, "failed": False, "failure": None, "held": 0, "owes": True}
                 process.report = me.changed("training", **joined)
             case MemberState.TRAINING | MemberState.DONE if (
                 called > me.generation
@@ -711,7 +710,7 @@ class OnOperator(Run):
 
     def leave(self, id: int) -> None:
         meta = self.cluster.documents["Pod", f"train-worker-{id}"]["metadata"]
-        self.cluster.delete(board.api.kinds.POD, meta["name"], meta["uid"])
+        self.cluster.delete(kinds.POD, meta["name"], meta["uid"])
 
     def finish(self) -> None:
         self.cluster.steps = self.cluster.step

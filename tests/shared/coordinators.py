@@ -24,6 +24,7 @@ from etcds import Server
 from outlast.base.typed_json import decode
 from outlast.job import contract
 from outlast.job.contract import Env
+from outlast.kubernetes.api import kinds
 from outlast.rendezvous import transport
 from outlast.rendezvous.etcd import key_schema
 from outlast.rendezvous.etcd.gateway import put
@@ -181,13 +182,7 @@ class Operator:
 
     def __init__(self) -> None:
         self.api = apiserver.ApiServer(unserved=())
-        self.job: Document = {
-            "apiVersion": contract.API_VERSION,
-            "kind": contract.KIND,
-            "metadata": {"name": "train"},
-            "spec": {},
-        }
-        self.job = self.api.put(self.job)
+        self.job = self.api.put(kinds.ELASTIC_JOB.document({"name": "train"}, spec={}))
         self._told: dict[str, Any] = {}
 
     def client(self, id: int, process: str = "p", *, state: Path) -> transport.Client:

@@ -50,16 +50,8 @@ class FakeBackend:
             raise AlreadyRunning(f"job {name} is running")
         if run is None or run.status.state.final:
             sizes = {"replicas": workers.replicas, "min": workers.allowed()[0], "max": workers.allowed()[-1]}
-            output = str(self._output / name)
-            status = JobStatus(
-                told="session",
-                name=name,
-                run=f"run-{len(self.runs)}",
-                steps=self._steps,
-                output=output,
-                submitted=time.time(),
-                **sizes,
-            )
+            place = {"output": str(self._output / name), "run": f"run-{len(self.runs)}"}
+            status = JobStatus(told="session", name=name, steps=self._steps, submitted=time.time(), **place, **sizes)
             run = self.runs[name] = Run(status)
             run.events.append({"t": time.time(), "kind": "submitted", "source": "cli"})
         self.chaos_schedule = chaos
@@ -203,15 +195,10 @@ def fails(code: int) -> Callable[[Run], None]:
 
     def happens(run: Run) -> None:
         status = run.status
-        status.failure = Failure(
-            worker=1,
-            rank=1,
-            code=code,
-            reason="rank 1 on worker 1 raised ValueError: too bad",
-            traceback="  File x\nValueError: too bad",
-        )
+        why = "rank 1 on worker 1 raised ValueError: too bad"
+        status.failure = Failure(worker=1, rank=1, code=code, reason=why, traceback="  File x\nValueError: too bad")
         status.exit_code, status.finished, run.launcher = code, time.time(), None
-        status.state, status.reason = State.FAILED, "rank 1 on worker 1 raised ValueError: too bad; 3 times at step 5"
+        status.state, status.reason = State.FAILED, f"{why}; 3 times at step 5"
 
     return happens
 

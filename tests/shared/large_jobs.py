@@ -6,6 +6,7 @@ import json
 from typing import Any
 
 from outlast.job.contract import Annotation, Label
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.operator.observed_job import RECEIVED_AT
 
 NOW = 1_767_225_600.0
@@ -17,21 +18,13 @@ CREATED = "2025-12-31T00:00:00Z"
 def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[dict[str, Any]], dict[str, Any]]:
     """Return the documents of a training job with this number of workers: the job, its pods, their Leases, the nodes."""
     ids = range(workers)
-    told = {
-        "generation": 1, "address": "10.0.0.0:1", "reason": "training starts with all", "at": NOW - 600, "members": list(ids)
-    }  # fmt: skip
-    job = {
-        "apiVersion": "outlast.dev/v1alpha1",
-        "kind": "ElasticJob",
-        "metadata": {"name": "train", "namespace": "team", "uid": "0123456789", "generation": 1},
-        "spec": {"image": "i", "module": "m", "workers": {"replicas": workers, "min": 1, "max": workers}},
-        "status": {
-            "state": "Running",
-            "observedGeneration": 1,
-            "startTime": CREATED,
-            "rendezvous": {"run": "train-01234567", "world": told, "formed": True},
-        },
-    }
+    world = {"generation": 1, "address": "10.0.0.0:1", "reason": "starts with all", "at": NOW - 600, "members": list(ids)}
+    told = {"run": "train-01234567", "world": world, "formed": True}
+    job = kinds.ELASTIC_JOB.document(
+        {"name": "train", "namespace": "team", "uid": "0123456789", "generation": 1},
+        spec={"image": "i", "module": "m", "workers": {"replicas": workers, "min": 1, "max": workers}},
+        status={"state": "Running", "observedGeneration": 1, "startTime": CREATED, "rendezvous": told},
+    )
     owner = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "name": "train", "uid": "0123456789"}
     pods, leases = [], []
     for id in ids:
@@ -43,20 +36,11 @@ def documents(workers: int) -> tuple[dict[str, Any], list[dict[str, Any]], list[
         }  # fmt: skip
         meta = {"name": name, "namespace": "team", "uid": f"pod-{id}", "labels": labels, "creationTimestamp": CREATED}
         state = {"name": "worker", "ready": True, "state": {"running": {}}}
-        pods.append(
-            {
-                "metadata": {**meta, "ownerReferences": [owner]},
-                "spec": {"nodeName": f"node-{id % 8}", "containers": [{"name": "worker"}], "restartPolicy": "Never"},
-                "status": {"phase": "Running", "containerStatuses": [state]},
-            }
-        )
+        spec = {"nodeName": f"node-{id % 8}", "containers": [{"name": "worker"}], "restartPolicy": "Never"}
+        status = {"phase": "Running", "containerStatuses": [state]}
+        pods.append({"metadata": {**meta, "ownerReferences": [owner]}, "spec": spec, "status": status})
         said = {Annotation.REPORT: json.dumps(report), Annotation.PROGRESS: json.dumps({"generation": 1, "step": 7})}
-        leases.append(
-            {
-                "metadata": {"name": name, "labels": labels, "annotations": said},
-                "spec": {"holderIdentity": f"pod-{id}"},
-                RECEIVED_AT: NOW,
-            }
-        )
+        noted = {"name": name, "labels": labels, "annotations": said}
+        leases.append({"metadata": noted, "spec": {"holderIdentity": f"pod-{id}"}, RECEIVED_AT: NOW})
     ready = {"conditions": [{"type": "Ready", "status": "True"}]}
     return job, pods, leases, {f"node-{n}": {"metadata": {"name": f"node-{n}"}, "spec": {}, "status": ready} for n in range(8)}

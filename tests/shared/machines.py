@@ -31,15 +31,8 @@ class Machine:
 
     def job(self, name: str = "job", *, args: tuple[str, ...] = (), **fields: object) -> Path:
         """Write a job file, by default of programs/exact.py with two workers and a save every 10 steps."""
-        whole = {
-            "script": "exact.py",
-            "code": str(PROGRAMS),
-            "args": list(args),
-            "workers": {"replicas": 2},
-            "checkpoint": {"every": "10 steps"},
-            "hang": {"limit": "3s"},
-            **fields,
-        }
+        usual = {"script": "exact.py", "code": str(PROGRAMS), "args": list(args), "workers": {"replicas": 2}}
+        whole = {**usual, "checkpoint": {"every": "10 steps"}, "hang": {"limit": "3s"}, **fields}
         document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": whole}
         path = self.directory / f"{name}.yaml"
         path.write_text(json.dumps({**document, "spec": {key: value for key, value in whole.items() if value is not None}}))
@@ -59,9 +52,8 @@ class Machine:
             status = self.backend.status(name)
             if until(status):
                 return status
-            if time.monotonic() > deadline or (
-                status.state.final and status.launcher is None and not until(self.backend.status(name))
-            ):
+            over = status.state.final and status.launcher is None and not until(self.backend.status(name))
+            if over or time.monotonic() > deadline:
                 log = (self.directory / "state" / "jobs" / name / "launcher.log").read_text()
                 pytest.fail(f"within {timeout_s} s {name} is {status.state}: {status.reason}\n{log}")
             time.sleep(0.05)

@@ -16,6 +16,7 @@ import pytest
 import waits
 from outlast.job import spec
 from outlast.kubernetes import manifests
+from outlast.kubernetes.api import kinds
 
 Document = dict[str, Any]
 STEPS = ("--epochs=250",)
@@ -74,17 +75,11 @@ class Namespace:
 
 def a_job(name: str, **fields: object) -> spec.Job:
     whole: Document = {
-        "image": os.environ["OUTLAST_TEST_IMAGE"],
-        "module": "outlast.recipes.smoke",
-        "args": list(STEPS),
-        "workers": {"replicas": 2},
-        "resources": {"cpu": "0.2", "memory": "700Mi"},
-        "checkpoint": {"every": "20 steps"},
-        "interruption": {"grace": "20s"},
-        **fields,
-    }
-    document = {"apiVersion": "outlast.dev/v1alpha1", "kind": "ElasticJob", "metadata": {"name": name}, "spec": whole}
-    return spec.parse(json.dumps(document))
+        "image": os.environ["OUTLAST_TEST_IMAGE"], "module": "outlast.recipes.smoke", "args": [*STEPS],
+        "workers": {"replicas": 2}, "resources": {"cpu": "0.2", "memory": "700Mi"}, "checkpoint": {"every": "20 steps"},
+        "interruption": {"grace": "20s"}, **fields,
+    }  # fmt: skip
+    return spec.parse(json.dumps(kinds.ELASTIC_JOB.document({"name": name}, spec=whole)))
 
 
 def kind(documents: list[Document], wanted: str) -> Document:
@@ -109,8 +104,8 @@ def a_server(namespace: str) -> list[Document]:
     meta = {"name": "s3", "namespace": namespace}
     fields = {"securityContext": user, "containers": [container], "volumes": volumes}
     return [
-        {"apiVersion": "v1", "kind": "Pod", "metadata": {**meta, "labels": {"app": "s3"}}, "spec": fields},
-        {"apiVersion": "v1", "kind": "Service", "metadata": meta, "spec": {"selector": {"app": "s3"}, "ports": [{"port": 8080}]}},
+        kinds.POD.document({**meta, "labels": {"app": "s3"}}, spec=fields),
+        kinds.SERVICE.document(meta, spec={"selector": {"app": "s3"}, "ports": [{"port": 8080}]}),
     ]
 
 

@@ -7,7 +7,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -16,7 +15,7 @@ import pytest
 
 from machines import PROGRAMS
 from namespaces import Document, Namespace
-from outlast.job import contract
+from outlast.kubernetes.api import kinds
 
 ELASTIC = "elasticjobs.outlast.dev"
 KILL_RANKS = "for p in /proc/[0-9]*; do tr '\\0' ' ' < $p/environ | grep -q ' LOCAL_RANK=' && kill -9 ${p#/proc/}; done"
@@ -36,16 +35,11 @@ def weights(logs: str) -> str:
 def submit_exact(namespace: Namespace, directory: Path, name: str, *args: str, **fields: object) -> None:
     """Submit a job of two workers that trains exact.py, which prints each step and waits at its end for `hurried`."""
     whole = {
-        "image": os.environ["OUTLAST_TEST_IMAGE"],
-        "script": "exact.py",
-        "code": str(PROGRAMS),
-        "args": ["--gate", "--print", *args],
-        "workers": {"replicas": 2, "min": 1, "max": 3},
-        "resources": {"cpu": "0.2", "memory": "2Gi"},
-        **fields,
-    }
-    document = {"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": name}, "spec": whole}
-    (directory / "job.yaml").write_text(json.dumps(document))
+        "image": os.environ["OUTLAST_TEST_IMAGE"], "script": "exact.py", "code": str(PROGRAMS),
+        "args": ["--gate", "--print", *args], "workers": {"replicas": 2, "min": 1, "max": 3},
+        "resources": {"cpu": "0.2", "memory": "2Gi"}, **fields,
+    }  # fmt: skip
+    (directory / "job.yaml").write_text(json.dumps(kinds.ELASTIC_JOB.document({"name": name}, spec=whole)))
     command = [OUTLAST, "submit", "job.yaml", "-n", namespace.name]
     done = subprocess.run(command, cwd=directory, capture_output=True, text=True, check=False)
     assert done.returncode == 0, done.stdout + done.stderr
@@ -72,11 +66,12 @@ def status(namespace: Namespace, name: str) -> Document:
 
 
 def until(namespace: Namespace, name: str, what: Callable[[Document], object], timeout_s: float = 240) -> Document:
-    deadline = time.monotonic() + timeout_s
-    while not what(found := status(namespace, name)):
-        assert time.monotonic() < deadline, (found, namespace.kubectl("get", "pods", "-o", "wide"))
-        time.sleep(0.5)
-    return found
+    def found() -> Document | None:
+        now = status(namespace, name)
+        return now if what(now) else None
+
+    why = lambda: f"{status(namespace, name)}\n{namespace.kubectl('get', 'pods', '-o', 'wide')}"  # noqa: E731
+    return dict(namespace.wait(found, why, timeout_s))
 
 
 def trains(workers: int) -> Callable[[Document], object]:

@@ -1,9 +1,7 @@
 """Jobs that get nowhere, each for one reason: what to apply to a cluster so that it comes about, and what it looked like there.
 
-`recorded(name)` is what a cluster had to show; tests of `outlast why` read that. To record anew, in namespaces `<prefix>-<name>`
-that are deleted afterwards, and to write what `outlast why` finds in what was recorded:
+`recorded(name)` is what a cluster had to show; tests of `outlast why` read that. To write what `outlast why` finds in it:
 
-    KUBECONFIG=... python tests/shared/situations.py PREFIX [NAME...]
     python tests/shared/situations.py
 """
 
@@ -15,8 +13,6 @@ import functools
 import json
 import os
 import subprocess
-import sys
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from datetime import datetime
@@ -25,8 +21,10 @@ from typing import Any
 
 import yaml
 
-from outlast.job import contract, spec
+import waits
+from outlast.job import spec
 from outlast.kubernetes import diagnosis, manifests
+from outlast.kubernetes.api import kinds
 from outlast.kubernetes.diagnosis import Finding
 from outlast.kubernetes.diagnosis.evidence import Snapshot, event_time
 from outlast.kubernetes.manifests import render_request
@@ -74,6 +72,7 @@ def python(code: str) -> Document:
     return container(command=["python", "-c", code])
 
 
+DATA = [{"claim": "datasets", "to": "/data"}]
 FAILS = """
 import sys, traceback
 try:
@@ -85,7 +84,12 @@ sys.exit(1)
 """
 """Script that fails, and the end of its log."""
 SLEEP = container(command=["sleep", "600"])
+ONE: Document = {"workers": {"replicas": 1}}
+ONCE: Document = {**ONE, "restarts": {"limit": 0}}
 MAXIMUM: Document = {"type": "Container", "max": {"memory": "1Gi"}}
+WORKERS = {"matchLabels": {"app.kubernetes.io/component": "worker"}}
+AWAY = [{"topologyKey": "kubernetes.io/os", "labelSelector": WORKERS}]
+APART = {"podAntiAffinity": {"requiredDuringSchedulingIgnoredDuringExecution": AWAY}}
 SITUATIONS: dict[str, Situation] = {
     "image-unreachable": Situation({"image": "127.0.0.1:5056/team/train:v9"}, until="ErrImagePull"),
     "image-never": Situation(
@@ -96,14 +100,10 @@ SITUATIONS: dict[str, Situation] = {
     "cpu": Situation({"resources": {"cpu": 64}}, until="FailedScheduling"),
     "memory": Situation({"resources": {"memory": "900Gi"}}, until="FailedScheduling"),
     "node-selector": Situation({"nodeSelector": {"disk": "nvme"}}, until="FailedScheduling"),
-    "claim-missing": Situation({"volumes": [{"claim": "datasets", "to": "/data"}]}, until="FailedScheduling"),
-    "claim-no-class": Situation(
-        {"volumes": [{"claim": "datasets", "to": "/data"}]}, there=(claim("datasets"),), until="no storage class is set"
-    ),
+    "claim-missing": Situation({"volumes": DATA}, until="FailedScheduling"),
+    "claim-no-class": Situation({"volumes": DATA}, there=(claim("datasets"),), until="no storage class is set"),
     "claim-wrong-class": Situation(
-        {"volumes": [{"claim": "datasets", "to": "/data"}]},
-        there=(claim("datasets", storageClassName="fast"),),
-        until="ProvisioningFailed",
+        {"volumes": DATA}, there=(claim("datasets", storageClassName="fast"),), until="ProvisioningFailed"
     ),
     "secret-missing": Situation({"secrets": [{"name": "hf-token"}]}, until="CreateContainerConfigError"),
     "secret-volume-missing": Situation({"secrets": [{"name": "hf-token", "to": "/secrets"}]}, until="FailedMount"),
@@ -125,65 +125,27 @@ SITUATIONS: dict[str, Situation] = {
     "account-missing": Situation({"template": {"spec": {"serviceAccountName": "trainer"}}}, until="serviceaccount"),
     "priority-missing": Situation({"scheduling": {"priorityClassName": "urgent"}}, until="no PriorityClass"),
     "out-of-memory": Situation(
-        {
-            "resources": {"memory": "128Mi"},
-            "restarts": {"limit": 0},
-            "workers": {"replicas": 1},
-            "template": python("x = [bytearray(1 << 20) for _ in range(1 << 20)]"),
-        },
+        {"resources": {"memory": "128Mi"}, **ONCE, "template": python("x = [bytearray(1 << 20) for _ in range(1 << 20)]")},
         until="OOMKilled",
     ),
     "command-missing": Situation({"template": container(command=["outlast-agent"])}, until="executable file not found"),
-    "script-fails": Situation(
-        {"restarts": {"limit": 0}, "workers": {"replicas": 1}, "template": python(FAILS)}, until="BackoffLimitExceeded"
-    ),
+    "script-fails": Situation({**ONCE, "template": python(FAILS)}, until="BackoffLimitExceeded"),
     "configuration-wrong": Situation(
-        {
-            "workers": {"replicas": 1},
-            "template": container(env=[{"name": "OUTLAST_JOB_FILE", "value": "/etc/outlast/jobs.yaml"}]),
-        },
+        {**ONE, "template": container(env=[{"name": "OUTLAST_JOB_FILE", "value": "/etc/outlast/jobs.yaml"}])},
         until="PodFailurePolicy",
     ),
     "probe-fails": Situation({"template": SLEEP}, until='"exitCode": 137'),
     "suspended": Situation({"suspend": True}, until="Suspended"),
     "deadline": Situation({"activeDeadlineSeconds": 5, "template": SLEEP}, until="DeadlineExceeded"),
-    "finished": Situation({"workers": {"replicas": 1}, "template": container(command=["true"])}, until="Completed"),
-    "alone": Situation(
-        {
-            "workers": {"replicas": 2},
-            "template": {
-                "spec": {
-                    **SLEEP["spec"],
-                    "affinity": {
-                        "podAntiAffinity": {
-                            "requiredDuringSchedulingIgnoredDuringExecution": [
-                                {
-                                    "topologyKey": "kubernetes.io/os",
-                                    "labelSelector": {"matchLabels": {"app.kubernetes.io/component": "worker"}},
-                                }
-                            ]
-                        }
-                    },
-                }
-            },
-        },
-        until="anti-affinity",
-    ),
+    "finished": Situation({**ONE, "template": container(command=["true"])}, until="Completed"),
+    "alone": Situation({"template": {"spec": {**SLEEP["spec"], "affinity": APART}}}, until="anti-affinity"),
 }
 
 
 def job(name: str) -> spec.Job:
-    usual: Document = {
-        "image": IMAGE,
-        "module": "outlast.recipes.smoke",
-        "workers": {"replicas": 2},
-        "output": "/out",
-        "interruption": {"grace": "1s"},
-    }
-    fields = {key: value for key, value in {**usual, **SITUATIONS[name].fields}.items() if value is not None}
-    return spec.parse(
-        yaml.safe_dump({"apiVersion": contract.API_VERSION, "kind": contract.KIND, "metadata": {"name": "train"}, "spec": fields})
-    )
+    usual: Document = {"image": IMAGE, "module": "outlast.recipes.smoke", "workers": {"replicas": 2}, "output": "/out"}
+    fields = {**usual, "interruption": {"grace": "1s"}, **SITUATIONS[name].fields}
+    return spec.parse(json.dumps(kinds.ELASTIC_JOB.document({"name": "train"}, spec=fields)))
 
 
 # As it was recorded
@@ -237,12 +199,8 @@ def kubectl(*words: str, documents: list[Document] | None = None) -> str:
 
 def begin(name: str, namespace: str) -> None:
     it = SITUATIONS[name]
-    kubectl(
-        "apply",
-        "-f",
-        "-",
-        documents=[{"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": dict(it.labels)}}],
-    )
+    labelled = {"apiVersion": "v1", "kind": "Namespace", "metadata": {"name": namespace, "labels": dict(it.labels)}}
+    kubectl("apply", "-f", "-", documents=[labelled])
     if it.there:
         kubectl("apply", "-n", namespace, "-f", "-", documents=list(it.there))
     documents = json.dumps(manifests.render(job(name), it.topology, namespace=namespace))
@@ -255,68 +213,11 @@ def visible(name: str, namespace: str) -> bool:
 
 
 def wait(until: Callable[[], bool], timeout_s: float) -> bool:
-    deadline = time.monotonic() + timeout_s
-    while not until():
-        if time.monotonic() > deadline:
-            return False
-        time.sleep(0.5)
-    return True
-
-
-KINDS = ("jobs", "pods", "events", "persistentvolumeclaims", "resourcequotas", "limitranges", "nodes", "storageclasses")
-
-
-def record(name: str, namespace: str) -> Document:
-    """Return the documents of a namespace, without those that no rule needs."""
-    found: Document = {}
-    for kind in KINDS:
-        found[kind] = json.loads(kubectl("get", kind, "-n", namespace, "-o", "json"))["items"]
-    for kind in ("secrets", "configmaps"):
-        found[kind] = [each.partition("/")[2] for each in kubectl("get", kind, "-n", namespace, "-o", "name").split()]
-    found["logs"] = {}
-    for pod in found["pods"]:
-        with contextlib.suppress(AssertionError):  # it has none
-            it = pod["metadata"]["name"]
-            found["logs"][it] = kubectl("logs", "-n", namespace, it, "--tail=40").splitlines()
-    return dict(json.loads(json.dumps(less(found)).replace(namespace, "team")))
-
-
-def less(found: Document) -> Document:
-    """Remove the fields and events that no rule could need."""
-    for kind in KINDS:
-        for item in found[kind]:
-            item["metadata"].pop("managedFields", None)
-            item["metadata"].get("annotations", {}).pop("kubectl.kubernetes.io/last-applied-configuration", None)
-    for node in found["nodes"]:
-        node["metadata"] = {key: node["metadata"][key] for key in ("name", "labels")}
-        node["status"] = {key: node["status"][key] for key in ("allocatable", "conditions")}
-    for template in [*found["pods"], *(job["spec"]["template"] for job in found["jobs"])]:
-        for each in template["spec"]["containers"]:
-            for key in ("env", "volumeMounts", "startupProbe", "livenessProbe", "readinessProbe", "securityContext", "ports"):
-                each.pop(key, None)
-    often: dict[tuple[str, str, str], int] = {}
-    kept = []
-    for event in reversed(found["events"]):
-        key = (event["involvedObject"]["kind"], event["involvedObject"].get("fieldPath", ""), event["reason"])
-        often[key] = often.get(key, 0) + 1
-        if often[key] <= 3:
-            kept.append(event)
-    return {**found, "events": kept[::-1]}
+    with contextlib.suppress(AssertionError):
+        waits.until(until, timeout_s, pause_s=0.5)
+    return until()
 
 
 if __name__ == "__main__":
-    prefix, *names = sys.argv[1:] or [""]
-    HERE.mkdir(exist_ok=True)
-    for name in (names or list(SITUATIONS)) if prefix else ():
-        namespace = f"{prefix}-{name}"
-        try:
-            begin(name, namespace)
-            if wait(lambda: visible(name, namespace), 200):  # noqa: B023 (it is called here and now)
-                time.sleep(2)  # for what comes with it
-                (HERE / f"{name}.json").write_text(json.dumps(record(name, namespace)) + "\n")
-            else:
-                print(f"{name}: there is nothing to see")
-        finally:
-            subprocess.run(["kubectl", "delete", "namespace", namespace, "--wait=false"], check=False, stdout=subprocess.DEVNULL)
     found = {name: [dataclasses.asdict(each) for each in diagnosis.causes(seen(name), NOW)] for name in SITUATIONS}
     FINDINGS.write_text(yaml.safe_dump(json.loads(json.dumps(found)), sort_keys=False, width=130, allow_unicode=True))

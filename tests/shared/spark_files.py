@@ -35,12 +35,7 @@ def submit(namespace: Namespace, directory: Path, script: str, *words: str, **gi
     config["users"][0]["user"] = {"token": token}
     (directory / "config").write_text(json.dumps(config))
     (directory / "config").chmod(0o600)
-    environ = {
-        **os.environ,
-        "KUBECONFIG": str(directory / "config"),
-        "KUBERNETES": config["clusters"][0]["cluster"]["server"],
-        "JAVA_HOME": str(spark_java.home()),
-        "PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}",
-        **given,
-    }
+    environ = {"KUBECONFIG": str(directory / "config"), "KUBERNETES": config["clusters"][0]["cluster"]["server"]}
+    environ |= {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}", "JAVA_HOME": str(spark_java.home())}
+    environ = {**os.environ, **environ, **given}
     return subprocess.run(["sh", str(SPARK / script), *words], env=environ, capture_output=True, text=True, check=False)

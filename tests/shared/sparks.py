@@ -67,17 +67,6 @@ def _pngs(source: Path) -> None:
         Image.new("RGB", (8, 6), (i, 2 * i, 3 * i)).save(path)
 
 
-def _batches(source: Path) -> None:
-    import numpy as np
-
-    from outlast.data import cifar
-
-    x = np.random.default_rng(0).integers(0, 256, (4, 3, 32, 32), dtype=np.uint8)
-    for file in (*cifar.TRAIN, cifar.TEST):
-        cifar.write(source, file, x, [0, 1, 2, 3], file)
-    cifar.write_meta(source, [f"class {i}" for i in range(10)], 4)
-
-
 def _videos(source: Path) -> None:
     import av
     import numpy as np
@@ -114,13 +103,8 @@ class Case:
 CASES: Mapping[str, Case] = {
     "characters": Case(_texts, prepare("text", tokenizer="char", shard_size=4000)),
     "bpe": Case(_texts, prepare("text", tokenizer="bpe", vocab_size=300)),
-    "one file": Case(
-        lambda source: (source / "input.txt").write_text("to be or not to be\n" * 200) and None,
-        prepare("text", tokenizer="char"),
-    ),
     "records": Case(_records, prepare("jsonl", vocab_size=300, shard_size=800)),
     "images": Case(_pngs, prepare("images", shard_size=600)),
-    "cifar": Case(_batches, prepare("images")),
     "video": Case(_videos, prepare("video", frames=4, size=16, val=0.3, shard_size=30_000)),
 }
 
